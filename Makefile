@@ -1,0 +1,35 @@
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` the tests. Both make .venv by themselves, once.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+
+.PHONY: demo test test-slow lint docs wheel clean
+
+demo: $(VENV)/installed
+	$(RUN) -m tilewise demo
+
+test: $(VENV)/installed
+	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+	$(RUN) -m pytest -n auto
+
+test-slow: $(VENV)/installed
+	$(RUN) -m pytest -m slow
+
+lint: $(VENV)/installed
+	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
+
+docs: $(VENV)/installed
+	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -m mkdocs build --strict
+
+wheel: $(VENV)/installed
+	$(RUN) -m pip wheel -q --no-deps -w dist .
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilewise needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis

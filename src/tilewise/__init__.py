@@ -1,0 +1,44 @@
+"""tilewise: exact attention that never stores the score matrix. Shapes are (batch, seqlen, heads, head_dim)."""
+
+from tilewise.api import attention, attention_varlen, explain
+from tilewise.decoding import decode
+from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.masks import (
+    Band,
+    Causal,
+    ChunkedCausal,
+    Dense,
+    Documents,
+    FirstKeys,
+    Full,
+    Mask,
+    PerHead,
+    PrefixLM,
+    SlidingWindow,
+    Slices,
+)
+from tilewise.merge import merge
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Band",
+    "Causal",
+    "ChunkedCausal",
+    "Dense",
+    "Documents",
+    "FirstKeys",
+    "Full",
+    "Mask",
+    "PerHead",
+    "PrefixLM",
+    "ShapeError",
+    "SlidingWindow",
+    "Slices",
+    "UnsupportedError",
+    "attention",
+    "attention_varlen",
+    "decode",
+    "explain",
+    "merge",
+]

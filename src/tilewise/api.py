@@ -1,0 +1,231 @@
+"""The public functions: their contract, their checks, and the one operator that they all call.
+
+Nothing here depends on a length or reads a tensor's values, so torch.compile traces it once for every length; what needs values (cu_seqlens, a dense
+mask's size) is checked by the operator, before any work.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilewise import errors, ops
+from tilewise.errors import ShapeError
+from tilewise.explain import Explanation, describe
+from tilewise.masks import Causal, Full, Mask, PerHead
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | Mapping[tuple[int, int], Mask] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), fp32, bf16, fp16 or fp64.
+        k: (batch, seqlen_k, heads_k, head_dim), q's dtype and device; heads_q is a multiple of heads_k, and query head h reads
+            key head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v).
+        causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom right). With `mask`, both must allow a pair.
+        mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
+        scale: multiplies the scores; None is head_dim ** -0.5.
+        softcap: bound on the scaled score, 0 for none.
+        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
+        alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
+        sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
+        dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
+        dropout_seed, dropout_offset: name the random numbers (Philox-4x32-10); seed None draws one from torch's generator.
+        deterministic: only backends whose gradients are bit-identical from run to run.
+        backend: a backend by name; it runs there or raises. None chooses (see `explain`).
+        return_lse: also return the logarithm of each row's softmax denominator.
+
+    Returns:
+        O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, and with `return_lse` LSE (batch, heads_q, seqlen_q), natural logarithm, fp32
+        (fp64 for fp64 inputs), differentiable. A row that sees no key gives O = 0, LSE = -inf (the sink's logit where there is one), zero gradients.
+
+    Raises:
+        ShapeError: a tensor of the wrong shape, dtype, device or layout.
+        ValueError: a number, flag or name out of its range.
+        UnsupportedError: no backend, or not the one asked for, can run this.
+    """
+    errors.check_qkv(q, k, v)
+    operands = _operands(
+        q, k, v, causal, mask, scale, softcap, bias, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset, deterministic, backend
+    )
+    errors.check_flag("return_lse", return_lse)
+    o, lse = ops.attend(*operands)
+    return (o, lse) if return_lse else o
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
+
+    Equal to a loop of `attention` over the documents; `causal` and `mask` apply within each document, with its own lengths.
+
+    Args:
+        q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,) int32 or int64, starting at 0, non-decreasing, ending at most at total_q, total_k.
+            Tokens after the last document see nothing and are seen by none.
+        alibi_slopes: (heads_q,); distances count within the document.
+        The other arguments are those of `attention`; random numbers of dropout count packed positions.
+
+    Returns:
+        O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
+    """
+    errors.check_qkv(q, k, v, packed=True)
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
+    errors.check_size("cu_seqlens_k", "length", cu_seqlens_k.shape[0], cu_seqlens_q.shape[0], "cu_seqlens_q")
+    if isinstance(mask, Mapping):
+        raise ValueError(
+            "mask of packed documents must be one Mask for all heads, got a mapping of head ranges; call attention_varlen per range"
+        )
+    inner = _combine(causal, mask)
+    operands = _operands(
+        q[None], k[None], v[None], False, None, scale, softcap, None, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset,
+        deterministic, backend,
+    )  # fmt: skip
+    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
+    text = f"Documents(#0,#1,inner={inner.text(mask_tensors)})"
+    errors.check_flag("return_lse", return_lse)
+    o, lse = ops.attend(*operands[:6], diagonal, operands[7], mask_tensors, text, *operands[10:])
+    return (o[0], lse[0]) if return_lse else o[0]
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
+    """Which backend and tile configuration `attention(q, k, v, **options)` would use, and why the others were passed over; computes nothing.
+
+    Args:
+        q, k, v and every option are those of `attention`.
+
+    Returns:
+        An `Explanation`; print it, or read its fields (backend, reasons, tiles, flops, bytes, ...).
+
+    Raises:
+        ShapeError, ValueError, UnsupportedError: as `attention` would.
+    """
+    options.pop("return_lse", None)
+    errors.check_qkv(q, k, v)
+    defaults = {
+        "causal": False, "mask": None, "scale": None, "softcap": 0.0, "bias": None, "alibi_slopes": None, "sink": None, "dropout_p": 0.0,
+        "dropout_seed": 0, "dropout_offset": 0, "deterministic": False, "backend": None,
+    }  # fmt: skip
+    if unknown := options.keys() - defaults.keys():
+        raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(defaults)}")
+    operands = _operands(q, k, v, *(defaults | options).values())
+    copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
+    return describe(ops.call_of(*operands[:-1]), operands[-1], copied)
+
+
+def _operands(
+    q, k, v, causal, mask, scale, softcap, bias, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset, deterministic, backend
+) -> tuple:
+    """Check what is not q, k, v, and arrange everything as the operands of `ops.forward`."""
+    batch, _, heads_q, _ = q.shape
+    if scale is not None:
+        errors.check_number("scale", scale)
+    errors.check_number("softcap", softcap, low=0.0)
+    errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
+    errors.check_flag("deterministic", deterministic)
+    if backend is not None and not isinstance(backend, str):
+        raise ValueError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
+    if bias is not None:
+        errors.check_bias(bias, q, k.shape[1])
+    if alibi_slopes is not None:
+        errors.check_alibi(alibi_slopes, q, batch, heads_q)
+        alibi_slopes = alibi_slopes.reshape(-1, heads_q).float()
+    if sink is not None:
+        errors.check_sink(sink, q, heads_q)
+    rng = _random_state(dropout_seed, dropout_offset) if dropout_p > 0.0 else None
+    mask_tensors: list[Tensor] = []
+    text = _combine(causal, mask).text(mask_tensors)
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+    q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
+    scale = None if scale is None else float(scale)
+    tensors = (q, k, v, bias, alibi_slopes, sink, None, rng)
+    return *tensors, mask_tensors, text, scale, float(softcap), float(dropout_p), deterministic, grad, backend
+
+
+def _combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
+    errors.check_flag("causal", causal)
+    if isinstance(mask, Mapping):
+        mask = PerHead(mask)
+    if isinstance(mask, Tensor):
+        raise ShapeError(
+            "mask must be a tilewise mask, got a torch.Tensor; wrap a bool tensor as tilewise.Dense(mask), pass floats as bias="
+        )
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a tilewise mask, a mapping of head ranges to masks, or None, got {type(mask).__name__} {mask!r}")
+    if mask is None:
+        return Causal() if causal else Full()
+    return mask & Causal() if causal else mask
+
+
+def _random_state(seed: int | None, offset: int) -> Tensor:
+    """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
+    for name, x in (("dropout_seed", seed), ("dropout_offset", offset)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**63):
+            raise ValueError(f"{name} must be an integer in [0, 2**63), got {x!r}")
+    drawn = torch.randint(0, 2**62, (1,)) if seed is None else torch.tensor([seed])
+    return torch.cat((drawn, torch.tensor([offset])))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in the dtype of the surrounding torch.autocast region, as torch's own attention is cast (fp64 stays)."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _last_dim_strided(x: Tensor) -> bool:
+    return x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> Tensor:
+    """(total_q,) int64: for a query of document d, the end of its keys minus the end of its queries (see `Call.diagonal`)."""
+    ends_q, ends_k = cu_seqlens_q[1:].long(), cu_seqlens_k[1:].long()
+    if ends_q.shape[0] == 0:
+        return ends_q.new_zeros(total_q)
+    document = torch.searchsorted(ends_q, torch.arange(total_q, device=ends_q.device), right=True)
+    return (ends_k - ends_q)[document.clamp(max=ends_q.shape[0] - 1)]

@@ -1,0 +1,181 @@
+"""The derivation as a backend for any torch device: FlashAttention-2 forward and backward, on the tiles that the mask leaves visible.
+
+Equation numbers are those of docs/algorithm.md. Nothing of size seqlen_q x seqlen_k exists: one score tile lives at a time, and what
+outlives it is O(seqlen). Exponentials are exp2, the cheaper one, so scores and statistics are in units of log2 until LSE is written.
+The queries of a group's heads are interleaved, and one matrix product serves them all against the only copy of K and V.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, parts
+from tilewise.backends.tiled.products import accumulate, tame
+from tilewise.backends.tiled.scores import Scores
+from tilewise.problem import Call, Gradients, Problem
+
+LN2 = math.log(2.0)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tiled:
+    """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths."""
+
+    name = "tiled"
+
+    def __init__(self, tile_m: int | None = None, tile_n: int | None = None) -> None:
+        self.tile_m, self.tile_n = tile_m, tile_n
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Sentences that say why this backend cannot run `problem`; empty when it can."""
+        return [] if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs)."""
+        dtype = _compute_dtype(call)
+        o = call.q.new_zeros((*call.q.shape[:3], call.head_dim_v))
+        lse = call.q.new_full((call.batch, call.heads_q, call.seqlen_q), -math.inf, dtype=dtype)
+        if call.sink is not None:
+            lse.copy_(call.sink[:, None])  # a row without keys has the sink alone in its denominator
+        exact = not tame(call.bias, call.q, call.k, call.v)
+        for part in parts(call, self.tile_m, self.tile_n):
+            scores = Scores(part, dtype, exact)
+            v = part.pack(part.keys(call.v), dtype)
+            o_part, lse_part = part.queries(o), part.statistics(lse)
+            for block in part.query_blocks(dtype):
+                tile_o, tile_lse = _forward_rows(scores, v, block)
+                o_part[:, :, block.start : block.stop] = tile_o
+                lse_part[:, :, block.start : block.stop] = tile_lse
+        return o, lse
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
+        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        dtype = _compute_dtype(call)
+        inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
+        dq, dk, dv, d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)
+        exact = not tame(call.bias, call.q, call.k, call.v, d_o)
+        for part in parts(call, self.tile_m, self.tile_n):
+            scores = Scores(part, dtype, exact)
+            v = part.pack(part.keys(call.v), dtype)
+            rows = Rows(scores, o, lse, d_o, d_lse)
+            if d_sink is not None:
+                part.per_head(d_sink).add_(rows.d_sink)
+            outputs = part.queries(dq), None if d_bias is None else part.pairs(d_bias)
+            dk_part, dv_part = part.keys(dk), part.keys(dv)
+            for block in part.key_blocks(dtype):
+                columns = slice(block.start, block.stop)
+                tile_dk, tile_dv = _backward_columns(scores, v[:, columns], rows, block, outputs)
+                dk_part[:, :, columns] += tile_dk
+                dv_part[:, :, columns] += tile_dv
+        dq.mul_(call.scale)
+        dk.mul_(call.scale)
+        return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs)))
+
+
+def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """O (batch, heads_k, queries, group, head_dim_v) and LSE (batch, heads_k, queries, group) of one block of queries."""
+    span = block.start, block.stop
+    rows = scores.q[:, scores.rows(*span)]
+    # m starts finite, so that rows without a visible key meet exp2(-inf), not exp2(inf - inf).
+    m = rows.new_full((*rows.shape[:2], 1), torch.finfo(scores.dtype).min)
+    l, acc_o = torch.zeros_like(m), rows.new_zeros((*rows.shape[:2], v.shape[-1]))
+    for j0, j1, predicate in block.steps:
+        s, _ = scores.tile(*span, j0, j1, predicate)
+        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) / LN2)
+        p = _exp(s, m_new)
+        rescale = torch.exp2(m - m_new)
+        l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
+        keep = scores.keep(*span, j0, j1)
+        if keep is not None:
+            p.mul_(keep)
+        accumulate(acc_o.mul_(rescale), p, v[:, j0:j1], _visible(scores, predicate))
+        m = m_new
+    m, l, acc_o = scores.split(m), scores.split(l), scores.split(acc_o)
+    if scores.call.sink is not None:
+        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / LN2
+        m_new = torch.maximum(m, sink)
+        rescale = torch.exp2(m - m_new)
+        m, l, acc_o = m_new, l * rescale + torch.exp2(sink - m_new), acc_o * rescale
+    wide = _statistics_dtype(l.device)
+    lse = (m.to(wide) + l.to(wide).log2()) * LN2
+    return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)
+
+
+class Rows:
+    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE in units of log2, delta."""
+
+    def __init__(self, scores: Scores, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
+        part, sink = scores.part, scores.call.sink
+        wide = _statistics_dtype(o.device)
+        lse = part.statistics(lse)[..., None].to(wide)
+        self.d_o = part.pack(part.queries(d_o), scores.dtype)
+        nothing = lse == -math.inf
+        if scores.exact:  # dO of a query that sees nothing is hidden, and may be NaN
+            nothing_seen = nothing | ~part.sees_a_key(scores.dtype)[:, None, None]
+            self.d_o = self.d_o.masked_fill(part.pack(nothing_seen, torch.bool), 0.0)
+        delta = (scores.split(self.d_o).to(wide) * part.queries(o)).sum(dim=-1, keepdim=True)
+        if d_lse is not None:
+            delta -= part.statistics(d_lse)[..., None]
+        delta.masked_fill_(nothing, 0.0)
+        if sink is not None:
+            p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
+            self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))
+        self.delta = part.pack(delta, scores.dtype)
+        # exp2(s - inf) is 0 for every score, -inf included
+        self.lse = part.pack(lse.masked_fill(nothing, math.inf) / LN2, scores.dtype)
+
+
+def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """dK / scale and dV of one block of keys, (batch, heads_k, keys, dim). Adds dQ / scale and dbias to `outputs`."""
+    span = block.start, block.stop
+    k = scores.k[:, slice(*span)]
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq, d_bias = outputs
+    for i0, i1, predicate in block.steps:
+        queries = scores.rows(i0, i1)
+        q, d_o = scores.q[:, queries], rows.d_o[:, queries]
+        visible = _visible(scores, predicate)
+        s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
+        p = _exp(s, rows.lse[:, queries])
+        if visible is not None:
+            p.masked_fill_(~visible, 0.0)
+        dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))
+        keep = scores.keep(i0, i1, *span)
+        if keep is None:
+            accumulate(dv, p.mT, d_o, visible)
+        else:
+            dp.mul_(keep)
+            accumulate(dv, keep.mul_(p).mT, d_o, visible)
+        ds = dp.sub_(rows.delta[:, queries]).mul_(p)
+        if visible is not None:
+            ds.masked_fill_(~visible, 0.0)
+        if d_bias is not None:
+            target = cut(d_bias, ALL, ALL, slice(i0, i1), ALL, slice(*span))
+            target += scores.split(ds).sum_to_size(target.shape)
+        if slope is not None:
+            ds.mul_(slope)
+        accumulate(dk, ds.mT, q, visible)
+        tile_dq = torch.zeros_like(q)
+        accumulate(tile_dq, ds, k, visible)
+        dq[:, :, i0:i1] += scores.split(tile_dq)
+    return dk.view(*scores.lanes, *dk.shape[1:]), dv.view(*scores.lanes, *dv.shape[1:])
+
+
+def _exp(s: Tensor, shift: Tensor) -> Tensor:
+    """exp(s - ln2 * shift), in the memory of s."""
+    return torch.add(-shift, s, alpha=1.0 / LN2, out=s).exp2_()
+
+
+def _visible(scores: Scores, predicate: Predicate | None) -> Tensor | None:
+    """The predicate for packed rows where hidden values need care, else None."""
+    return predicate.visible.repeat_interleave(scores.width, dim=0) if predicate is not None and scores.exact else None
+
+
+def _statistics_dtype(device: torch.device) -> torch.dtype:
+    """For the few operations on row statistics whose rounding reaches every gradient. Apple's GPUs have no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _compute_dtype(call: Call) -> torch.dtype:
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32

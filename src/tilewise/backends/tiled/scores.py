@@ -1,0 +1,81 @@
+"""Score tiles of the `tiled` backend, with everything the contract puts between q.k and the softmax."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise import philox
+from tilewise.backends.tiled.parts import ALL, Part, Predicate, cut
+
+
+class Scores:
+    """Score tiles of one part, (lanes, queries * group, keys)."""
+
+    def __init__(self, part: Part, dtype: torch.dtype, exact: bool) -> None:
+        """`exact` is for inputs with NaN, infinities or values near them: what is hidden is then replaced, never added to or multiplied."""
+        call = part.call
+        self.part, self.call, self.dtype, self.exact = part, call, dtype, exact
+        q = part.queries(call.q)
+        self.lanes = q.shape[:2]  # (batch, heads_k)
+        self.width = q.shape[3]  # query heads a lane serves
+        self.q = part.pack(q, dtype)
+        self.k = part.pack(part.keys(call.k), dtype)
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """An uninitialised (lanes, rows, columns), the same memory for every tile."""
+        size = self.q.shape[0] * rows * columns
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self.q.new_empty(size)
+        return self._buffers[name][:size].view(-1, rows, columns)
+
+    def rows(self, i0: int, i1: int) -> slice:
+        """Where queries [i0, i1) lie in packed rows."""
+        return slice(i0 * self.width, i1 * self.width)
+
+    def split(self, x: Tensor) -> Tensor:
+        """A view (batch, heads_k, queries, group, columns) of packed rows (lanes, queries * group, columns)."""
+        return x.view(*self.lanes, -1, self.width, x.shape[-1])
+
+    def tile(self, i0: int, i1: int, j0: int, j1: int, predicate: Predicate | None, slope: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Scores of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope` also the softcap's derivative (else None)."""
+        q = self.q[:, self.rows(i0, i1)]
+        softcap, derivative = self.call.softcap, None
+        s = self.buffer("scores", q.shape[1], j1 - j0)
+        torch.baddbmm(s, q, self.k[:, j0:j1].mT, beta=0.0, alpha=self.call.scale / (softcap or 1.0), out=s)  # Eq. 1
+        if softcap:
+            s.tanh_()
+            if slope:
+                derivative = torch.mul(s, s, out=self.buffer("slope", *s.shape[1:])).neg_().add_(1.0)
+            s.mul_(softcap)
+        pairs = self.split(s)
+        if self.call.bias is not None:
+            pairs.add_(cut(self.part.pairs(self.call.bias), ALL, ALL, slice(i0, i1), ALL, slice(j0, j1)))
+        if self.call.alibi_slopes is not None:
+            pairs.addcmul_(*self._alibi(i0, i1, j0, j1), value=-1.0)
+        if predicate is not None and self.exact:
+            pairs.masked_fill_(~predicate.visible[:, None], -math.inf)
+        elif predicate is not None:
+            pairs.add_(predicate.hide[:, None])
+        return s, derivative
+
+    def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
+        """What dropout multiplies the probabilities of a tile with, 0 or 1 / (1 - p); None without dropout."""
+        dropout, part = self.call.dropout, self.part
+        if dropout is None:
+            return None
+        h, g = (torch.arange(x.start, x.stop) for x in (part.heads_k, part.group))
+        heads = (h[:, None] * self.call.group + g).flatten()
+        batch = range(part.batch.start, part.batch.stop)
+        kept = philox.keep(dropout, batch, heads, i0, i1, j0, j1, self.call.heads_q, self.q.device)
+        kept = kept.unflatten(1, (-1, self.width)).transpose(2, 3).reshape(self.q.shape[0], -1, j1 - j0)
+        return kept.to(self.dtype).mul_(philox.keep_scale(dropout.p))
+
+    def _alibi(self, i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
+        """Slopes (batch or 1, heads_k, 1, group, 1) and distances (queries, 1, keys)."""
+        diagonal = self.call.seqlen_k - self.call.seqlen_q if self.call.diagonal is None else self.call.diagonal[i0:i1]
+        i, j = (torch.arange(a, b, device=self.q.device) for a, b in ((i0, i1), (j0, j1)))
+        distance = ((i + diagonal)[:, None] - j).abs_().to(self.dtype)
+        slopes = cut(self.part.per_head(self.call.alibi_slopes), self.part.batch).to(self.dtype)
+        return slopes[:, :, None, :, None], distance[:, None]

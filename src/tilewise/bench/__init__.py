@@ -1,0 +1,36 @@
+"""The benchmark harness: contenders of one kind, checked, then timed against each other, into rows that say where they come from.
+
+rows = bench.run(bench.workloads_from({"seqlen": "512,1024", "mask": "causal"}), bench.find("tilewise,sdpa"), budget_s=1.0)
+bench.append("results.jsonl", rows)
+print(bench.markdown(rows, "time"))
+"""
+
+from tilewise.bench.impls import Impl, find, known
+from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.report import markdown, refresh, table
+from tilewise.bench.runner import run
+from tilewise.bench.selectors import mask_from, workloads_from
+from tilewise.bench.store import Row, append, latest, load, select
+from tilewise.bench.workloads import Workload, cpu_sweep, model_shapes, paper_sweep
+
+__all__ = [
+    "Impl",
+    "Row",
+    "Workload",
+    "append",
+    "cpu_sweep",
+    "find",
+    "known",
+    "latest",
+    "load",
+    "markdown",
+    "mask_from",
+    "model_shapes",
+    "paper_sweep",
+    "peak_extra_bytes",
+    "refresh",
+    "run",
+    "select",
+    "table",
+    "workloads_from",
+]

@@ -1,0 +1,120 @@
+"""Correctness gates speed: before an implementation is timed, its result on fresh inputs must pass the repository's tolerance.
+
+A small workload is checked whole. Of a large one, whose fp64 score matrix would not fit, one key head of one batch entry is checked, with
+all the query heads that read it and rows from the start, the middle and the end. Gradients are exact on such a sample when dO is zero
+everywhere else: no other row then contributes to dK and dV. The implementation always computes the whole workload.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.impls import Attend
+from tilewise.bench.workloads import Inputs, Workload
+from tilewise.bitmap import Bitmap
+from tilewise.masks import Dense, Mask
+from tilewise.problem import Call
+from tilewise.testing import tolerance
+
+LARGEST_SCORES = 1 << 22  # elements of one score matrix the check may build; in fp64 it builds about twenty
+
+
+class Sample(NamedTuple):
+    """What is checked: batch entries, key heads, and pieces of consecutive query rows."""
+
+    batch: slice
+    heads_k: slice
+    rows: list[range]
+
+
+def verify(attend: Attend, workload: Workload, seed: int, device: torch.device) -> float:
+    """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance."""
+    inputs = workload.inputs(seed, device)
+    sample = sample_of(workload)
+    _poison_freed_memory(inputs)
+    indices = torch.cat([torch.arange(piece.start, piece.stop) for piece in sample.rows]).to(device)
+    group = workload.heads_q // workload.heads_k
+    heads_q = slice(sample.heads_k.start * group, sample.heads_k.stop * group)
+
+    def of_queries(x: Tensor) -> Tensor:
+        return x[sample.batch, :, heads_q].index_select(1, indices)
+
+    def of_keys(x: Tensor) -> Tensor:
+        return x[sample.batch, :, sample.heads_k]
+
+    call = Call(
+        q=of_queries(inputs.q.detach()),
+        k=of_keys(inputs.k.detach()),
+        v=of_keys(inputs.v.detach()),
+        mask=_mask(workload, sample, heads_q),
+        scale=workload.head_dim**-0.5,
+        grad=workload.grad,
+    )
+    if not workload.grad:
+        with torch.no_grad():
+            o = of_queries(attend(*inputs[:3]))
+        want = tolerance.expected(call)
+        tolerance.hold("o", o, want.o)
+        return _error(o, want.o.ref)
+    d_o = torch.zeros_like(inputs.d_o)
+    d_o[sample.batch, indices, heads_q] = of_queries(inputs.d_o)
+    o, *gradients = _run(attend, inputs, d_o)
+    want = tolerance.expected(call, of_queries(d_o))
+    o, dq, dk, dv = of_queries(o), of_queries(gradients[0]), of_keys(gradients[1]), of_keys(gradients[2])
+    for name, got, yardstick in (("o", o, want.o), ("dq", dq, want.q), ("dk", dk, want.k), ("dv", dv, want.v)):
+        tolerance.hold(name, got, yardstick)
+    return _error(o, want.o.ref)
+
+
+def sample_of(workload: Workload, largest: int = LARGEST_SCORES) -> Sample:
+    """The whole workload where its score matrices have at most `largest` elements; else one key head, and as many rows as that allows."""
+    everything = range(workload.seqlen_q)
+    if workload.shape.all_pairs <= largest:
+        return Sample(slice(0, workload.batch), slice(0, workload.heads_k), [everything])
+    last_batch, last_head = slice(workload.batch - 1, workload.batch), slice(workload.heads_k - 1, workload.heads_k)
+    group = workload.heads_q // workload.heads_k
+    rows = max(3, largest // (group * workload.seqlen_k))
+    if rows >= workload.seqlen_q:
+        return Sample(last_batch, last_head, [everything])
+    piece = rows // 3
+    starts = (0, (workload.seqlen_q - piece) // 2, workload.seqlen_q - piece)
+    return Sample(last_batch, last_head, [range(start, start + piece) for start in starts])
+
+
+def _poison_freed_memory(inputs: Inputs) -> None:
+    """Leave NaN in free blocks of the outputs' sizes, which are what an implementation that allocates its outputs is handed next."""
+    blocks = [torch.full_like(x, torch.nan) for x in inputs for _ in range(2)]
+    del blocks
+
+
+def _run(attend: Attend, inputs: Inputs, d_o: Tensor) -> tuple[Tensor, ...]:
+    o = attend(*inputs[:3])
+    return o.detach(), *torch.autograd.grad(o, inputs[:3], d_o)
+
+
+def _mask(workload: Workload, sample: Sample, heads_q: slice) -> Mask:
+    """The workload's mask on the sample; as a dense tensor unless the sample is everything."""
+    if sample.rows == [range(workload.seqlen_q)] and workload.mask.extent == (1, 1):
+        return workload.mask
+    planes = workload.mask.planes(workload.seqlen_q, workload.seqlen_k, workload.batch, workload.heads_q)
+    heads = [
+        [next(plane.region for plane in planes if b in plane.batch and h in plane.heads) for h in range(heads_q.start, heads_q.stop)]
+        for b in range(sample.batch.start, sample.batch.stop)
+    ]
+    same = len({id(region) for row in heads for region in row}) == 1
+    heads = [heads[0][:1]] if same else heads
+    return Dense(torch.stack([torch.stack([_rows(region, sample.rows) for region in row]) for row in heads]))
+
+
+def _rows(region, pieces: list[range]) -> Tensor:
+    if isinstance(region, Bitmap):
+        whole = torch.from_numpy(region.dense())
+        return torch.cat([whole[piece.start : piece.stop] for piece in pieces])
+    frames = (region.rows(piece.start, piece.stop).shift(-piece.start, 0, seqlen_q=len(piece)) for piece in pieces)
+    return torch.cat([torch.from_numpy(frame.dense()) for frame in frames])
+
+
+def _error(got: Tensor, ref: Tensor) -> float:
+    difference = (got.double() - ref).abs()
+    return float(difference.max()) if difference.numel() else 0.0

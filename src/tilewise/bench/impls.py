@@ -1,0 +1,288 @@
+"""The contenders: tilewise and its backends, torch's SDPA and FlexAttention, the plain formula, and FlashAttention where it is installed.
+
+All are the same kind of object: `why_not` says in sentences why a workload is beyond it, `prepare` does what a user does once (builds the
+mask, compiles) and returns what is checked and timed: `attend(q, k, v) -> o`, all (batch, seqlen, heads, head_dim), differentiable.
+"""
+
+import importlib
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilewise.bench.memory import available_bytes
+from tilewise.bench.workloads import Workload
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.roofline import score_matrix_bytes
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Impl(Protocol):
+    """One way to compute attention, as its users call it."""
+
+    name: str
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        """Sentences that say why `workload` cannot run there; empty when it is worth trying."""
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        """Everything that is done once, before the first call."""
+
+
+@dataclass(frozen=True)
+class Tilewise:
+    """`tilewise.attention`, with its own choice of backend or the one named."""
+
+    backend: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "tilewise" if self.backend is None else f"tilewise:{self.backend}"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        from tilewise.dispatch import choose
+        from tilewise.errors import UnsupportedError
+        from tilewise.problem import Problem
+
+        problem = Problem(
+            device=device.type,
+            dtype=workload.dtype,
+            head_dim=workload.head_dim,
+            head_dim_v=workload.head_dim_v,
+            group=workload.heads_q // workload.heads_k,
+            mask=workload.mask.kind,
+            grad=workload.grad,
+        )
+        try:
+            chosen = choose(problem, self.backend)
+        except UnsupportedError as error:
+            return [str(error)]
+        return _too_large(workload, device, matrices=6, itemsize=8) if chosen.name == "reference" else []
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        import tilewise
+
+        return lambda q, k, v: tilewise.attention(q, k, v, mask=workload.mask, backend=self.backend)
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """`torch.nn.functional.scaled_dot_product_attention`, with its own choice of kernel or the one named.
+
+    Masks it has no argument for are given as its users give them: as a dense boolean tensor, built once.
+    """
+
+    kernel: str | None = None  # "flash", "math", "efficient", "cudnn"
+
+    ON_CPU = (None, "flash", "math")
+
+    @property
+    def name(self) -> str:
+        return "sdpa" if self.kernel is None else f"sdpa:{self.kernel}"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        if device.type == "cpu" and self.kernel not in self.ON_CPU:
+            return [f"torch has no {self.kernel} kernel on a CPU"]
+        return _too_large(workload, device, matrices=3) if self.kernel == "math" else []
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        options = {"enable_gqa": workload.heads_q != workload.heads_k, **self._mask(workload, device)}
+        backends = self._backends()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+
+        if backends is None:
+            return attend
+
+        def attend_with_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with torch.nn.attention.sdpa_kernel(backends):
+                return attend(q, k, v)
+
+        return attend_with_kernel
+
+    def _backends(self):
+        from torch.nn.attention import SDPBackend
+
+        names = {"flash": "FLASH_ATTENTION", "math": "MATH", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+        return None if self.kernel is None else [getattr(SDPBackend, names[self.kernel])]
+
+    def _mask(self, workload: Workload, device: torch.device) -> dict[str, Tensor | bool]:
+        if workload.mask == Full():
+            return {}
+        if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k:
+            return {"is_causal": True}
+        return {"attn_mask": workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
+
+
+@dataclass(frozen=True)
+class Flex:
+    """torch's FlexAttention, compiled, with the mask_mod that its users would write."""
+
+    name: str = "flex"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type == "cpu" and workload.grad:
+            reasons.append("FlexAttention has no backward on a CPU")
+        if device.type == "cpu" and not _compiler():
+            reasons.append("torch.compile needs a C++ compiler, and neither $CXX nor g++ nor clang++ is here")
+        if workload.mask != Full() and _mask_mod(workload, device) is None:
+            reasons.append("only full, causal, window and document masks are written as a mask_mod here")
+        return reasons
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        from torch._functorch import config
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # A backward is timed by running it again and again on one graph, which a compiled backward that frees its inputs cannot do.
+        config.donated_buffer = False
+        # After eight shapes torch.compile gives up on a function and runs it eagerly; forgetting the earlier ones prevents that.
+        torch.compiler.reset()
+        mask_mod = _mask_mod(workload, device)
+        block_mask = None
+        if mask_mod is not None:
+            block_mask = create_block_mask(mask_mod, None, None, workload.seqlen_q, workload.seqlen_k, device=device)
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        gqa = workload.heads_q != workload.heads_k
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return compiled(*heads_first, block_mask=block_mask, enable_gqa=gqa).transpose(1, 2)
+
+        return attend
+
+
+def _mask_mod(workload: Workload, device: torch.device) -> Callable | None:
+    mask, diagonal = workload.mask, workload.seqlen_k - workload.seqlen_q
+    if mask == Causal():
+        return lambda b, h, i, j: j <= i + diagonal
+    if isinstance(mask, SlidingWindow) and mask.align == "bottom_right":
+        left, right = (workload.seqlen_k if side is None else side for side in (mask.left, mask.right))
+        return lambda b, h, i, j: (j >= i + diagonal - left) & (j <= i + diagonal + right)
+    if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
+        ends = torch.tensor(mask.cu_seqlens_q[1:], device=device)
+        document = torch.bucketize(torch.arange(workload.seqlen_k, device=device), ends, right=True)
+        if mask.inner == Full():
+            return lambda b, h, i, j: document[i] == document[j]
+        return lambda b, h, i, j: (document[i] == document[j]) & (j <= i)
+    return None
+
+
+def _compiler() -> str | None:
+    return next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)
+
+
+@dataclass(frozen=True)
+class Naive:
+    """The formula as it is written, in the inputs' dtype, with the whole score matrix in memory."""
+
+    name: str = "naive"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        return _too_large(workload, device, matrices=5 if workload.grad else 3)
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        scale, group = 1 / math.sqrt(workload.head_dim), workload.heads_q // workload.heads_k
+        hidden = None if workload.mask == Full() else ~workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if group > 1:
+                k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            s = (q @ k.mT) * scale
+            if hidden is not None:
+                s = s.masked_fill(hidden, -math.inf)
+            return (torch.softmax(s, -1) @ v).transpose(1, 2)
+
+        return attend
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """Dao-AILab's kernels, where they are installed. `unbounded` is how this generation writes a window without an end."""
+
+    name: str
+    module: str
+    unbounded: int | None
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append(f"{self.name} runs on CUDA devices only")
+        if not _installed(self.module):
+            reasons.append(f"{self.module} is not installed")
+        if workload.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"{self.name} takes fp16 and bf16 only")
+        if self._window(workload) is None:
+            reasons.append("only full, causal and window masks can be expressed in its arguments")
+        return reasons
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        function = importlib.import_module(self.module).flash_attn_func
+        options = self._window(workload)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            result = function(q, k, v, **options)
+            return result[0] if isinstance(result, tuple) else result  # some versions return the LSE beside O
+
+        return attend
+
+    def _window(self, workload: Workload) -> dict | None:
+        mask = workload.mask
+        if mask in (Full(), Causal()):
+            return {"causal": mask == Causal()}
+        if isinstance(mask, SlidingWindow) and mask.align == "bottom_right":
+            left, right = (self.unbounded if side is None else side for side in (mask.left, mask.right))
+            return {"causal": right == 0, "window_size": (left, right)}
+        return None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or is no package
+        return False
+
+
+def _too_large(workload: Workload, device: torch.device, *, matrices: int, itemsize: int | None = None) -> list[str]:
+    """A sentence when `matrices` score matrices would take more than half of the memory that is free."""
+    need, free = matrices * score_matrix_bytes(workload.shape, itemsize), available_bytes(device)
+    if free is None or need <= free / 2:
+        return []
+    return [f"it keeps {matrices} score matrices, {need / 1e9:.1f} GB here, and half of the free memory is {free / 2e9:.1f} GB"]
+
+
+def known() -> dict[str, Impl]:
+    """Every contender by name, whether or not it can run here."""
+    from tilewise.dispatch import backends
+
+    everyone: list[Impl] = [
+        Tilewise(),
+        *(Tilewise(backend.name) for backend in backends()),
+        Sdpa(),
+        *(Sdpa(kernel) for kernel in ("flash", "math", "efficient", "cudnn")),
+        Flex(),
+        Naive(),
+        FlashAttention("fa2", "flash_attn", -1),
+        FlashAttention("fa3", "flash_attn_interface", -1),
+        FlashAttention("fa4", "flash_attn.cute", None),
+    ]
+    return {impl.name: impl for impl in everyone}
+
+
+def find(names: str = "tilewise,sdpa,naive") -> list[Impl]:
+    """The contenders of a comma-separated list; ValueError for a name that `known` does not have."""
+    everyone = known()
+    wanted = [name.strip() for name in names.split(",")]
+    if missing := [name for name in wanted if name not in everyone]:
+        raise ValueError(f"impl is {', '.join(map(repr, missing))}; it must be among {', '.join(everyone)}")
+    return [everyone[name] for name in wanted]

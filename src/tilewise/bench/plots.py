@@ -1,0 +1,108 @@
+"""Rows as charts (SVG): time, throughput, memory and error over sequence length, a line for each implementation."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+from tilewise.bench.report import Metric, describe, metric_of
+from tilewise.bench.store import Row, latest
+
+# Okabe and Ito's palette, told apart by every kind of colour vision; markers tell the lines apart without any.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LOGARITHMIC = ("time", "memory", "error")
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tilewise",  # the same rows give the same file
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+}
+
+
+def svg(rows: Iterable[Row], metric: str = "time") -> str:
+    """A chart of one metric (see report.METRICS) over sequence length, one panel for each kind of case, as SVG text.
+
+    Times show the 10th to 90th percentile as a band. Raises ValueError for an unknown metric and when no row has the metric.
+    """
+    rows = latest(rows)
+    measure = metric_of(metric, rows)
+    rows = [row for row in rows if row.median_s is not None and measure.read(row) is not None]
+    if not rows:
+        raise ValueError(f"no row has a {measure.title} to draw")
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(_panel(row), []).append(row)
+    impls = list(dict.fromkeys(row.impl for row in rows))
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        columns = min(2, len(panels))
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(5.4 * columns, 3.6 * lines), layout="constrained")
+        grid = figure.subplots(lines, columns, squeeze=False, sharey="row").ravel()
+        for axes, (title, panel) in zip(grid, panels.items(), strict=False):
+            _draw(axes, panel, impls, metric, measure)
+            axes.set_title(title, fontsize=10, loc="left")
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(impls)))
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
+
+
+def save(rows: Iterable[Row], folder: str | Path, metrics: Iterable[str] = ("time", "throughput", "memory", "error")) -> list[Path]:
+    """Write one `METRIC.svg` a metric that the rows have; the files written."""
+    rows, folder = list(rows), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for metric in metrics:
+        if any(row.median_s is not None and metric_of(metric, rows).read(row) is not None for row in rows):
+            path = folder / f"{metric}.svg"
+            path.write_text(svg(rows, metric), encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def _panel(row: Row) -> str:
+    """The case without what varies along the axis: its lengths, and the batch that keeps the number of tokens."""
+    words = describe(row.case).split(" ")
+    clock = "" if row.clock == "wall" else f" ({row.clock})"
+    return " ".join(words[2:]) + clock
+
+
+def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric) -> None:
+    for place, impl in enumerate(impls):
+        points = sorted((row for row in rows if row.impl == impl), key=lambda row: row.case["seqlen_k"])
+        if not points:
+            continue
+        x = [row.case["seqlen_k"] for row in points]
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        axes.plot(x, [measure.read(row) for row in points], label=impl, color=colour, marker=marker, markersize=5, linewidth=1.8)
+        if metric == "time":
+            low, high = ([getattr(row, end) * 1e3 for row in points] for end in ("p10_s", "p90_s"))
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log", base=2)
+    lengths = sorted({row.case["seqlen_k"] for row in rows})
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
+    axes.minorticks_off()
+    if metric in LOGARITHMIC:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequence length (keys)")
+    axes.set_ylabel(f"{measure.title} ({measure.unit})")

@@ -1,0 +1,203 @@
+"""Rows as tables: for the terminal, and as markdown between markers, so that no number in a document is typed by hand.
+
+A document holds `<!-- tilewise:begin NAME -->` and `<!-- tilewise:end NAME -->`; `refresh` writes the table NAME (see TABLES) between them.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewise.bench.store import Row, latest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of numbers: how to read it from a row, its unit, and how it is written."""
+
+    title: str
+    unit: str
+    read: Callable[[Row], float | None]
+    format: str = "{:.3g}"
+
+    def text(self, row: Row) -> str:
+        number = self.read(row)
+        return MISSING if number is None else self.format.format(number)
+
+
+def _scaled(field: str, factor: float) -> Callable[[Row], float | None]:
+    def read(row: Row) -> float | None:
+        found = getattr(row, field)
+        return None if found is None else found * factor
+
+    return read
+
+
+METRICS = ("time", "throughput", "paper-throughput", "ceiling", "memory", "error")
+
+
+def metric_of(name: str, rows: Iterable[Row]) -> Metric:
+    """The metric `name` in a unit that suits these rows: TFLOP/s, or GFLOP/s where none reaches one. ValueError for another name."""
+    tera = any((row.flops_per_s or 0.0) >= 1e12 for row in rows)
+    rate, factor, digits = ("TFLOP/s", 1e-12, "{:.1f}") if tera else ("GFLOP/s", 1e-9, "{:.1f}")
+    metrics = {
+        "time": Metric("time", "ms, median", _scaled("median_s", 1e3), "{:.3f}"),
+        "throughput": Metric("throughput", f"{rate} on visible pairs", _scaled("flops_per_s", factor), digits),
+        "paper-throughput": Metric("throughput", f"{rate} as the papers count", _scaled("paper_flops_per_s", factor), digits),
+        "ceiling": Metric("share of the roofline", "% of the rates measured in the same run", _scaled("ceiling_share", 100), "{:.0f}"),
+        "memory": Metric("peak extra memory", "MB", _scaled("peak_extra_bytes", 1e-6), "{:.1f}"),
+        "error": Metric("largest error of O", "against fp64", _scaled("error", 1.0), "{:.1e}"),
+    }
+    if name not in metrics:
+        raise ValueError(f"metric is {name!r}; it must be one of {', '.join(METRICS)}")
+    return metrics[name]
+
+
+def table(rows: Iterable[Row]) -> "Table":
+    """Every timed row with all its numbers, for the terminal; below it why the others have none."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    metrics = [metric_of(name, rows) for name in METRICS]
+    rate = metrics[1].unit.split()[0]
+    reasons = dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None)
+    made = Table(title="attention", header_style="bold", caption=Text("\n".join(reasons)), caption_justify="left")
+    made.add_column("case")
+    made.add_column("impl", style="cyan")
+    for heading in ("ms", rate, f"{rate}, papers'", "% of roofline", "MB extra", "error", "p10 – p90 ms", "clock"):
+        made.add_column(heading, justify="right")
+    before = None
+    for row in rows:
+        if row.median_s is None and row.passed is not False:
+            continue
+        case = describe(row.case)
+        if before is not None and case != before:
+            made.add_section()
+        first, before = case if case != before else "", case
+        if row.median_s is None:
+            made.add_row(first, row.impl, "[bold red]wrong", *[""] * 7)
+            continue
+        spread = f"{row.p10_s * 1e3:.3f} – {row.p90_s * 1e3:.3f}"
+        made.add_row(first, row.impl, *(metric.text(row) for metric in metrics), spread, row.clock)
+    return made
+
+
+def describe(case: dict) -> str:
+    """A case in a few words: `b8 s512 h8/2 d64 Causal() fp32 fwd`."""
+
+    def pair(first: str, second: str, between: str) -> str:
+        return str(case[first]) if case[first] == case[second] else f"{case[first]}{between}{case[second]}"
+
+    mask = str(case["mask"])
+    return (
+        f"b{case['batch']} s{pair('seqlen_q', 'seqlen_k', 'x')} h{pair('heads_q', 'heads_k', '/')} d{pair('head_dim', 'head_dim_v', '/')} "
+        f"{mask if len(mask) <= 32 else mask[:29] + '...'} {case['dtype']} {case['direction']}"
+    )
+
+
+def markdown(rows: Iterable[Row], metric: str = "time", clocks: tuple[str, ...] = ("wall", "graph", "events")) -> str:
+    """One metric as a markdown table: a line for each case, a column for each implementation; the best of a line is bold.
+
+    With several rows for a cell the last one counts, by the first of `clocks` that has one. ValueError for an unknown metric.
+    """
+    rows = latest(rows)
+    measure = metric_of(metric, rows)
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((f"{row.name}: {describe(row.case)}", row.impl), {})[row.clock] = row
+    lines = [f"| {measure.title} ({measure.unit}) | {' | '.join(impls)} |", f"|---|{'---:|' * len(impls)}"]
+    for case in dict.fromkeys(case for case, _ in cells):
+        texts = [_cell(cells.get((case, impl), {}), measure, clocks) for impl in impls]
+        lines.append(f"| {case} | {' | '.join(_best_bold(texts, highest=metric in ('throughput', 'paper-throughput', 'ceiling')))} |")
+    return "\n".join(lines)
+
+
+def _cell(by_clock: dict[str, Row], measure: Metric, clocks: tuple[str, ...]) -> str:
+    row = next((by_clock[clock] for clock in clocks if clock in by_clock), None)
+    if row is not None:
+        return measure.text(row)
+    return "wrong" if any(row.passed is False for row in by_clock.values()) else MISSING
+
+
+def _best_bold(texts: list[str], highest: bool) -> list[str]:
+    numbers = {text: float(text) for text in texts if text not in (MISSING, "wrong")}
+    if len(numbers) < 2:
+        return texts
+    best = (max if highest else min)(numbers.values())
+    return [f"**{text}**" if numbers.get(text) == best else text for text in texts]
+
+
+def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -> str:
+    """How many times faster `ours` is than `theirs` on each case, as a markdown table; below 1 it is slower."""
+    rows = [row for row in latest(rows) if row.median_s is not None]
+    times = {(f"{row.name}: {describe(row.case)}", row.impl, row.clock): row.median_s for row in rows}
+    lines = [f"| case | {ours}, ms | {theirs}, ms | ratio |", "|---|---:|---:|---:|"]
+    for (case, impl, clock), taken in times.items():
+        other = times.get((case, theirs, clock))
+        if impl == ours and other is not None:
+            lines.append(f"| {case} | {taken * 1e3:.3f} | {other * 1e3:.3f} | {other / taken:.2f}x |")
+    return "\n".join(lines)
+
+
+def machines(rows: Iterable[Row]) -> str:
+    """Where the rows come from: one line for each device, software and commit."""
+    lines = ["| device | torch | Python | threads | tilewise | commit | date (UTC) |", "|---|---|---|---|---|---|---|"]
+    for environment in (row.environment for row in rows):
+        names = ("device", "torch", "python", "threads", "tilewise", "commit", "date")
+        shown = {name: str(environment.get(name) or MISSING) for name in names}
+        if environment.get("dirty"):
+            shown["commit"] += " with changes"
+        line = f"| {' | '.join(shown.values())} |"
+        if line not in lines:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    **{name: lambda rows, name=name: markdown(rows, name) for name in METRICS},
+    "against-sdpa": against,
+    "machines": machines,
+}
+
+_MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewise:end (?P=name) -->)", re.DOTALL)
+
+
+def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
+    """Write the tables between the markers of these markdown files; the files that changed.
+
+    A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +).
+    Raises ValueError for a name that is no table, and for a begin without its end.
+    """
+    rows, changed = list(rows), []
+    for path in map(Path, documents):
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, rows, path.name)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def fill(text: str, rows: list[Row], where: str = "text") -> str:
+    """`text` with the tables between its markers rewritten from `rows`; see `refresh`."""
+    begins = re.findall(r"<!-- tilewise:begin (\S+) -->", text)
+    ended = [match["name"] for match in _MARKED.finditer(text)]
+    if missing := [name for name in begins if name not in ended]:
+        raise ValueError(f"{where}: tilewise:begin {missing[0]} has no tilewise:end {missing[0]} after it, or no line of its own")
+
+    def written(match: re.Match) -> str:
+        name, _, sets = match["name"].partition(":")
+        if name not in TABLES:
+            raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
+        chosen = [row for row in rows if not sets or row.name in sets.split("+")]
+        return f"{match[1]}\n{TABLES[name](chosen)}\n\n{match[3]}"
+
+    return _MARKED.sub(written, text)

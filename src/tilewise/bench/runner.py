@@ -1,0 +1,134 @@
+"""Run contenders on workloads: check each, then time those that passed against each other, then measure their memory."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from tilewise.bench import gate
+from tilewise.bench.ceiling import ceiling
+from tilewise.bench.impls import Attend, Impl
+from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.provenance import provenance
+from tilewise.bench.store import Row
+from tilewise.bench.timing import GRAPH_BELOW_S, Stats, interleave
+from tilewise.bench.workloads import Workload
+
+Progress = Callable[[int, int, str], None]  # workloads done, of how many, what is running now
+Calls = dict[str, Callable[[], object]]
+
+CHECK_SEED, TIME_SEED = 1, 2
+
+
+def run(
+    workloads: Iterable[Workload],
+    impls: Iterable[Impl],
+    *,
+    budget_s: float = 1.0,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    memory: bool = True,
+) -> list[Row]:
+    """Measure every contender on every workload: a row each (and on a GPU one for each clock), in that order.
+
+    A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. About `budget_s` seconds go
+    to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end.
+    """
+    workloads, impls, device = list(workloads), list(impls), torch.device(device)
+    environment = provenance(device)
+    rows: list[Row] = []
+    for done, workload in enumerate(workloads):
+        if progress:
+            progress(done, len(workloads), workload.id)
+        for row in _run_one(workload, impls, budget_s, device, memory):
+            rows.append(replace(row, environment=environment))
+    if progress:
+        progress(len(workloads), len(workloads), "done")
+    return rows
+
+
+def _run_one(workload: Workload, impls: list[Impl], budget_s: float, device: torch.device, memory: bool) -> list[Row]:
+    checked = [(impl, *_check(impl, workload, device)) for impl in impls]
+    inputs = workload.inputs(TIME_SEED, device)
+    calls = {impl.name: _call(attend, workload, inputs) for impl, attend, _ in checked if attend is not None}
+    timed = _timed(calls, budget_s, device)
+    peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
+    most = ceiling(device, workload.dtype) if calls else None
+    rows = []
+    for impl, attend, row in checked:
+        if attend is None:
+            rows.append(row)
+            continue
+        row = replace(row, peak_extra_bytes=peaks.get(impl.name), ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
+        for clock, stats in timed[impl.name].items():
+            rows.append(_with_time(row, clock, stats, most.share(row.flops, row.bytes, stats.median)))
+    return rows
+
+
+def _check(impl: Impl, workload: Workload, device: torch.device) -> tuple[Attend | None, Row]:
+    """What to time, or None; and the row so far."""
+    row = Row(
+        impl=impl.name,
+        name=workload.name,
+        case=workload.case,
+        clock="none",
+        flops=workload.flops,
+        paper_flops=workload.paper_flops,
+        bytes=workload.bytes,
+    )
+    if why_not := impl.why_not(workload, device):
+        return None, replace(row, reason="; ".join(why_not))
+    try:
+        attend = impl.prepare(workload, device)
+        error = gate.verify(attend, workload, CHECK_SEED, device)
+    except AssertionError as failure:
+        return None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
+    except Exception as refusal:  # each peer refuses in its own way, and none may take the others' rows with it
+        return None, replace(row, reason=f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}")
+    return attend, replace(row, passed=True, error=error)
+
+
+def _call(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
+    q, k, v, d_o = inputs
+    if workload.direction == "fwd":
+        return torch.no_grad()(lambda: attend(q, k, v))
+    if workload.direction == "bwd":
+        o = attend(q, k, v)
+        return lambda: torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), d_o)
+
+
+def _timed(calls: Calls, budget_s: float, device: torch.device) -> dict[str, dict[str, Stats]]:
+    """For every call, its times by clock. On a GPU a forward shorter than its own launch is timed again as the replay of a graph."""
+    clocks = ("events", "wall") if device.type == "cuda" else ("wall",)
+    timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
+    for clock in clocks:
+        for name, stats in interleave(calls, budget_s=budget_s, device=device, clock=clock).items():
+            timed[name][clock] = stats
+    short = {name: call for name, call in calls.items() if "events" in timed[name] and timed[name]["events"].median < GRAPH_BELOW_S}
+    for name, call in short.items():
+        try:
+            graph = interleave({name: call}, budget_s=budget_s, device=device, clock="graph")[name]
+        except RuntimeError:  # it synchronises, or allocates outside torch: no graph of it exists, and the events stand
+            continue
+        timed[name] = {"graph": graph, "wall": timed[name]["wall"]}
+    return timed
+
+
+def _with_time(row: Row, clock: str, stats: Stats, share: float) -> Row:
+    return replace(
+        row,
+        clock=clock,
+        median_s=stats.median,
+        p10_s=stats.p10,
+        p90_s=stats.p90,
+        samples=stats.samples,
+        flops_per_s=row.flops / stats.median,
+        paper_flops_per_s=None if row.paper_flops is None else row.paper_flops / stats.median,
+        ceiling_share=share,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

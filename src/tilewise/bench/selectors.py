@@ -1,0 +1,120 @@
+"""Workloads from text: each option is a comma-separated list, and the workloads are all combinations."""
+
+from collections.abc import Callable, Mapping
+from itertools import product
+
+from tilewise.bench.workloads import DTYPES, SETS, Workload
+from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
+from tilewise.roofline import DIRECTIONS
+
+DEFAULTS = {
+    "batch": "1",
+    "seqlen": "512,1024,2048",
+    "heads": "8",
+    "head_dim": "64",
+    "mask": "full,causal",
+    "dtype": "fp32",
+    "direction": "fwd",
+}
+
+
+def workloads_from(options: Mapping[str, str]) -> list[Workload]:
+    """All combinations of the options given; what is not given takes DEFAULTS.
+
+    batch "1,4"; seqlen "512,1024x4096" (queries x keys); heads "8,8/2" (query/key heads); head_dim "64,192/128" (head_dim/head_dim_v);
+    mask "full,causal,window:1023" (see `mask_from`); causal "0,1" (short for mask "full,causal"); dtype "fp32,bf16"; direction
+    "fwd,bwd,fwd+bwd"; set "papers,cpu,models" takes these sets of workloads instead, and only dtype and direction combine with it.
+    Raises ValueError naming the option.
+    """
+    options = {name: str(text) for name, text in options.items() if text is not None}
+    if unknown := options.keys() - DEFAULTS.keys() - {"set", "causal"}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join((*DEFAULTS, 'causal', 'set'))}")
+    if "causal" in options:
+        if "mask" in options:
+            raise ValueError("causal and mask both choose the mask; give one of them")
+        flags = _each("causal", options.pop("causal"), {"0": "full", "1": "causal"}.__getitem__, "0 or 1")
+        options["mask"] = ",".join(flags)
+    text = DEFAULTS | options
+    dtypes = _each("dtype", text["dtype"], DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
+    directions = _each("direction", text["direction"], {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}")
+    if "set" in options:
+        if others := options.keys() - {"set", "dtype", "direction"}:
+            raise ValueError(f"set fixes the sizes, so {', '.join(sorted(others))} cannot be given with it; dtype and direction can")
+        sets = _each("set", options["set"], SETS.__getitem__, f"one of {', '.join(SETS)}")
+        return [workload for make in sets for dtype in dtypes for direction in directions for workload in make(dtype, direction)]
+    pair = "a positive number, or two as in 8{}2"
+    batches = _each("batch", text["batch"], _positive, "a positive number")
+    seqlens = _each("seqlen", text["seqlen"], lambda item: _pair(item, "x"), pair.format("x"))
+    heads = _each("heads", text["heads"], lambda item: _pair(item, "/"), pair.format("/"))
+    head_dims = _each("head_dim", text["head_dim"], lambda item: _pair(item, "/"), pair.format("/"))
+    return [
+        Workload(
+            name="custom",
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            heads_q=heads_q,
+            heads_k=heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            mask=mask_from(mask),
+            dtype=dtype,
+            direction=direction,
+        )
+        for batch, (seqlen_q, seqlen_k), (heads_q, heads_k), (head_dim, head_dim_v), mask, dtype, direction in product(
+            batches, seqlens, heads, head_dims, text["mask"].split(","), dtypes, directions
+        )
+    ]
+
+
+def mask_from(text: str) -> Mask:
+    """A mask from its short form: full, causal, window:LEFT, window:LEFT:RIGHT, prefix:N, chunked:N, documents:LEN:LEN:...
+
+    Documents are causal; a window's RIGHT is 0 when left out. Raises ValueError for anything else.
+    """
+    kind, *numbers = text.strip().split(":")
+    makers: dict[str, tuple[int, int, Callable[..., Mask]]] = {  # fewest and most numbers, and what they make
+        "full": (0, 0, Full),
+        "causal": (0, 0, Causal),
+        "window": (1, 2, lambda left, right=0: SlidingWindow(left, right)),
+        "prefix": (1, 1, PrefixLM),
+        "chunked": (1, 1, ChunkedCausal),
+        "documents": (1, len(numbers), _documents),
+    }
+    fewest, most, make = makers.get(kind, (1, 0, Full))
+    if not fewest <= len(numbers) <= most or not all(number.isdecimal() for number in numbers):
+        raise ValueError(
+            f"mask is {text!r}; it must be full, causal, window:LEFT, window:LEFT:RIGHT, prefix:N, chunked:N or documents:LEN:LEN:..., "
+            "with numbers of keys"
+        )
+    return make(*map(int, numbers))
+
+
+def _documents(*lengths: int) -> Mask:
+    cu_seqlens = [0]
+    for length in lengths:
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    return Documents(cu_seqlens, inner=Causal())
+
+
+def _each(name: str, text: str, read: Callable, expected: str) -> list:
+    values = []
+    for item in text.split(","):
+        try:
+            values.append(read(item.strip()))
+        except (KeyError, ValueError):
+            raise ValueError(f"{name} is {item.strip()!r}; each item of its comma-separated list must be {expected}") from None
+    return values
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _pair(text: str, separator: str) -> tuple[int, int]:
+    first, *rest = map(_positive, text.split(separator))
+    if len(rest) > 1:
+        raise ValueError(text)
+    return first, (rest or [first])[0]

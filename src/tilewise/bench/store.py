@@ -1,0 +1,87 @@
+"""Results as JSON lines: one row a measurement, complete in itself, so that files can be appended, merged and versioned."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One implementation on one workload by one clock. Times in seconds, rates in FLOP/s, sizes in bytes; None: not measured or undefined.
+
+    A row without a time says why in `reason`: the implementation cannot run the case, or it missed the tolerance (`passed` is False).
+    """
+
+    impl: str
+    name: str  # of the workload
+    case: dict[str, int | str]
+    clock: str
+    passed: bool | None = None
+    reason: str | None = None
+    error: float | None = None  # largest absolute error of the checked outputs against fp64
+    median_s: float | None = None
+    p10_s: float | None = None
+    p90_s: float | None = None
+    samples: int = 0
+    flops: int = 0  # on visible pairs
+    paper_flops: int | None = None
+    bytes: int = 0  # every operand once
+    flops_per_s: float | None = None
+    paper_flops_per_s: float | None = None
+    ceiling_share: float | None = None  # of the roofline of the rates measured in the same run
+    ceiling_flops_per_s: float | None = None
+    ceiling_bytes_per_s: float | None = None
+    peak_extra_bytes: int | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def append(path: str | Path, rows: Iterable[Row]) -> None:
+    """Add `rows` to the file, making it and its folder where they do not exist."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows)
+
+
+def load(*paths: str | Path) -> list[Row]:
+    """The rows of these files, in order. Fields that this version does not know are dropped; a line that is no row raises ValueError."""
+    known = {each.name for each in fields(Row)}
+    rows = []
+    for path in map(Path, paths):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(Row(**{name: value for name, value in json.loads(line).items() if name in known}))
+            except (json.JSONDecodeError, AttributeError, TypeError) as error:
+                raise ValueError(f"{path.name}, line {number}: not a benchmark row ({error})") from None
+    return rows
+
+
+def select(rows: Iterable[Row], **wanted: object) -> list[Row]:
+    """The rows whose fields, or whose case's or environment's entries, have the wanted values; a wanted value may be a predicate.
+
+    >>> select(rows, impl="tilewise", head_dim=64, seqlen_q=lambda n: n >= 1024)
+    """
+    return [row for row in rows if all(_matches(value(row, name), want) for name, want in wanted.items())]
+
+
+def value(row: Row, name: str) -> object:
+    """The field `name` of the row, of its case, or of its environment; None where there is none."""
+    if name in {each.name for each in fields(Row)}:
+        return getattr(row, name)
+    return row.case.get(name, row.environment.get(name))
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each (device, implementation, case, clock), in the order of first appearance."""
+    last: dict[tuple, Row] = {}
+    for row in rows:
+        last[row.environment.get("device"), row.impl, tuple(sorted(row.case.items())), row.clock] = row
+    return list(last.values())
+
+
+def _matches(found: object, want: object) -> bool:
+    return bool(want(found)) if isinstance(want, Callable) else found == want

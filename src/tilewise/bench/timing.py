@@ -1,0 +1,123 @@
+"""Timing contenders against each other: interleaved in one process, so that whatever slows the machine slows them all.
+
+Three clocks. "wall": the Python call until its result exists (on a GPU: is computed). "events": what lies between two CUDA events, with the
+L2 cache flushed before each sample. "graph": the same around the replay of a captured CUDA graph, for calls shorter than their own launch.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Clock = Literal["wall", "events", "graph"]
+CLOCKS = ("wall", "events", "graph")
+
+SHORTEST_SAMPLE_S = 1e-3  # a CPU sample repeats a shorter call until this much is measured at once
+GRAPH_BELOW_S = 50e-6
+L2_FLUSH_BYTES = 256 << 20
+MOST_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Seconds a call takes: median, the 10th and 90th percentile, the shortest, and how many samples they come from."""
+
+    median: float
+    p10: float
+    p90: float
+    best: float
+    samples: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Stats":
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], ordered[0], len(ordered))
+
+
+def interleave(
+    calls: dict[str, Callable[[], object]], *, budget_s: float, device: torch.device | str = "cpu", clock: Clock = "wall"
+) -> dict[str, Stats]:
+    """Time each of `calls` in turn, round after round, for about `budget_s` seconds a call; at least three rounds.
+
+    Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour.
+    Raises ValueError for a clock the device does not have.
+    """
+    device = torch.device(device)
+    if clock not in CLOCKS:
+        raise ValueError(f"clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
+    if clock != "wall" and device.type != "cuda":
+        raise ValueError(f"clock {clock!r} needs a CUDA device, and this is {device}; use clock='wall'")
+    samplers = {name: _sampler(call, device, clock) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        deadline = time.perf_counter() + budget_s * len(calls)
+        for done in range(MOST_ROUNDS):
+            if done >= 3 and time.perf_counter() > deadline:
+                break
+            start = done % max(1, len(names))
+            for name in names[start:] + names[:start]:
+                seconds[name].append(samplers[name]())
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: Stats.of(taken) for name, taken in seconds.items()}
+
+
+def _sampler(call: Callable[[], object], device: torch.device, clock: Clock) -> Callable[[], float]:
+    call()
+    if clock == "wall":
+        return _wall_sampler(call, device)
+    if clock == "graph":
+        call = _captured(call)
+    return _event_sampler(call, device)
+
+
+def _wall_sampler(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    synchronize = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+    def sample(repeats: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+            synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    repeats = max(1, round(SHORTEST_SAMPLE_S / max(sample(1), 1e-7)))
+    return lambda: sample(repeats)
+
+
+def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        flush.zero_()  # evicts the operands; it also keeps the GPU busy while Python enqueues the call
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    return sample
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -1,0 +1,163 @@
+"""What is measured: `Workload`, the papers' sweep, a sweep that two cores can do, and the attention of models people run."""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.masks import Causal, Documents, Full, Mask, SlidingWindow
+from tilewise.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Inputs(NamedTuple):
+    """q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v), d_o shaped as the output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_o: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One attention to time. `seqlen_k`, `heads_k` and `head_dim_v` default to the query's; `name` says which sweep or model it is from."""
+
+    name: str
+    batch: int
+    seqlen_q: int
+    heads_q: int
+    head_dim: int
+    seqlen_k: int = 0
+    heads_k: int = 0
+    head_dim_v: int = 0
+    mask: Mask = field(default_factory=Full)
+    dtype: torch.dtype = torch.float32
+    direction: Direction = "fwd"
+
+    def __post_init__(self):
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction is {self.direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+        for given, default in (("seqlen_k", self.seqlen_q), ("heads_k", self.heads_q), ("head_dim_v", self.head_dim)):
+            object.__setattr__(self, given, getattr(self, given) or default)
+        if self.heads_q % self.heads_k:
+            raise ValueError(f"heads_q is {self.heads_q} and heads_k is {self.heads_k}; heads_q must be a multiple of heads_k")
+
+    @property
+    def case(self) -> dict[str, int | str]:
+        """The workload as JSON-ready values; equal for equal work, whatever its name."""
+        sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")}
+        mask = getattr(self.mask, "source", None) or f"{self.mask.kind} mask of {self.shape.pairs} pairs"
+        return {**sizes, "mask": mask, "dtype": DTYPE_NAMES[self.dtype], "direction": self.direction}
+
+    @property
+    def id(self) -> str:
+        heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
+        seqlen = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        head_dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        return f"{self.name} b{self.batch} s{seqlen} h{heads} d{head_dim} {_short(self.case['mask'])} {self.case['dtype']} {self.direction}"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            batch=self.batch,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            heads_q=self.heads_q,
+            heads_k=self.heads_k,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.dtype,
+            pairs=self.mask.pairs(self.seqlen_q, self.seqlen_k, self.batch, self.heads_q),
+        )
+
+    @property
+    def flops(self) -> int:
+        """On the visible pairs."""
+        return flops(self.shape, self.direction)
+
+    @property
+    def paper_flops(self) -> int | None:
+        """In the papers' convention, which exists for full and causal masks of equal lengths only."""
+        if self.mask not in (Full(), Causal()) or self.seqlen_q != self.seqlen_k:
+            return None
+        return paper_flops(self.shape, self.mask == Causal(), self.direction)
+
+    @property
+    def bytes(self) -> int:
+        """Every operand moved once."""
+        return hbm_bytes(self.shape, "once", self.direction)
+
+    @property
+    def grad(self) -> bool:
+        return self.direction != "fwd"
+
+    def inputs(self, seed: int, device: torch.device | str = "cpu") -> Inputs:
+        """Fresh standard normal tensors; q, k, v take gradients when the direction has a backward."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(seqlen: int, heads: int, dim: int) -> Tensor:
+            return torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device).to(self.dtype)
+
+        q = normal(self.seqlen_q, self.heads_q, self.head_dim)
+        k = normal(self.seqlen_k, self.heads_k, self.head_dim)
+        v = normal(self.seqlen_k, self.heads_k, self.head_dim_v)
+        d_o = normal(self.seqlen_q, self.heads_q, self.head_dim_v)
+        return Inputs(*(x.requires_grad_(self.grad) for x in (q, k, v)), d_o)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def paper_sweep(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """FA2 section 4.1, FA3 section 4.1: hidden dimension 2048, 16,384 tokens in all, head_dim 64 to 256, with and without causal mask."""
+    return _sweep("papers", (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256), 2048, 16384, dtype, direction)
+
+
+def cpu_sweep(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
+    """The papers' sweep cut down to seconds on two cores: hidden dimension 512, 4,096 tokens, head_dim 64 and 128."""
+    return _sweep("cpu", (512, 1024, 2048, 4096), (64, 128), 512, 4096, dtype, direction)
+
+
+def _sweep(name, seqlens, head_dims, hidden, tokens, dtype, direction) -> list[Workload]:
+    return [
+        Workload(
+            name=name,
+            batch=tokens // seqlen,
+            seqlen_q=seqlen,
+            heads_q=hidden // head_dim,
+            head_dim=head_dim,
+            mask=mask,
+            dtype=dtype,
+            direction=direction,
+        )
+        for head_dim in head_dims
+        for mask in (Full(), Causal())
+        for seqlen in seqlens
+    ]
+
+
+def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """One layer's attention in models people run, by their published configurations; lengths are those they are trained or used at."""
+    packed = Documents([0, 1024, 1536, 3584, 4096, 4224, 6272, 8192], inner=Causal())
+    rows = [
+        Workload(name="Llama-3-8B", batch=1, seqlen_q=8192, heads_q=32, heads_k=8, head_dim=128, mask=Causal()),
+        Workload(name="Llama-3-70B", batch=1, seqlen_q=8192, heads_q=64, heads_k=8, head_dim=128, mask=Causal()),
+        Workload(name="Llama-3-8B-packed", batch=1, seqlen_q=8192, heads_q=32, heads_k=8, head_dim=128, mask=packed),
+        Workload(name="Qwen2.5-7B", batch=1, seqlen_q=8192, heads_q=28, heads_k=4, head_dim=128, mask=Causal()),
+        Workload(name="Qwen3-30B-A3B", batch=1, seqlen_q=8192, heads_q=32, heads_k=4, head_dim=128, mask=Causal()),
+        Workload(name="Mistral-7B-window", batch=1, seqlen_q=16384, heads_q=32, heads_k=8, head_dim=128, mask=SlidingWindow(4095, 0)),
+        Workload(name="gpt-oss-20b-window", batch=1, seqlen_q=8192, heads_q=64, heads_k=8, head_dim=64, mask=SlidingWindow(127, 0)),
+        Workload(name="DeepSeek-V3-prefill", batch=1, seqlen_q=4096, heads_q=128, head_dim=192, head_dim_v=128, mask=Causal()),
+        Workload(name="GPT-2", batch=8, seqlen_q=1024, heads_q=12, head_dim=64, mask=Causal()),
+        Workload(name="BERT-base", batch=32, seqlen_q=512, heads_q=12, head_dim=64),
+        Workload(name="ViT-L/16-384", batch=32, seqlen_q=577, heads_q=16, head_dim=64),
+    ]
+    return [replace(row, dtype=dtype, direction=direction) for row in rows]
+
+
+SETS = {"papers": paper_sweep, "cpu": cpu_sweep, "models": model_shapes}

@@ -1,0 +1,242 @@
+"""The command line: `tilewise demo | check | bench | explain | report | doctor`. Nothing heavy is imported before a command runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE, UNUSABLE, INTERRUPTED = 2, 3, 130
+
+EXIT_CODES = """exit codes:
+  0    done
+  1    a check failed: a result is wrong, or two trainings disagree
+  2    wrong usage, or a value that makes no sense
+  3    this machine lacks what is needed: no usable backend, a missing package, a file that cannot be read or written
+  130  interrupted (Ctrl-C)"""
+
+EXAMPLES = {
+    "demo": """  tilewise demo                                  the whole demo, under 3 minutes on 2 cores
+  tilewise demo --out report.html --steps 40     a shorter training
+  tilewise demo --seqlens 512,1024,2048          a shorter sweep""",
+    "check": """  tilewise check                                 the quick grid on every backend of this machine
+  tilewise check --full --backend tiled          the full grid on one backend
+  tilewise check --case bf16                     the cases with bf16 in their names""",
+    "bench": """  tilewise bench                                 a small sweep against torch's SDPA and the naive formula
+  tilewise bench --seqlen 1024,4096 --heads 8/2 --mask causal,window:1023 --direction fwd+bwd
+  tilewise bench --set models --dtype bf16 --out results.jsonl
+  tilewise bench --list                          the names that --impl takes""",
+    "explain": """  tilewise explain --seqlen 8192 --heads 32/8 --head-dim 128 --dtype bf16 --mask causal
+  tilewise explain --seqlen 1x8192 --mask window:1023
+  tilewise explain --seqlen 4096 --mask documents:1000:2000:1096
+  tilewise explain --mask "Causal()&SlidingWindow(255,None)|FirstKeys(4)" """.rstrip(),
+    "report": """  tilewise report                                rewrite the tables of README.md and docs/*.md, and the plots
+  tilewise report results.jsonl --html bench.html
+  tilewise report --docs README.md --plots plots/""",
+    "doctor": """  tilewise doctor                                what is installed, and which backends are usable
+  tilewise doctor --json""",
+}
+
+
+def entry() -> None:
+    """The `tilewise` command of an installed package."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line with these arguments (default: the process's own); returns the exit code."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has already said what it had to say
+        return int(stop.code or 0)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, RuntimeError, ImportError, OSError, MemoryError) as error:
+        if options.traceback:
+            raise
+        print(f"tilewise {options.command}: {_sentence(error)}", file=sys.stderr)
+        return USAGE if isinstance(error, ValueError) else UNUSABLE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tilewise import commands
+
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    return getattr(commands, options.command)(options)
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name!r} is not installed; install it with: pip install {error.name}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    unexpected = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    return f"{text} (run it with --traceback to see where)" if unexpected else text
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole grammar."""
+    top = argparse.ArgumentParser(
+        prog="tilewise",
+        description="Exact attention that never stores the score matrix.",
+        epilog="examples:\n" + "\n".join(text.splitlines()[0] for text in EXAMPLES.values()) + f"\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"tilewise {_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="demo | check | bench | explain | report | doctor")
+    for name, (add_options, description) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=description,
+            description=description,
+            epilog=f"examples:\n{EXAMPLES[name]}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_options(command)
+        command.add_argument("--threads", type=_positive, metavar="N", help="threads of torch on the CPU (default: torch's own choice)")
+        command.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return top
+
+
+def _version() -> str:
+    from tilewise import __version__
+
+    return __version__
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+_positive.__name__ = "positive number"  # argparse names the type in its message
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(_positive(item) for item in text.split(","))
+
+
+_positives.__name__ = "comma-separated list of positive numbers"
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+_seconds.__name__ = "number of seconds"
+
+
+def _device(text: str):
+    import torch
+
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise ValueError(text) from None
+
+
+_device.__name__ = "device"
+
+
+def _demo_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--out", type=Path, default=Path("tilewise-report.html"), metavar="FILE", help="the page to write (default: %(default)s)"
+    )
+    command.add_argument("--steps", type=_positive, default=120, metavar="N", help="training steps (default: %(default)s)")
+    command.add_argument("--batch", type=_positive, default=2, metavar="N", help="windows of text a step (default: %(default)s)")
+    command.add_argument("--context", type=_positive, default=1024, metavar="N", help="bytes a window (default: %(default)s)")
+    lengths = (512, 1024, 2048, 4096, 8192)
+    command.add_argument("--seqlens", type=_positives, default=lengths, metavar="N,N,...", help="of the sweep (default: 512 to 8192)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)")
+    command.add_argument(
+        "--budget", dest="budget_s", type=_seconds, default=140.0, metavar="SECONDS",
+        help="stop training and sweep early where they would take longer (default: %(default)g)",
+    )  # fmt: skip
+
+
+def _check_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--full", action="store_true", help="the full grid in place of the quick one (minutes)")
+    command.add_argument("--backend", metavar="NAME,...", help="these backends only (default: all)")
+    command.add_argument("--case", default="", metavar="TEXT", help="only checks with this text in their names")
+    command.add_argument("--list", action="store_true", help="print the names of the checks, and run none")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: %(default)s)")
+    command.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+
+
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    for name, example, meaning in (
+        ("batch", "1,4", "batch sizes"),
+        ("seqlen", "512,1024x4096", "lengths, or queries x keys"),
+        ("heads", "8,32/8", "heads, or query heads / key heads"),
+        ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v"),
+        ("mask", "causal,window:1023", "full, causal, window:LEFT[:RIGHT], prefix:N, chunked:N, documents:LEN:LEN:..."),
+        ("causal", "0,1", "short for the masks full and causal"),
+        ("dtype", "fp32,bf16", "fp32, bf16, fp16"),
+        ("direction", "fwd,fwd+bwd", "fwd, bwd, fwd+bwd"),
+        ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes"),
+    ):
+        command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument("--impl", default="tilewise,sdpa,naive", metavar="NAME,...", help="the contenders (default: %(default)s)")
+    command.add_argument("--list", action="store_true", help="print the contenders that there are, and measure nothing")
+    command.add_argument(
+        "--budget",
+        dest="budget_s",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="to time one contender on one workload (default: %(default)g)",
+    )
+    command.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+    command.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")
+    command.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, as JSON lines")
+
+
+def _explain_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--batch", default="1", metavar="N", help="(default: %(default)s)")
+    command.add_argument("--seqlen", default="1024", metavar="N or QxK", help="length, or queries x keys (default: %(default)s)")
+    command.add_argument("--heads", default="8", metavar="N or Q/K", help="heads, or query heads / key heads (default: %(default)s)")
+    command.add_argument("--head-dim", default="64", metavar="N or N/V", help="head_dim, or head_dim / head_dim_v (default: %(default)s)")
+    command.add_argument("--dtype", default="fp32", help="fp32, bf16, fp16 (default: %(default)s)")
+    command.add_argument(
+        "--mask", default="full",
+        help="full, causal, window:LEFT[:RIGHT], prefix:N, chunked:N, documents:LEN:..., or an expression of masks (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--grad", action="store_true", help="with gradients")
+    command.add_argument("--backend", metavar="NAME", help="ask for this backend")
+    command.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+
+
+def _report_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("rows", nargs="*", metavar="ROWS", help="JSON lines that bench wrote (default: benchmarks/results/*.jsonl)")
+    command.add_argument(
+        "--docs", nargs="+", type=Path, metavar="FILE", help="markdown files whose marked tables to rewrite (default: README.md, docs/)"
+    )
+    command.add_argument("--plots", type=Path, default=Path("docs/plots"), metavar="FOLDER", help="of the plots (default: %(default)s)")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page of the rows, and nothing else")
+
+
+def _doctor_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="as JSON")
+
+
+COMMANDS = {
+    "demo": (_demo_options, "train a small GPT with tilewise and with torch's SDPA, measure both, and write a report page"),
+    "check": (_check_options, "run the correctness grid on this machine's backends"),
+    "bench": (_bench_options, "measure attention against other implementations"),
+    "explain": (_explain_options, "say which backend a call would use, and why"),
+    "report": (_report_options, "turn rows of bench into tables, plots or a page"),
+    "doctor": (_doctor_options, "say what is installed, and which backends are usable"),
+}

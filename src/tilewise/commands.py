@@ -1,0 +1,217 @@
+"""What each command of the command line does: it calls the library, and prints what comes back."""
+
+import glob
+import json
+from argparse import Namespace
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewise.errors import UnsupportedError
+
+OK, FAILED, UNUSABLE = 0, 1, 3
+SHOWN_FAILURES = 20
+
+
+def require(device: torch.device) -> None:
+    """Raise UnsupportedError where this machine has no such device."""
+    from tilewise.doctor import devices, why_no_gpu
+
+    if not any(device == found or device == torch.device(found.type) for found in map(torch.device, devices())):
+        raise UnsupportedError(f"there is no device {device} here; {why_no_gpu() or 'tilewise doctor lists those that there are'}")
+
+
+def demo(options: Namespace) -> int:
+    from tilewise.demo.job import Options, run
+
+    names = ("steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
+    same = run(Options(**{name: getattr(options, name) for name in names}), Console())
+    return OK if same else FAILED
+
+
+def check(options: Namespace) -> int:
+    """Run the grid; FAILED when a check fails, UNUSABLE when none could run."""
+    from tilewise import checks, dispatch
+    from tilewise.demo.job import progress
+
+    console = Console()
+    require(options.device)
+    backends = [dispatch.named(name) for name in options.backend.split(",")] if options.backend else dispatch.backends()
+    todo = checks.plan(backends, full=options.full, contains=options.case, seed=options.seed, device=options.device)
+    if not todo:
+        raise ValueError(f"--case {options.case!r} is in no check's name; see the names with: tilewise check --list")
+    if options.list:
+        console.print("\n".join(dict.fromkeys(check.name for check in todo)), highlight=False, markup=False, soft_wrap=True)
+        return OK
+    outcomes = []
+    with progress(console) as bars:
+        task = bars.add_task("Checking", total=len(todo), note="")
+        for outcome in checks.run(todo):
+            outcomes.append(outcome)
+            failed = sum(each.state == "failed" for each in outcomes)
+            bars.update(task, advance=1, note=f"{outcome.backend}" + (f", [red]{failed} failed[/]" if failed else ""))
+    console.print(_check_table(outcomes))
+    _print_reasons(console, outcomes)
+    states = Counter(outcome.state for outcome in outcomes)
+    if states["failed"]:
+        return FAILED
+    return OK if states["passed"] else UNUSABLE
+
+
+def _check_table(outcomes: list) -> Table:
+    from tilewise.checks import STATES
+
+    table = Table(title="Correctness on this machine", title_justify="left")
+    table.add_column("backend")
+    for column in (*STATES, "seconds"):
+        table.add_column(column, justify="right")
+    by_backend = defaultdict(list)
+    for outcome in outcomes:
+        by_backend[outcome.backend].append(outcome)
+    for backend, mine in by_backend.items():
+        states = Counter(outcome.state for outcome in mine)
+        style = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+        cells = (f"[{style[state]}]{states[state]}[/]" if states[state] else "0" for state in STATES)
+        table.add_row(backend, *cells, f"{sum(outcome.seconds for outcome in mine):.1f}")
+    return table
+
+
+def _print_reasons(console: Console, outcomes: list) -> None:
+    failures = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for outcome in failures[:SHOWN_FAILURES]:
+        console.print(f"failed: {outcome.backend}, {outcome.name}: {outcome.reason}", highlight=False, markup=False, soft_wrap=True)
+    if len(failures) > SHOWN_FAILURES:
+        console.print(f"and {len(failures) - SHOWN_FAILURES} more failures")
+    for reason, count in Counter(outcome.reason for outcome in outcomes if outcome.state == "skipped").items():
+        console.print(f"skipped {count}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def bench(options: Namespace) -> int:
+    """Measure; FAILED when a result missed the tolerance, UNUSABLE when nothing could be timed."""
+    import tilewise.bench as harness
+    from tilewise.demo.job import progress
+
+    console = Console()
+    if options.list:
+        console.print("\n".join(harness.known()), highlight=False)
+        return OK
+    require(options.device)
+    names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "set")
+    workloads = harness.workloads_from({name: value for name in names if (value := getattr(options, name)) is not None})
+    impls = harness.find(options.impl)
+    with progress(console) as bars:
+        rows = harness.run(
+            workloads,
+            impls,
+            budget_s=options.budget_s,
+            device=options.device,
+            progress=_bench_progress(bars),
+            memory=not options.no_memory,
+        )
+    console.print(harness.table(rows))
+    if options.out:
+        harness.append(options.out, rows)
+        console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)
+    if any(row.passed is False for row in rows):
+        return FAILED
+    return OK if any(row.median_s is not None for row in rows) else UNUSABLE
+
+
+def _bench_progress(bars: Progress):
+    task = bars.add_task("Measuring", total=None, note="")
+    return lambda done, total, text: bars.update(task, completed=done, total=total, note=text)
+
+
+def explain(options: Namespace) -> int:
+    """Print what `tilewise.explain` says about the call that the options describe."""
+    import tilewise
+    from tilewise.bench.selectors import workloads_from
+    from tilewise.masks import parse
+
+    require(options.device)
+    selected = {name: getattr(options, name) for name in ("batch", "seqlen", "heads", "head_dim", "dtype")}
+    expression = "(" in options.mask  # an expression of constructors, rather than a short name
+    if not expression:
+        selected["mask"] = options.mask
+    workload, *others = workloads_from(selected)
+    if others:
+        raise ValueError("explain describes one call: give one value for each option")
+    mask = parse(options.mask, []) if expression else workload.mask
+    shapes = (
+        (workload.batch, workload.seqlen_q, workload.heads_q, workload.head_dim),
+        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim),
+        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim_v),
+    )
+    q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
+    Console().print(str(tilewise.explain(q, k, v, mask=mask, backend=options.backend)), highlight=False, markup=False, soft_wrap=True)
+    return OK
+
+
+def report(options: Namespace) -> int:
+    """Rewrite tables and plots from rows, or make a page of them."""
+    from tilewise import bench as harness
+    from tilewise.bench import plots
+
+    console = Console()
+    files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
+    if not files:
+        raise FileNotFoundError("no rows: benchmarks/results/*.jsonl is empty; name a file that `tilewise bench --out` made")
+    rows = harness.load(*files)
+    console.print(f"{len(rows)} rows from {len(files)} files", highlight=False)
+    if options.html:
+        from tilewise.demo.bench_page import render
+
+        options.html.write_text(render(rows), encoding="utf-8")
+        console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
+        return OK
+    documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
+    for path in (*harness.refresh(documents, rows), *plots.save(rows, options.plots)):
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return OK
+
+
+def doctor(options: Namespace) -> int:
+    """Say what is here; UNUSABLE when no backend can run on any device."""
+    from dataclasses import asdict
+
+    from tilewise import __version__
+    from tilewise import doctor as diagnosis
+
+    devices, statuses = diagnosis.devices(), diagnosis.backends(diagnosis.devices())
+    verdict = OK if any(status.usable for status in statuses) else UNUSABLE
+    if options.json:
+        found = {
+            "tilewise": __version__,
+            "machine": diagnosis.machine(),
+            "devices": devices,
+            "packages": diagnosis.packages(),
+            "backends": [asdict(status) for status in statuses],
+        }
+        print(json.dumps(found, indent=2))
+        return verdict
+    console = Console()
+    facts = Table(title=f"tilewise {__version__}", title_justify="left", show_header=False)
+    for name, value in diagnosis.machine().items():
+        facts.add_row(name, value)
+    for name, value in devices.items():
+        facts.add_row(name, value)
+    if reason := diagnosis.why_no_gpu():
+        facts.add_row("GPU", f"[yellow]none[/]: {reason}")
+    console.print(facts)
+    console.print(_packages_table(diagnosis))
+    usable = Table("backend", "device", "usable", "why not", title="Backends, for causal attention with gradients", title_justify="left")
+    for status in statuses:
+        usable.add_row(status.name, status.device, "[green]yes[/]" if status.usable else "[red]no[/]", "; ".join(status.reasons))
+    console.print(usable)
+    return verdict
+
+
+def _packages_table(diagnosis) -> Table:
+    table = Table("package", "version", "for", title="Packages", title_justify="left")
+    for name, version in diagnosis.packages().items():
+        table.add_row(name, version or "[dim]not installed[/]", diagnosis.PACKAGES[name])
+    return table

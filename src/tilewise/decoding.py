@@ -1,0 +1,112 @@
+"""Attention of a few new tokens against a key/value cache, plain or paged; the plain path: one attention call a sequence."""
+
+import torch
+from torch import Tensor
+
+from tilewise.api import INDEX_DTYPES, attention
+from tilewise.errors import ShapeError, check_flag, check_head_dim, check_heads, check_like, check_no_grad, check_size, check_tensor
+from tilewise.masks import Mask
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    page_table: Tensor | None = None,
+    causal: bool = True,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens against a cache that already holds their keys and values.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence.
+        k_cache, v_cache: (batch, capacity, heads_k, head_dim or head_dim_v), or with a page table (pages, page_size, heads_k, ...).
+        cache_seqlens: tokens in the cache, (batch,) int32 or int64 or one int for all; None where every sequence fills its capacity.
+            What lies beyond is never read.
+        page_table: (batch, max_pages) int32 or int64: page p of sequence b holds its tokens p * page_size onwards. Entries that
+            cache_seqlens does not reach may hold anything.
+        causal: query i sees the cache up to its own position (bottom right). The other arguments are those of `attention`.
+
+    Returns:
+        O (batch, seqlen_q, heads_q, head_dim_v), and with `return_lse` LSE (batch, heads_q, seqlen_q).
+
+    Raises:
+        ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
+    """
+    check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+    lead = ("batch", "capacity") if page_table is None else ("pages", "page_size")
+    for name, x, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
+        check_tensor(name, x, (*lead, "heads_k", dim))
+        check_like(name, x, q)
+        check_no_grad(name, x, "decode is for inference and has no gradient")
+    check_no_grad("q", q, "decode is for inference and has no gradient")
+    check_flag("return_lse", return_lse)
+    check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[3], "q")
+    for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
+        check_size("v_cache", axis, got, expected, "k_cache")
+    check_heads(q.shape[2], k_cache.shape[2])
+    check_head_dim(q.shape[3], v_cache.shape[3])
+    batch = q.shape[0]
+    capacity = _capacity(k_cache, page_table, batch)
+    lengths = _lengths(cache_seqlens, batch, capacity)
+    pages = None if page_table is None else _pages(page_table, lengths, k_cache.shape[0], k_cache.shape[1])
+
+    def sequence(cache: Tensor, b: int) -> Tensor:
+        rows = cache[b] if pages is None else cache[pages[b].to(cache.device)].flatten(0, 1)
+        return rows[None, : lengths[b]]
+
+    options = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "sink": sink, "backend": backend, "return_lse": True}
+    parts = []
+    for b in range(batch):
+        slopes = alibi_slopes[b] if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else alibi_slopes
+        parts.append(attention(q[b : b + 1], sequence(k_cache, b), sequence(v_cache, b), alibi_slopes=slopes, **options))
+    if not parts:
+        return attention(q, k_cache[:0, :0], v_cache[:0, :0], return_lse=return_lse, backend=backend)
+    o, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return (o, lse) if return_lse else o
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:
+    """Tokens that one sequence's cache can hold."""
+    if page_table is None:
+        check_size("k_cache", "batch", k_cache.shape[0], batch, "q")
+        return k_cache.shape[1]
+    check_tensor("page_table", page_table, ("batch", "max_pages"), INDEX_DTYPES)
+    check_size("page_table", "batch", page_table.shape[0], batch, "q")
+    return page_table.shape[1] * k_cache.shape[1]
+
+
+def _lengths(cache_seqlens: Tensor | int | None, batch: int, capacity: int) -> list[int]:
+    if cache_seqlens is None:
+        return [capacity] * batch
+    if isinstance(cache_seqlens, Tensor):
+        check_tensor("cache_seqlens", cache_seqlens, ("batch",), INDEX_DTYPES)
+        check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
+        lengths = cache_seqlens.tolist()
+    elif isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        lengths = [cache_seqlens] * batch
+    else:
+        raise ShapeError(f"cache_seqlens must be an integer tensor (batch,), an int or None, got {type(cache_seqlens).__name__}")
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            raise ShapeError(f"cache_seqlens[{b}] is {length}, but the cache holds between 0 and {capacity} tokens a sequence")
+    return lengths
+
+
+def _pages(page_table: Tensor, lengths: list[int], n_pages: int, page_size: int) -> list[Tensor]:
+    """The pages that each sequence really uses."""
+    used = []
+    for b, (row, length) in enumerate(zip(page_table.cpu().long(), lengths, strict=True)):
+        row = row[: -(-length // page_size) if page_size else 0]
+        if ((row < 0) | (row >= n_pages)).any():
+            raise ShapeError(f"page_table[{b}] names pages {row.tolist()}, but k_cache has pages 0..{n_pages - 1}")
+        used.append(row)
+    return used

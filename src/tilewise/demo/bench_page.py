@@ -1,0 +1,53 @@
+"""A page of benchmark rows: every chart and table that they have, for `tilewise report --html`."""
+
+from collections.abc import Iterable
+
+from tilewise.bench import plots
+from tilewise.bench.report import METRICS, describe
+from tilewise.bench.store import Row, latest
+from tilewise.demo import charts, html
+
+SHOWN = ("time", "throughput", "memory", "error")
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The page, self-contained. Raises ValueError when no row has a time."""
+    rows = latest(rows)
+    timed = [row for row in rows if row.median_s is not None]
+    if not timed:
+        raise ValueError("no row has a time; there is nothing to draw")
+    machines = sorted({str(row.environment.get("device", "unknown")) for row in timed})
+    body = ["<h1>Attention, measured</h1>", html.paragraph(f"{len(timed)} measurements on {', '.join(machines)}.")]
+    for kind, group in _kinds(timed).items():
+        body += [html.heading(kind), html.figures(_charts(group))]
+    body += [html.heading("All rows"), _table(rows), html.heading("Machine and versions"), *_environments(timed)]
+    return html.page("tilewise: benchmark", body)
+
+
+def _kinds(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by what they have in common beside their lengths."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        words = describe(row.case).split(" ")
+        kinds.setdefault(" ".join(words[2:]), []).append(row)
+    return kinds
+
+
+def _charts(rows: list[Row]) -> list[str]:
+    measured = [name for name in SHOWN if any(METRICS[name].read(row) is not None for row in rows)]
+    made = []
+    for name in measured:
+        title = f"{METRICS[name].title}, {METRICS[name].unit}"
+        made.append(html.figure(title, charts.embed(plots.svg(rows, name), title), plate=True))
+    return made
+
+
+def _table(rows: list[Row]) -> str:
+    header = ("case", "implementation", *(f"{METRICS[name].title} ({METRICS[name].unit})" for name in SHOWN), "note")
+    cells = ((describe(row.case), row.impl, *(METRICS[name].text(row) for name in SHOWN), row.reason or "") for row in rows)
+    return html.table(header, cells)
+
+
+def _environments(rows: list[Row]) -> list[str]:
+    seen = dict.fromkeys(tuple((name, str(value)) for name, value in row.environment.items() if name != "date") for row in rows)
+    return [html.table(("", ""), environment) for environment in seen]

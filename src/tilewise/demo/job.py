@@ -1,0 +1,138 @@
+"""The demo from end to end: train, sweep, write the page, print the numbers."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
+from tilewise.demo.sweep import Sweep, sweep
+from tilewise.demo.train import TrainConfig, Training, train
+
+ATTENTIONS = {"tilewise": tilewise_attention, "SDPA": sdpa_attention}
+SEQLENS = (512, 1024, 2048, 4096, 8192)
+TRAINING_SHARE = 0.6  # of the time budget; the sweep has the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `tilewise demo` was asked for. `budget_s` bounds training and sweep together; a step or a length is never cut short."""
+
+    steps: int = 120
+    batch: int = 2
+    context: int = 1024
+    seqlens: tuple[int, ...] = SEQLENS
+    seed: int = 0
+    budget_s: float = 140.0
+    out: Path = Path("tilewise-report.html")
+
+
+def run(options: Options, console: Console) -> bool:
+    """Run the demo; True when the two trainings agree. Writes `options.out`.
+
+    Raises ValueError for a context longer than the text, OSError where the page cannot be written.
+    """
+    from tilewise.demo import pictures
+    from tilewise.demo.page import Report, render, verdict
+
+    start = time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    model = GPTConfig(context=options.context)
+    with progress(console) as bars:
+        training = _train(options, model, start + TRAINING_SHARE * options.budget_s, bars)
+        measured = _sweep(options, model, start + options.budget_s, bars)
+        explanation = explain(model, options.batch)
+        report = Report(
+            training=training,
+            sweep=measured,
+            explanation=explanation,
+            pictures=pictures.draw(),
+            machine=machine(),
+            seconds=time.monotonic() - start,
+        )
+        options.out.write_text(render(report), encoding="utf-8")
+    console.print(training_table(training))
+    console.print(sweep_table(measured))
+    for sentence in measured.omitted:
+        console.print(sentence, style="dim", highlight=False)
+    console.print(f"\n{explanation.rstrip()}\n", highlight=False, markup=False)
+    console.print(verdict(training), style="bold green" if training.same else "bold red")
+    console.print(f"Report: {options.out.resolve()}", highlight=False, soft_wrap=True)
+    return training.same
+
+
+def progress(console: Console) -> Progress:
+    """A bar with a count, the time taken, and a field `note` beside it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    return Progress(*columns, console=console)
+
+
+def _train(options: Options, model: GPTConfig, deadline: float, bars: Progress) -> Training:
+    config = TrainConfig(steps=options.steps, batch=options.batch, seed=options.seed)
+    task = bars.add_task("Training both models", total=config.steps, note="")
+
+    def on_step(done: int, losses: list[float]) -> None:
+        bars.update(
+            task, completed=done, note="loss " + "  ".join(f"{name} {loss:.4f}" for name, loss in zip(ATTENTIONS, losses, strict=True))
+        )
+
+    return train(ATTENTIONS, model, config, deadline=deadline, on_step=on_step)
+
+
+def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) -> Sweep:
+    task = bars.add_task("Attention alone", total=len(options.seqlens), note="")
+
+    def on_point(seqlen: int) -> None:
+        bars.update(task, advance=1, note=f"{seqlen:,} tokens")
+
+    return sweep(ATTENTIONS, options.seqlens, model, deadline=deadline, on_point=on_point)
+
+
+def explain(model: GPTConfig, batch: int) -> str:
+    """What `tilewise.explain` says about the attention of the model that was trained."""
+    import tilewise
+
+    q, k, v = (torch.empty(batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
+    return str(tilewise.explain(q.requires_grad_(), k, v, causal=True))
+
+
+def machine() -> tuple[tuple[str, str], ...]:
+    """Where the numbers come from, as (name, value)."""
+    from tilewise.bench.provenance import provenance
+
+    return tuple((name, str(value)) for name, value in provenance("cpu").items() if value is not None)
+
+
+def training_table(training: Training) -> Table:
+    from tilewise.demo.page import megabytes, milliseconds
+
+    table = Table(
+        title=f"Training, {training.steps} steps of {training.config.batch} x {training.model.context:,} bytes", title_justify="left"
+    )
+    for column in ("attention", "first loss", "last loss", "held-out", "a step", "peak memory"):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    for curve in training.curves:
+        losses = (f"{loss:.4f}" for loss in (curve.losses[0], curve.losses[-1], curve.held_out))
+        table.add_row(curve.name, *losses, milliseconds(curve.median_ms), megabytes(curve.peak_bytes))
+    return table
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """One row a length; every cell has one number for each contender."""
+    names = " / ".join(sweep.names)
+    table = Table(title=f"Attention alone, causal, forward + backward ({names})", title_justify="left")
+    for column in ("tokens", "time, ms", "peak extra memory, MB", "largest error of O"):
+        table.add_column(column, justify="right")
+    for seqlen in sorted({point.seqlen for point in sweep.points}):
+        points = [next((point for point in sweep.of(name) if point.seqlen == seqlen), None) for name in sweep.names]
+        cells = (
+            ["-" if point is None else f"{point.both_ms:,.0f}" for point in points],
+            ["-" if point is None or point.peak_bytes is None else f"{point.peak_bytes / 1e6:,.0f}" for point in points],
+            ["-" if point is None else f"{point.error_o:.0e}" for point in points],
+        )
+        table.add_row(f"{seqlen:,}", *(" / ".join(cell) for cell in cells))
+    return table

@@ -1,0 +1,108 @@
+"""A byte-level GPT, small enough to read at one go, that takes its attention function as an argument."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of q (batch, seqlen, heads_q, head_dim) over k and v (batch, seqlen, heads_k, head_dim); returns q's shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The model's size; the defaults are what `tilewise demo` trains (1.4 million parameters)."""
+
+    layers: int = 2
+    heads_q: int = 4
+    heads_k: int = 2
+    head_dim: int = 64
+    context: int = 1024
+    vocabulary: int = 256
+
+    @property
+    def width(self) -> int:
+        return self.heads_q * self.head_dim
+
+
+def tilewise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The call that a user writes."""
+    import tilewise
+
+    return tilewise.attention(q, k, v, causal=True)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same call to torch's scaled_dot_product_attention, which wants heads before positions."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def rotary_angles(config: GPTConfig) -> Tensor:
+    """Angle of each pair of channels at each position, (context, 1, head_dim / 2), as in RoFormer (Su et al. 2021), Eq. 15."""
+    frequency = 10_000.0 ** -torch.arange(0, 1, 2 / config.head_dim)
+    return torch.outer(torch.arange(config.context).float(), frequency)[:, None, :]
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate each pair of channels of x (batch, seqlen, heads, head_dim) by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to what came in."""
+
+    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.head_dim = config.head_dim
+        self.kv_width = config.heads_k * config.head_dim
+        width = config.width
+        self.norm_attention = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, width + 2 * self.kv_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm_mlp = nn.RMSNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))  # (batch, seqlen, heads_q + 2 heads_k, head_dim)
+        heads_k = self.kv_width // self.head_dim
+        q, k, v = qkv.split((qkv.shape[2] - 2 * heads_k, heads_k, heads_k), dim=2)
+        o = self.attention(rotate(q, angles), rotate(k, angles), v)
+        x = x + self.out(o.flatten(2))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte at every position: (batch, seqlen) int64 -> logits (batch, seqlen, vocabulary)."""
+
+    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.register_buffer("angles", rotary_angles(config), persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.angles[: tokens.shape[1]])
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte; inputs and targets (batch, seqlen) int64."""
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+
+def build(config: GPTConfig, attention: Attention, seed: int) -> GPT:
+    """A freshly initialised model: the same seed gives the same weights, whatever the attention function."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT(config, attention)

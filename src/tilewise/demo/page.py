@@ -1,0 +1,199 @@
+"""The report of a demo run: the numbers first, then every curve with its table, then how it was measured."""
+
+from dataclasses import dataclass
+
+from tilewise.demo import charts, html
+from tilewise.demo.sweep import CHECKED_ROWS, Point, Sweep
+from tilewise.demo.train import SAME_LOSS, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything the page shows. `pictures` are (title, SVG, caption) of masks; `machine` is (name, value) pairs."""
+
+    training: Training
+    sweep: Sweep
+    explanation: str
+    pictures: tuple[tuple[str, str, str], ...]
+    machine: tuple[tuple[str, str], ...]
+    seconds: float
+
+
+def render(report: Report) -> str:
+    """The whole page, self-contained."""
+    body = [
+        *_summary(report),
+        *_training(report.training),
+        *_sweep(report.sweep),
+        *_masks(report),
+        *_method(report),
+    ]
+    return html.page("tilewise: report of the demo", body)
+
+
+def megabytes(count: int | None) -> str:
+    return "not measured" if count is None else f"{count / 1e6:,.0f} MB" if count >= 20e6 else f"{count / 1e6:,.1f} MB"
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:,.1f} ms"
+
+
+def against(ours: float, theirs: float) -> str:
+    """A time next to another in words, such as "1.30x faster"."""
+    if not (ours > 0 and theirs > 0):
+        return "not comparable"
+    return f"{theirs / ours:.2f}x faster" if ours <= theirs else f"{ours / theirs:.2f}x slower"
+
+
+def verdict(training: Training) -> str:
+    """Whether the trainings agree, in a sentence."""
+    allowed = f"relative; {SAME_LOSS:g} is allowed"
+    if training.same:
+        return f"The two trainings agree: at each of {training.steps} steps the losses differ by at most {training.worst:.1e} ({allowed})."
+    return f"The two trainings DISAGREE: at the worst of {training.steps} steps the losses differ by {training.worst:.1e} ({allowed})."
+
+
+def _summary(report: Report) -> list[str]:
+    training, sweep = report.training, report.sweep
+    ours, theirs = training.curves
+    items = [
+        (
+            f"{ours.losses[0]:.2f} → {ours.losses[-1]:.2f}",
+            f"loss (nats a byte) over {training.steps} steps; {ours.held_out:.3f} on held-out text",
+        ),
+        (f"{training.worst:.1e}", f"largest relative difference of the loss to training with {theirs.name}, over all steps"),
+        (milliseconds(ours.median_ms), f"a training step, {against(ours.median_ms, theirs.median_ms)} than with {theirs.name}"),
+        (
+            megabytes(ours.peak_bytes),
+            f"peak memory of a step, beyond weights and optimizer; {megabytes(theirs.peak_bytes)} with {theirs.name}",
+        ),
+    ]
+    if sweep.points:
+        last, other = (sweep.of(name)[-1] for name in (ours.name, theirs.name))
+        scores = 4 * sweep.heads_q * last.seqlen**2
+        speed = against(last.both_ms, other.both_ms)
+        items += [
+            (milliseconds(last.both_ms), f"attention at {last.seqlen:,} tokens, forward + backward: {speed} than {theirs.name}"),
+            (megabytes(last.peak_bytes), f"its peak extra memory; one score matrix would take {megabytes(scores)}"),
+        ]
+    model = training.model
+    return [
+        "<header><h1>Exact attention without the score matrix</h1>",
+        html.paragraph(
+            f"A byte-level GPT ({training.parameters / 1e6:.1f} million parameters, {model.layers} layers, {model.heads_q} heads with "
+            f"{model.heads_k} key/value heads, head_dim {model.head_dim}, context {model.context:,}) learns the text of Python's language "
+            "reference twice from the same seed and the same batches: once with tilewise.attention, once with torch's "
+            "scaled_dot_product_attention (SDPA). Then attention alone, over growing sequences."
+        ),
+        html.paragraph(verdict(training), f"verdict {'good' if training.same else 'bad'}"),
+        "</header>",
+        html.cards(items),
+    ]
+
+
+def _training(training: Training) -> list[str]:
+    names = " and ".join(curve.name for curve in training.curves)
+    rows = [
+        (
+            curve.name,
+            f"{curve.losses[0]:.6f}",
+            f"{curve.losses[-1]:.6f}",
+            f"{curve.held_out:.6f}",
+            milliseconds(curve.median_ms),
+            megabytes(curve.peak_bytes),
+        )
+        for curve in training.curves
+    ]
+    cut = (
+        ""
+        if training.steps == training.config.steps
+        else f" The time budget ended the training {training.config.steps - training.steps} steps early."
+    )
+    return [
+        html.heading("Training"),
+        html.paragraph(f"{training.steps} steps of {training.config.batch} x {training.model.context:,} bytes, fp32, AdamW.{cut}"),
+        html.figures(
+            [
+                html.figure("Loss", charts.loss_chart(training), f"{names}, drawn over each other: the thick line is below the thin one."),
+                html.figure(
+                    "Difference of the losses",
+                    charts.difference_chart(training),
+                    "Relative, at each step. fp32 rounds at 6e-8; steps with equal losses are drawn at the bottom.",
+                ),
+                html.figure(
+                    "Time a step", charts.step_time_chart(training), "The two take turns on the same machine; who goes first alternates."
+                ),
+            ]
+        ),
+        html.table(("attention", "first loss", "last loss", "held-out loss", "median step", "peak memory a step"), rows),
+    ]
+
+
+def _sweep(sweep: Sweep) -> list[str]:
+    if not sweep.points:
+        return [html.heading("Attention alone"), html.bullets(sweep.omitted)]
+
+    def chart(title: str, column: str, ylabel: str, caption: str, scale: float = 1.0) -> str:
+        """The figure of one column of the points; empty when no point has a value."""
+        if all(getattr(point, column) is None for point in sweep.points):
+            return ""
+
+        def values(name: str) -> list[float | None]:
+            return [None if (value := getattr(point, column)) is None else value * scale for point in sweep.of(name)]
+
+        return html.figure(title, charts.sweep_chart(sweep, values, ylabel, f"{title} over the sequence length, logarithmic axes"), caption)
+
+    drawn = [
+        chart("Time, forward", "forward_ms", "ms", "Median; both axes logarithmic."),
+        chart("Time, forward + backward", "both_ms", "ms", "Median; both axes logarithmic."),
+        chart("Peak extra memory, forward + backward", "peak_bytes", "MB", "Above the level before the call; results included.", 1e-6),
+        chart("Error of O", "error_o", "max |o - fp64|", "Against the formula in fp64 on the same inputs."),
+        chart("Error of dQ, dK, dV", "error_grad", "max |grad - fp64|", "Against the formula's gradients in fp64."),
+    ]
+    header = ("", "tokens", "forward", "fwd + bwd", "peak memory", "error of O", "error of gradients")
+    return [
+        html.heading("Attention alone"),
+        html.paragraph(f"Causal, fp32, batch 1, {sweep.heads_q} heads with {sweep.heads_k} key/value heads, head_dim {sweep.head_dim}."),
+        html.figures(filter(None, drawn)),
+        html.table(header, [_row(point) for point in sorted(sweep.points, key=lambda point: point.seqlen)]),
+        html.bullets(sweep.omitted),
+    ]
+
+
+def _row(point: Point) -> tuple[str, ...]:
+    times = (milliseconds(point.forward_ms), milliseconds(point.both_ms))
+    return (point.name, f"{point.seqlen:,}", *times, megabytes(point.peak_bytes), f"{point.error_o:.1e}", f"{point.error_grad:.1e}")
+
+
+def _masks(report: Report) -> list[str]:
+    return [
+        html.heading("What a mask leaves to compute"),
+        html.paragraph(
+            "A mask is cut into tiles of queries x keys. A tile in which nothing is visible is skipped: neither loaded nor computed. "
+            "A tile in which everything is visible needs no mask. Only the partial tiles compare positions."
+        ),
+        html.figures(html.figure(title, charts.embed(svg, title), caption, plate=True) for title, svg, caption in report.pictures),
+        html.heading("What ran, and why"),
+        html.preformatted(report.explanation),
+    ]
+
+
+def _method(report: Report) -> list[str]:
+    return [
+        html.heading("How it was measured"),
+        html.bullets(
+            [
+                "Same process, same weights at the start, same batches in the same order. Times are wall-clock medians; the contenders "
+                "take turns, so that what else the machine does slows them alike. The first training step is left out of the median.",
+                "Peak memory is that of the whole process above the level before the call (on Linux, the kernel's high-water mark, reset "
+                "just before), in a call of its own that is not timed.",
+                f"The error is the largest absolute difference to the formula in fp64, for O and dQ at {CHECKED_ROWS} query rows spread "
+                "over the sequence; all other rows receive a zero gradient, so that dK and dV are checked completely.",
+                "The naive formula stores the score matrix; it is left out where one such matrix passes the limit.",
+            ]
+        ),
+        html.heading("Machine and versions"),
+        html.table(("", ""), report.machine),
+        f"<footer><p>Made by <code>tilewise demo</code> in {report.seconds:.0f} s.</p></footer>",
+    ]

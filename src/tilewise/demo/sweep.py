@@ -1,0 +1,185 @@
+"""Attention alone, causal, over growing sequences: time, peak extra memory and error against fp64, next to SDPA and the naive formula."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.timing import interleave
+from tilewise.demo.model import Attention, GPTConfig
+
+CHECKED_ROWS = 128
+NAIVE_LIMIT_BYTES = 512 << 20
+TIMING_BUDGET_S = 1.0  # for one contender in one direction at one length
+
+
+class Point(NamedTuple):
+    """What one contender needed at one length; times are medians in milliseconds, errors the largest absolute ones against fp64."""
+
+    name: str
+    seqlen: int
+    forward_ms: float
+    both_ms: float
+    peak_bytes: int | None
+    error_o: float
+    error_grad: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All points of a sweep, and in a sentence each what was left out and why."""
+
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    points: tuple[Point, ...]
+    omitted: tuple[str, ...]
+
+    def of(self, name: str) -> list[Point]:
+        return [point for point in self.points if point.name == name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(point.name for point in self.points))
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The formula as written, score matrix and all. q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim).
+
+    `rows` (seqlen_q,) int64 says which position each query has, where q holds a choice of rows; by default they are all of them.
+    """
+    group = q.shape[2] // k.shape[2]
+    q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (batch, heads_k, group, seqlen_q, head_dim)
+    k, v = (x.permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))  # (batch, heads_k, 1, seqlen_k, head_dim)
+    position = torch.arange(q.shape[3]) if rows is None else rows
+    hidden = torch.arange(k.shape[3]) > position[:, None]
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    o = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v
+    return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+class Inputs(NamedTuple):
+    """q, k, v and the gradient that reaches the output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_o: Tensor
+
+
+def make_inputs(seqlen: int, config: GPTConfig, seed: int = 0) -> Inputs:
+    """Fresh normal inputs of batch 1 in fp32."""
+    generator = torch.Generator().manual_seed(seed + seqlen)
+    heads = (config.heads_q, config.heads_k, config.heads_k, config.heads_q)
+    q, k, v, d_o = (torch.randn(1, seqlen, n, config.head_dim, generator=generator) for n in heads)
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_o)
+
+
+class Result(NamedTuple):
+    """The checked rows of the output and of dQ, and the whole of dK and dV."""
+
+    o: Tensor
+    d_q: Tensor
+    d_k: Tensor
+    d_v: Tensor
+
+
+class Yardstick:
+    """The exact answer (fp64) and the naive formula's (fp32) on a choice of query rows.
+
+    The gradient that reaches every other row is zero, so these rows alone determine dK and dV: the check is complete for them,
+    at a cost of O(rows * seqlen).
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        seqlen = inputs.q.shape[1]
+        self.inputs = inputs
+        self.rows = torch.linspace(0, seqlen - 1, min(seqlen, CHECKED_ROWS)).round().long().unique()
+        self.d_o = torch.zeros_like(inputs.d_o)
+        self.d_o[:, self.rows] = inputs.d_o[:, self.rows]
+        self.exact = self._on_rows(torch.float64)
+        self.naive = self._on_rows(torch.float32)
+
+    def _on_rows(self, dtype: torch.dtype) -> Result:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (self.inputs.q[:, self.rows], self.inputs.k, self.inputs.v)]
+        o = naive_attention(*leaves, rows=self.rows)
+        return Result(o.detach(), *torch.autograd.grad(o, leaves, self.d_o[:, self.rows].to(dtype)))
+
+    def measure(self, attention: Attention) -> Result:
+        """What `attention` gives for the same rows."""
+        o = attention(*self.inputs[:3])
+        d_q, d_k, d_v = torch.autograd.grad(o, self.inputs[:3], self.d_o)
+        return Result(o.detach()[:, self.rows], d_q[:, self.rows], d_k, d_v)
+
+    def errors(self, got: Result) -> tuple[float, float]:
+        """Largest absolute error of O, and of dQ, dK and dV."""
+        error_o, *error_grad = ((x - exact).abs().max() for x, exact in zip(got, self.exact, strict=True))
+        return error_o.item(), torch.stack(error_grad).max().item()  # torch's max lets NaN through
+
+
+def score_bytes(seqlen: int, config: GPTConfig) -> int:
+    """Bytes of one fp32 score matrix, all heads."""
+    return 4 * config.heads_q * seqlen * seqlen
+
+
+def forward(attention: Attention, inputs: Inputs) -> None:
+    with torch.no_grad():
+        attention(*inputs[:3])
+
+
+def forward_backward(attention: Attention, inputs: Inputs) -> None:
+    torch.autograd.grad(attention(*inputs[:3]), inputs[:3], inputs.d_o)
+
+
+def sweep(
+    attentions: Mapping[str, Attention],
+    seqlens: Sequence[int],
+    config: GPTConfig,
+    *,
+    deadline: float = math.inf,
+    on_point: Callable[[int], None] = lambda seqlen: None,
+) -> Sweep:
+    """Measure every attention function, and the naive formula, at every length.
+
+    The naive formula stops where one score matrix would take more than NAIVE_LIMIT_BYTES. The sweep stops before a length that, judged by
+    the one before, would end after `deadline` (`time.monotonic()` seconds). `on_point(seqlen)` is called after each length.
+    """
+    points: list[Point] = []
+    omitted: list[str] = []
+    seconds, previous = 0.0, 0
+    for seqlen in sorted(seqlens):
+        if seconds * (seqlen / max(previous, 1)) ** 2 > deadline - time.monotonic():
+            omitted.append(f"{seqlen:,} tokens: left out, the time budget was spent.")
+            continue
+        contenders = dict(attentions)
+        need, limit = score_bytes(seqlen, config), NAIVE_LIMIT_BYTES
+        if need <= limit:
+            contenders["naive"] = naive_attention
+        else:
+            omitted.append(
+                f"naive formula at {seqlen:,} tokens: not run, one score matrix would take {need >> 20:,} MiB (limit {limit >> 20:,} MiB)."
+            )
+        start = time.monotonic()
+        points += measure(contenders, make_inputs(seqlen, config))
+        seconds, previous = time.monotonic() - start, seqlen
+        on_point(seqlen)
+    return Sweep(heads_q=config.heads_q, heads_k=config.heads_k, head_dim=config.head_dim, points=tuple(points), omitted=tuple(omitted))
+
+
+def measure(contenders: Mapping[str, Attention], inputs: Inputs) -> list[Point]:
+    """The points of one length. The error comes first, which also warms every contender up."""
+    yardstick = Yardstick(inputs)
+    errors = {name: yardstick.errors(yardstick.measure(attention)) for name, attention in contenders.items()}
+    only = {name: partial(forward, attention, inputs) for name, attention in contenders.items()}
+    both = {name: partial(forward_backward, attention, inputs) for name, attention in contenders.items()}
+    only_s = interleave(only, budget_s=TIMING_BUDGET_S)
+    both_s = interleave(both, budget_s=TIMING_BUDGET_S)
+    peak = {name: peak_extra_bytes(task)[1] for name, task in both.items()}
+    seqlen = inputs.q.shape[1]
+    return [Point(name, seqlen, 1e3 * only_s[name].median, 1e3 * both_s[name].median, peak[name], *errors[name]) for name in contenders]

@@ -1,0 +1,54 @@
+"""Which backend runs a problem, and why the others do not."""
+
+from functools import cache
+
+from tilewise.backends import Backend
+from tilewise.errors import UnsupportedError
+from tilewise.problem import Problem
+
+CHOSEN_ONLY_BY_NAME = ("reference",)
+
+
+@cache
+def backends() -> tuple[Backend, ...]:
+    """Every backend of this installation, in order of preference."""
+    from tilewise.backends.reference import Reference
+    from tilewise.backends.tiled import Tiled
+
+    return (Tiled(), Reference())
+
+
+def named(name: str) -> Backend:
+    """The backend called `name`; ValueError where there is none."""
+    for backend in backends():
+        if backend.name == name:
+            return backend
+    raise ValueError(f"backend must be one of {', '.join(repr(backend.name) for backend in backends())} or None, got {name!r}")
+
+
+@cache
+def reasons(problem: Problem) -> dict[str, list[str]]:
+    """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""
+    return {backend.name: list(backend.why_not(problem)) for backend in backends()}
+
+
+@cache
+def choose(problem: Problem, name: str | None = None) -> Backend:
+    """The backend that runs `problem`: the one asked for, or the first that can.
+
+    Raises:
+        ValueError: no backend is called `name`.
+        UnsupportedError: the backend asked for, or every backend, cannot run it; the message holds each one's reasons.
+    """
+    if name is not None:
+        backend = named(name)
+        if why_not := reasons(problem)[name]:
+            able = [other for other, why in reasons(problem).items() if not why]
+            way_out = f"backend={able[0]!r} or backend=None can run it" if able else "no other backend can run it either"
+            raise UnsupportedError(f"backend {name!r} cannot run this problem: {'; '.join(why_not)}. {way_out}.")
+        return backend
+    for backend in backends():
+        if not reasons(problem)[backend.name] and backend.name not in CHOSEN_ONLY_BY_NAME:
+            return backend
+    listing = "; ".join(f"{other}: {', '.join(why) or 'runs only when asked for by name'}" for other, why in reasons(problem).items())
+    raise UnsupportedError(f"no backend can run this problem ({problem}). {listing}.")

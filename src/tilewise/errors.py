@@ -1,0 +1,130 @@
+"""The two error types, and the checks that every public function runs before any work.
+
+Every message names the argument, what was given, what is expected and, where there is one, the way out.
+"""
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class ShapeError(ValueError):
+    """An argument has the wrong shape, dtype, device, layout or length."""
+
+
+class UnsupportedError(NotImplementedError):
+    """The problem is well posed, but nothing here can compute it (or the backend asked for cannot)."""
+
+
+def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Refuse what is not a dense, strided tensor that holds data, has the named axes and one of `dtypes`."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{name} must be a torch.Tensor of shape ({', '.join(axes)}), got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        way_out = "attention_varlen for packed sequences" if x.is_nested else f"{name}.to_dense()"
+        raise ShapeError(f"{name} must be a dense strided tensor, got {layout}; use {way_out}")
+    if x.is_meta:
+        raise ShapeError(f"{name} is on the meta device, which holds no data; trace shapes with torch.compile or torch.export instead")
+    if x.dim() != len(axes):
+        raise ShapeError(f"{name} must have {len(axes)} dimensions ({', '.join(axes)}), got {x.dim()} with shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ShapeError(f"{name} must be {expected}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)")
+
+
+def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True) -> None:
+    """Refuse a tensor on another device than q's, or of another dtype."""
+    if x.device != q.device:
+        raise ShapeError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to(q.device)")
+    if same_dtype and x.dtype != q.dtype:
+        raise ShapeError(f"{name} is {x.dtype}, but q is {q.dtype}; convert it with {name}.to(q.dtype)")
+
+
+def check_size(name: str, axis: str, got: int, expected: int, source: str) -> None:
+    if got != expected:
+        raise ShapeError(f"{name} has {axis} {got}, but {source} has {axis} {expected}; they must be equal")
+
+
+def check_heads(heads_q: int, heads_k: int) -> None:
+    if heads_k == 0 or heads_q % heads_k != 0:
+        raise ShapeError(
+            f"q has heads_q={heads_q} and k has heads_k={heads_k}; heads_q must be a multiple of heads_k (each key head serves a whole group)"
+        )
+
+
+def check_head_dim(head_dim: int, head_dim_v: int) -> None:
+    if head_dim == 0 or head_dim_v == 0:
+        raise ShapeError(f"head_dim={head_dim} (q, k) and head_dim_v={head_dim_v} (v) must be at least 1")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
+    """q, k, v of one call: (batch, seqlen, heads, dim), or (total, heads, dim) where sequences are packed."""
+    lead = (("total_q",), ("total_k",)) if packed else (("batch", "seqlen_q"), ("batch", "seqlen_k"))
+    check_tensor("q", q, (*lead[0], "heads_q", "head_dim"))
+    check_tensor("k", k, (*lead[1], "heads_k", "head_dim"))
+    check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"))
+    check_like("k", k, q)
+    check_like("v", v, q)
+    if not packed:
+        check_size("k", "batch", k.shape[0], q.shape[0], "q")
+        check_size("v", "batch", v.shape[0], q.shape[0], "q")
+    check_size("v", lead[1][-1], v.shape[-3], k.shape[-3], "k")
+    check_size("v", "heads_k", v.shape[-2], k.shape[-2], "k")
+    check_size("k", "head_dim", k.shape[-1], q.shape[-1], "q")
+    check_heads(q.shape[-2], k.shape[-2])
+    check_head_dim(q.shape[-1], v.shape[-1])
+
+
+def check_number(name: str, x: float, low: float = -math.inf, high: float = math.inf, high_open: bool = False) -> None:
+    """Refuse what is not a finite real number in [low, high] (or [low, high) where `high_open`)."""
+    if isinstance(x, bool) or not isinstance(x, Real | torch.SymFloat | torch.SymInt):
+        raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
+    finite = -math.inf < x < math.inf  # in this form torch.compile can trace it for a symbolic number
+    if not (finite and low <= x and (x < high if high_open else x <= high)):
+        interval = (
+            f" in [{low:g}, {high:g}{')' if high_open else ']'}" if math.isfinite(high) else f" >= {low:g}" if math.isfinite(low) else ""
+        )
+        raise ValueError(f"{name} must be a finite number{interval}, got {x}")
+
+
+def check_flag(name: str, x: bool) -> None:
+    if not isinstance(x, bool):
+        raise ValueError(f"{name} must be True or False, got {type(x).__name__} {x!r}")
+
+
+def check_bias(bias: Tensor, q: Tensor, seqlen_k: int) -> None:
+    """bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), in q's dtype or fp32."""
+    check_tensor("bias", bias, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k"))
+    check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
+    batch, seqlen_q, heads_q, _ = q.shape
+    for axis, got, size in zip(("batch", "heads_q", "seqlen_q"), bias.shape, (batch, heads_q, seqlen_q), strict=False):
+        if got != 1 and got != size:
+            raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
+    check_size("bias", "seqlen_k", bias.shape[3], seqlen_k, "k")
+
+
+def check_no_grad(name: str, x: Tensor, reason: str) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name} requires grad, but {reason}; pass {name}.detach()")
+
+
+def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int) -> None:
+    """alibi_slopes (heads_q,) or (batch, heads_q)."""
+    check_tensor("alibi_slopes", slopes, ("batch", "heads_q") if isinstance(slopes, Tensor) and slopes.dim() == 2 else ("heads_q",))
+    check_like("alibi_slopes", slopes, q, same_dtype=False)
+    check_no_grad("alibi_slopes", slopes, "ALiBi slopes have no gradient here")
+    check_size("alibi_slopes", "heads_q", slopes.shape[-1], heads_q, "q")
+    if slopes.dim() == 2 and slopes.shape[0] != 1:
+        check_size("alibi_slopes", "batch", slopes.shape[0], batch, "q")
+
+
+def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:
+    """sink (heads_q,): one logit a head."""
+    check_tensor("sink", sink, ("heads_q",))
+    check_like("sink", sink, q, same_dtype=False)
+    check_size("sink", "heads_q", sink.shape[0], heads_q, "q")

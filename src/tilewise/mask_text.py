@@ -1,0 +1,59 @@
+"""Masks as text, for places that hold no objects: operators of a traced graph, command lines, files.
+
+The text is a Python expression of constructors, integers, lists, `& | - ~`, and `#i` for the i-th tensor that travels beside it:
+`Documents(#0,#1,inner=Causal())&SlidingWindow(1023,0)`.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+OPERATIONS: dict[type, Callable] = {
+    ast.BitAnd: lambda a, b: a & b,
+    ast.BitOr: lambda a, b: a | b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Invert: lambda a: ~a,
+    ast.USub: lambda a: -a,
+}
+
+
+def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) -> Any:
+    """The value of `text`; names can only be constructors. ValueError names the part that is not understood."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=constant) if constant is None or isinstance(constant, int | str):
+                return constant
+            case ast.Name(id=name) if re.fullmatch(r"_\d+", name):
+                if int(name[1:]) >= len(tensors):
+                    raise ValueError(f"mask text {text!r} refers to tensor #{name[1:]}, but only {len(tensors)} were given")
+                return tensors[int(name[1:])]
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(value(item) for item in items)
+            case ast.Dict(keys=keys, values=values) if None not in keys:
+                return {value(key): value(item) for key, item in zip(keys, values, strict=True)}
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
+                return OPERATIONS[type(op)](value(operand))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+                return OPERATIONS[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in constructors:
+                named = {keyword.arg: value(keyword.value) for keyword in keywords if keyword.arg}
+                return constructors[name](*(value(arg) for arg in args), **named)
+        raise ValueError(
+            f"mask text {text!r}: {ast.unparse(node)!r} is not understood; expected {', '.join(constructors)}, "
+            "integers, lists, #i for a tensor, and & | - ~"
+        )
+
+    return value(_tree(text))
+
+
+@lru_cache(maxsize=1024)
+def _tree(text: str) -> ast.expr:
+    try:
+        return ast.parse(re.sub(r"#(\d+)", r"_\1", text), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"mask text {text!r} is not an expression: {error.msg} at column {error.offset}") from None

@@ -1,0 +1,54 @@
+"""Exact merge of attention over disjoint sets of keys (docs/algorithm.md, the merge equations)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ShapeError, check_like, check_tensor
+
+
+def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over the union of disjoint sets of keys, from the attention over each.
+
+    `L = log(sum_n exp(L_n))` and `O = sum_n exp(L_n - L) O_n`; associative, and exact up to rounding: keep partial outputs in fp32 where it matters.
+
+    Args:
+        outputs: O_n, each (batch, seqlen_q, heads_q, head_dim_v), or packed (total_q, heads_q, head_dim_v); one dtype.
+        lses: L_n, each (batch, heads_q, seqlen_q), or packed (heads_q, total_q); natural logarithm, fp32 or fp64.
+
+    Returns:
+        O in the outputs' dtype and L in the lses' dtype, both differentiable. A row that is empty (-inf) in one part takes nothing from it;
+        a row that is empty in all gives O = 0 and L = -inf.
+
+    Raises:
+        ShapeError: no part, unequal numbers of parts, or parts of other shapes, dtypes or devices.
+    """
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise ShapeError(f"merge needs as many lses as outputs, and at least one of each; got {len(outputs)} outputs and {len(lses)} lses")
+    packed = isinstance(outputs[0], Tensor) and outputs[0].dim() == 3
+    axes_o = ("total_q", "heads_q", "head_dim_v") if packed else ("batch", "seqlen_q", "heads_q", "head_dim_v")
+    axes_lse = ("heads_q", "total_q") if packed else ("batch", "heads_q", "seqlen_q")
+    for n, (o, lse) in enumerate(zip(outputs, lses, strict=True)):
+        check_tensor(f"outputs[{n}]", o, axes_o)
+        check_tensor(f"lses[{n}]", lse, axes_lse, (torch.float32, torch.float64))
+        check_like(f"outputs[{n}]", o, outputs[0])
+        check_like(f"lses[{n}]", lse, outputs[0], same_dtype=False)
+        if o.shape != outputs[0].shape or lse.dtype != lses[0].dtype:
+            raise ShapeError(
+                f"outputs[{n}] and lses[{n}] are {tuple(o.shape)}, {lse.dtype}; outputs[0] and lses[0] are {tuple(outputs[0].shape)}, {lses[0].dtype}"
+            )
+        if lse.transpose(-1, -2).shape != o.shape[:-1]:
+            raise ShapeError(
+                f"lses[{n}] has shape {tuple(lse.shape)}, but outputs[{n}] of shape {tuple(o.shape)} needs {tuple(o.shape[:-1][:-2]) + (o.shape[-2], o.shape[-3])}"
+            )
+    partial = torch.stack(tuple(lses))
+    top = partial.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weight = torch.exp(partial - top)
+    total = weight.sum(0)
+    empty = total == 0
+    lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, total)))
+    weight = (weight / torch.where(empty, 1.0, total)).transpose(-1, -2).unsqueeze(-1)
+    o = sum(w * torch.where(w == 0, 0.0, part) for w, part in zip(weight, outputs, strict=True))
+    return o.to(outputs[0].dtype), lse

@@ -1,0 +1,126 @@
+"""What is computed: `Problem`, the identity of a compiled kernel, and `Call`, one set of tensors to compute it on."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.masks import Mask
+
+
+class Dropout(NamedTuple):
+    """Counter-based dropout: the pair (query i, key j) of (batch b, head h) is kept by a pure function of these and (b, h, i, j)."""
+
+    p: float
+    seed: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is computed, without anything that changes from call to call (no length, no batch, no tensor).
+
+    A compiled kernel is looked up by (Problem, Config, architecture), so nothing data-dependent may ever be added here.
+    """
+
+    device: str  # torch device type: "cpu", "cuda", ...
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    group: int  # heads_q // heads_k
+    mask: str  # Mask.kind: "full", "band", "runs", "bitmap"
+    softcap: bool = False
+    bias: bool = False
+    alibi: bool = False
+    sink: bool = False
+    dropout: bool = False
+    grad: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The checked arguments of one attention call, as every backend receives them.
+
+    Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim), v (batch, seqlen_k, heads_k, head_dim_v),
+    bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), alibi_slopes (batch or 1, heads_q) fp32, sink (heads_q,).
+    Packed documents arrive as batch 1 with a `Documents` mask.
+
+    `diagonal` (seqlen_q,) int64 is the distance ALiBi counts from: key j is `|i + diagonal[i] - j|` away from query i.
+    None means `seqlen_k - seqlen_q` for every row (bottom-right alignment); packed documents have one value a document.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    scale: float
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    diagonal: Tensor | None = None
+    dropout: Dropout | None = None
+    deterministic: bool = False
+    grad: bool = field(default=False)
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def heads_q(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def heads_k(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_k
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            device=self.q.device.type,
+            dtype=self.q.dtype,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            group=self.group,
+            mask=self.mask.kind,
+            softcap=self.softcap > 0.0,
+            bias=self.bias is not None,
+            alibi=self.alibi_slopes is not None,
+            sink=self.sink is not None,
+            dropout=self.dropout is not None,
+            grad=self.grad,
+            deterministic=self.deterministic,
+        )
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sink: Tensor | None

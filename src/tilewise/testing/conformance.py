@@ -1,0 +1,185 @@
+"""What every backend is put through: the cases at the one tolerance, poison, and closed forms that need no reference.
+
+All of these raise AssertionError where the backend is wrong and UnsupportedError, with its reasons, where it cannot run the problem.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Backend, reference
+from tilewise.errors import UnsupportedError
+from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.problem import Call, Gradients
+from tilewise.testing import poison, tolerance
+from tilewise.testing.cases import DTYPES, Case, make, upstream
+
+Device = torch.device | str
+
+
+def run_case(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """Forward and backward on random inputs and poisoned memory; the largest share of an allowance that they use (0..1)."""
+    call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
+    inputs = [x.clone() for x in (call.q, call.k, call.v, d_o)]
+    results = _run(backend, call, d_o, d_lse)
+    if not all(torch.equal(x, kept) for x, kept in zip((call.q, call.k, call.v, d_o), inputs, strict=True)):
+        raise AssertionError("an input was modified")
+    return _check(call, results, d_o, d_lse)
+
+
+def run_hidden(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """As `run_case`, with NaN and infinities in all that the mask hides and around every input: the result must not change."""
+    call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
+    poisoned, poisoned_d_o, poisoned_d_lse = poison.hide(call, d_o, d_lse)
+    poisoned, guards = poison.guard(poisoned)
+    guards["d_o"] = poison.Guarded(poisoned_d_o)
+    results = _run(backend, poisoned, guards["d_o"].view, poisoned_d_lse)
+    for name, guard in guards.items():
+        guard.verify(name)
+    return _check(call, results, d_o, d_lse)
+
+
+def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu", backward: bool = True) -> float:
+    """As `run_case`, with NaN in one key and value that some queries see: it must reach those and nobody else, as in the naive formula."""
+    call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
+    k, v, middle = call.k.clone(), call.v.clone(), call.seqlen_k // 2
+    k[:, middle : middle + 1], v[:, middle : middle + 1] = torch.nan, torch.nan
+    call = replace(call, k=k, v=v)
+    if not backward:
+        _require_support(backend, call)
+        return tolerance.check_outputs(call, *backend.forward(call))
+    return _check(call, _run(backend, call, d_o, d_lse), d_o, d_lse)
+
+
+def _require_support(backend: Backend, call: Call) -> None:
+    if reasons := backend.why_not(call.problem):
+        raise UnsupportedError(f"{backend.name} cannot run this: {'; '.join(reasons)}")
+
+
+def _run(backend: Backend, call: Call, d_o: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Gradients]:
+    _require_support(backend, call)
+    with poison.memory():
+        o, lse = backend.forward(call)
+        return o, lse, backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
+
+
+def _check(call: Call, results: tuple[Tensor, Tensor, Gradients], d_o: Tensor, d_lse: Tensor | None) -> float:
+    """Hold results to `call`, which need not be the one they come from."""
+    o, lse, grads = results
+    if call.bias is not None and grads.bias is None:
+        raise AssertionError("dbias: missing")
+    expect = tolerance.expected(call, d_o, d_lse)
+    return max(tolerance.check_outputs(call, o, lse, expect), tolerance.check_gradients(call, grads, d_o, d_lse, expect))
+
+
+def _calls(backend: Backend, device: Device, **fields) -> Iterator[Call]:
+    """A call on random inputs in every dtype that the backend takes; UnsupportedError if it takes none."""
+    calls = [make(Case(dtype=dtype, **fields), device=device) for dtype in DTYPES]
+    able = [call for call in calls if not backend.why_not(call.problem)]
+    if not able:
+        _require_support(backend, calls[-1])
+    return iter(able)
+
+
+def _naive(call: Call) -> tuple[Tensor, Tensor]:
+    return reference.eager(call, call.q.dtype)
+
+
+def ones_give_ones(backend: Backend, device: Device = "cpu") -> None:
+    """V = 1: the rows of P sum to one, so O = 1, and nothing reaches Q and K through O."""
+    for call in _calls(backend, device, seqlen_q=50, seqlen_k=150, mask=SlidingWindow(40, 0)):
+        call = replace(call, v=torch.ones_like(call.v))
+        o, _ = backend.forward(call)
+        tolerance.check("o", o, torch.ones_like(o).double(), _naive(call)[0])
+
+
+def zero_queries_give_the_mean(backend: Backend, device: Device = "cpu") -> None:
+    """Q = 0: every visible key weighs the same, so O is the mean of the visible V and LSE the logarithm of their number."""
+    for call in _calls(backend, device, seqlen_q=70, seqlen_k=70, mask=Causal()):
+        call = replace(call, q=torch.zeros_like(call.q))
+        count = torch.arange(1, 71, device=device).double()
+        v = call.v.double().repeat_interleave(call.group, dim=2)
+        o, lse = backend.forward(call)
+        tolerance.check("o", o, v.cumsum(1) / count[:, None, None], _naive(call)[0])
+        tolerance.check("lse", lse, count.log().expand(lse.shape), reference.eager(call, lse.dtype)[1])
+
+
+def one_hot_values_give_probabilities(backend: Backend, device: Device = "cpu") -> None:
+    """V = identity: O is P itself."""
+    for call in _calls(backend, device, seqlen_q=40, seqlen_k=64, heads_k=4, head_dim_v=64):
+        call = replace(call, v=torch.eye(64, dtype=call.q.dtype, device=device)[:, None].expand(call.batch, 64, 4, 64))
+        scores = call.scale * torch.einsum("bihd,bjhd->bihj", call.q.double(), call.k.double())
+        o, _ = backend.forward(call)
+        tolerance.check("o", o, scores.softmax(-1), _naive(call)[0])
+
+
+def key_order_is_irrelevant(backend: Backend, device: Device = "cpu") -> None:
+    """A permutation of the keys with their values changes nothing."""
+    for call in _calls(backend, device, seqlen_q=40, seqlen_k=200):
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(3)).to(device)
+        o, lse = backend.forward(replace(call, k=call.k[:, order], v=call.v[:, order]))
+        tolerance.check_outputs(call, o, lse)
+
+
+def halves_merge_to_the_whole(backend: Backend, device: Device = "cpu") -> None:
+    """Attention over two halves of the keys, merged by their LSE, is attention over all of them."""
+    from tilewise.merge import merge
+
+    for call in _calls(backend, device, seqlen_q=70, seqlen_k=130):
+        parts = [backend.forward(replace(call, k=call.k[:, half], v=call.v[:, half])) for half in (slice(0, 90), slice(90, 130))]
+        o, lse = merge(*zip(*parts, strict=True))
+        tolerance.check_outputs(call, o, lse)
+
+
+def doubled_values_double_the_output(backend: Backend, device: Device = "cpu") -> None:
+    """O is linear in V, and exactly so for powers of two (of values well away from the subnormal numbers)."""
+    for call in _calls(backend, device, mask=Causal()):
+        call = replace(call, v=1.0 + call.v.abs())
+        once, twice = backend.forward(call)[0], backend.forward(replace(call, v=2.0 * call.v))[0]
+        if not torch.equal(twice, 2.0 * once):
+            raise AssertionError(
+                f"{call.q.dtype}: O for doubled V is not twice O; off by up to {(twice - 2.0 * once).abs().max().item():.3g}"
+            )
+
+
+def scale_moves_into_queries(backend: Backend, device: Device = "cpu") -> None:
+    """Doubling Q and halving the scale leaves every score the same, exactly."""
+    for call in _calls(backend, device, mask=Causal()):
+        moved = replace(call, q=2.0 * call.q, scale=call.scale / 2.0)
+        for name, x, y in zip(("O", "LSE"), backend.forward(call), backend.forward(moved), strict=True):
+            if not torch.equal(x, y):
+                raise AssertionError(f"{call.q.dtype}: {name} changes by up to {(x - y).abs().max().item():.3g}")
+
+
+def one_key_is_copied(backend: Backend, device: Device = "cpu") -> None:
+    """One key: P = 1, O = V, and the gradients of Q and K vanish while V takes all of dO."""
+    for call in _calls(backend, device, seqlen_q=30, seqlen_k=1, mask=Full()):
+        call = replace(call, grad=True)
+        if backend.why_not(call.problem):
+            continue
+        o, lse = backend.forward(call)
+        if not torch.equal(o, call.v.expand(-1, 30, -1, -1).repeat_interleave(call.group, dim=2)):
+            raise AssertionError(f"{call.q.dtype}: O of a single key is not its value")
+        d_o = torch.ones_like(o)
+        grads = backend.backward(call, o, lse, d_o, None)
+        expect = tolerance.expected(call, d_o)
+        nothing = {name: replace(getattr(expect, name), ref=torch.zeros_like(getattr(expect, name).ref)) for name in ("q", "k")}
+        everything = replace(expect.v, ref=torch.full_like(expect.v.ref, 30.0 * call.group))
+        tolerance.check_gradients(call, grads, d_o, expect=replace(expect, v=everything, **nothing))
+
+
+CLOSED_FORMS: dict[str, Callable[..., None]] = {
+    form.__name__: form
+    for form in (
+        ones_give_ones,
+        zero_queries_give_the_mean,
+        one_hot_values_give_probabilities,
+        key_order_is_irrelevant,
+        halves_merge_to_the_whole,
+        doubled_values_double_the_output,
+        scale_moves_into_queries,
+        one_key_is_copied,
+    )
+}

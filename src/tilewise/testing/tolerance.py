@@ -1,0 +1,235 @@
+"""The only tolerance of the repository: an implementation may be at most twice as wrong as the naive formula in the same dtype.
+
+    whole tensor   max |got - ref|     <=  2 max |naive - ref|     + 2 ulp(max magnitude)
+    every row r    rms(got_r - ref_r)  <=  2 rms(naive_r - ref_r)  + 2 ulp(max magnitude_r)
+    lse            |got - ref| in ulps at max(1, |ref|)  <=  2 (naive's worst) + 2
+
+`ref` is the fp64 formula on the inputs as rounded, `naive` the same formula with every operation in the inputs' dtype, `ulp` that of the
+output's dtype; a row is the last dimension. NaN and infinities must be where ref (rounded to the output's dtype) has them, and every
+comparison is written so that NaN fails. What the lines above leave open, and why it is settled this way:
+
+- *magnitude* is |ref|, or the root of the sum of the squares of the terms that ref adds up, where that is larger. The two are alike for
+  random data; but a gradient may cancel to exactly nothing (dQ of a query that sees one key), and then no arithmetic reaches an ulp of ref.
+- *rms(naive_r - ref_r)*: naive can be exact on a row by luck (a row that sees one key), so each row is given naive's error relative to the
+  magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
+- *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32.
+- *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
+  the last bit. What does not keep P takes rowsum(dO O), with O as the forward returned it. Naive is both, the worse at each number counting.
+- *fp64*: the formula cannot be measured against itself. Rounding errors scale with the unit roundoff, so the naive error is taken from the
+  fp32 formula on the inputs rounded to fp32, times 2**-29; and once more for ref's own rounding: 3 in place of 2 in all of the above.
+- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 64 numbers,
+  or from fewer than 64 query rows, is chance. There it is at least the first-order bound on a typical error: rounding a score s, and an
+  LSE about as large, to a unit roundoff u changes a probability by the factor 1 + 2 u |s|, so u (1 + 2 max |s|) of the magnitude.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import reference
+from tilewise.problem import Call, Gradients
+
+FEW = 64
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What one output should be, and how wrong the naive formula is about it. Tensors are fp64 and of the output's shape."""
+
+    ref: Tensor
+    naive_error: Tensor  # |naive - ref|; not finite where naive overflows
+    magnitude: Tensor  # >= |ref|; the size of the terms that ref is the sum of
+    dtype: torch.dtype  # the output's
+    roundoff: float = 0.0  # the least that naive_error / magnitude can be taken for, where there is too little to measure it
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The yardsticks of one call; those of the gradients are None without a d_o, and where the input is absent."""
+
+    o: Yardstick
+    lse: Yardstick
+    q: Yardstick | None = None
+    k: Yardstick | None = None
+    v: Yardstick | None = None
+    bias: Yardstick | None = None
+    sink: Yardstick | None = None
+
+
+@torch.no_grad()
+def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None) -> Expected:
+    """The yardsticks of `call`, and of its gradients when `d_o` (shaped as O; `d_lse` as LSE) is given.
+
+    Costs a few score matrices (batch, heads_q, seqlen_q, seqlen_k) in fp64.
+    """
+    dtype = call.q.dtype
+    o, lse, grads = _reference(call, d_o, d_lse)
+    o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, (o, lse, grads))
+    at = reference.linearise(call, lse)
+    terms = at.squared()
+    weights = terms.p if terms.keep is None else terms.p * terms.keep
+    o_terms = reference.unfold(call, reference.weigh(weights, _squares(call.v).transpose(1, 2), at.visible)).sqrt()
+    steepest = 1.0 + 2.0 * _largest(reference.visible_scores(reference.cast(call, torch.float64)).s)
+
+    def yardstick(ref: Tensor, error: Tensor, magnitude: Tensor, out: torch.dtype, arithmetic: torch.dtype = dtype) -> Yardstick:
+        few = min(ref.numel(), lse.numel()) < FEW
+        return Yardstick(ref, error, torch.maximum(magnitude, ref.abs()), out, steepest * torch.finfo(arithmetic).eps / 2 if few else 0.0)
+
+    stats = reference.lse_dtype(dtype)
+    outputs = Expected(o=yardstick(o, o_error, o_terms, dtype), lse=yardstick(lse, lse_error, torch.ones_like(lse), stats, stats))
+    if grads is None:
+        return outputs
+    squares = replace(call, q=_squares(call.q), k=_squares(call.k), v=_squares(call.v))
+    spread = reference.delta(call, o.square(), lse, d_o.double().square(), None if d_lse is None else -d_lse.double().square())
+    grad_terms = reference.differentiate(squares, terms, -spread, d_o.double().square())
+    inputs = {name: getattr(call, name) for name in Gradients._fields}
+    return replace(
+        outputs,
+        **{
+            name: yardstick(getattr(grads, name), getattr(grad_errors, name), getattr(grad_terms, name).sqrt(), x.dtype)
+            for name, x in inputs.items()
+            if x is not None
+        },
+    )
+
+
+def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = None) -> float:
+    """Raise AssertionError unless O and LSE are within tolerance; else the largest share of an allowance that they use (0..1)."""
+    expect = expected(call) if expect is None else expect
+    return max(hold("o", o, expect.o), check_lse("lse", lse, expect.lse))
+
+
+def check_gradients(call: Call, grads: Gradients, d_o: Tensor, d_lse: Tensor | None = None, expect: Expected | None = None) -> float:
+    """Raise AssertionError unless every gradient is within tolerance; else the largest share of an allowance that they use (0..1).
+
+    The bias's gradient is checked where there is one; all others that `call` has must be there.
+    """
+    expect = expected(call, d_o, d_lse) if expect is None else expect
+    used = 0.0
+    for name in Gradients._fields:
+        got, want = getattr(grads, name), getattr(expect, name)
+        if want is None or (name == "bias" and got is None):
+            continue
+        if got is None:
+            raise AssertionError(f"d{name}: missing, expected {tuple(want.ref.shape)} {want.dtype}")
+        used = max(used, hold(f"d{name}", got, want))
+    return used
+
+
+def check(name: str, got: Tensor, ref: Tensor, naive: Tensor) -> float:
+    """Raise AssertionError unless `got` is within tolerance of `ref` (fp64) by the measure of `naive`; else the share it uses (0..1)."""
+    return hold(name, got, Yardstick(ref.double(), (naive.double() - ref.double()).abs(), ref.double().abs(), got.dtype))
+
+
+def hold(name: str, got: Tensor, want: Yardstick) -> float:
+    """Raise AssertionError unless `got` is within tolerance of `want`; else the largest share of an allowance that it uses (0..1)."""
+    error = _finite_error(name, got, want)
+    if error.numel() == 0:
+        return 0.0
+    magnitude = want.magnitude.masked_fill(~want.magnitude.isfinite(), 0.0)
+    naive = want.naive_error.masked_fill(~want.naive_error.isfinite(), 0.0)
+
+    largest = magnitude.max()
+    tol = 2.0 * torch.maximum(naive.max(), want.roundoff * largest) + 2.0 * ulp(largest, want.dtype)
+    used = _require(name, "", error, tol, got, want)
+
+    rows, naive_rows, sizes = (_rows(x).square().mean(-1).sqrt() for x in (error, naive, magnitude))
+    relative = (naive_rows / sizes.clamp(min=torch.finfo(want.dtype).tiny)).max().clamp(min=want.roundoff)
+    tol = 2.0 * relative * sizes + 2.0 * ulp(_rows(magnitude).amax(-1), want.dtype)
+    return max(used, _require(name, "rms of a row, ", rows, tol, got, want))
+
+
+def check_lse(name: str, got: Tensor, want: Yardstick) -> float:
+    """`check` for the logarithm of the denominator: every number in ulps at max(1, |ref|)."""
+    error = _finite_error(name, got, want)
+    if error.numel() == 0:
+        return 0.0
+    unit = ulp(want.magnitude.masked_fill(~want.magnitude.isfinite(), 1.0), want.dtype)
+    naive = (want.naive_error / unit).masked_fill(~want.naive_error.isfinite(), 0.0).max()
+    least = want.roundoff / torch.finfo(want.dtype).eps
+    return _require(name, "in ulps, ", error / unit, 2.0 * naive.clamp(min=least) + 2.0, got, want)
+
+
+def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbouring numbers of `dtype` at |x|, in fp64 (that of the smallest normal number below it)."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(x.double().abs().clamp(min=info.tiny)).exponent - 1
+    return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent)
+
+
+Results = tuple[Tensor, Tensor, Gradients | None]
+
+
+def _by_hand(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, dtype: torch.dtype = torch.float64) -> Gradients:
+    at = reference.linearise(call, lse, dtype)
+    return reference.differentiate(call, at, reference.delta(call, o, lse, d_o, d_lse, dtype), d_o)
+
+
+def _reference(call: Call, d_o: Tensor | None, d_lse: Tensor | None) -> Results:
+    o, lse = reference.eager(call)
+    return o, lse, None if d_o is None else _by_hand(call, o, lse, d_o, d_lse)
+
+
+def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: Results) -> Results:
+    """|naive - exact| for O, LSE and the gradients."""
+    dtype, shrink = call.q.dtype, 1.0
+    if dtype == torch.float64:
+        call, dtype, shrink = reference.cast(call, torch.float32), torch.float32, 1.5 * 2.0**-29
+        exact = _reference(call, d_o, d_lse)
+
+    def error(naive: Tensor, ref: Tensor) -> Tensor:
+        return (naive.double() - ref).abs() * shrink
+
+    o, lse = reference.eager(call, torch.float32)
+    o = o if dtype == torch.float32 else reference.eager(call, dtype)[0]
+    errors = error(o, exact[0]), error(lse, exact[1])
+    if d_o is None:
+        return *errors, None
+    textbook, by_hand = reference.autograd(call, d_o, d_lse, dtype), _by_hand(call, o, lse, d_o, d_lse, torch.float32)
+    worse = (None if x is None else torch.maximum(error(x, ref), error(y, ref)) for x, y, ref in zip(textbook, by_hand, exact[2], strict=True))
+    return *errors, Gradients(*worse)
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.double().square()
+
+
+def _largest(scores: Tensor) -> float:
+    finite = scores[scores.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Rows of a tensor; the numbers of a vector are rows of one."""
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x[:, None]
+
+
+def _finite_error(name: str, got: Tensor, want: Yardstick) -> Tensor:
+    """|got - ref| in fp64, 0 where both are the same NaN or infinity; raises when shape, dtype or the places of those differ."""
+    if got.shape != want.ref.shape or got.dtype != want.dtype:
+        given, expected = (f"{tuple(x.shape)} {x.dtype}" for x in (got, want.ref.to(want.dtype)))
+        raise AssertionError(f"{name}: is {given}, expected {expected}")
+    rounded = want.ref.to(want.dtype)
+    same = (got == rounded) | (got.isnan() & rounded.isnan())
+    special = ~(got.isfinite() & rounded.isfinite())
+    wrong = special & ~same
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(f"{name}{list(at)}: {got[at].item()}, expected {rounded[at].item()} ({int(wrong.sum())} such)")
+    return (got.double() - want.ref).abs().masked_fill(special, 0.0)
+
+
+def _require(name: str, what: str, error: Tensor, tol: Tensor, got: Tensor, want: Yardstick) -> float:
+    """Raise unless error <= tol everywhere; else the largest error / tol."""
+    share = error / tol.expand(error.shape)
+    worst = int(share.nan_to_num(nan=math.inf).argmax())
+    err, allowance = float(error.flatten()[worst]), float(tol.expand(error.shape).flatten()[worst])
+    if (error <= tol).all():
+        return err / allowance
+    shape = got.shape if error.numel() == got.numel() else got.shape[:-1]
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), shape)]
+    given = f", is {got[tuple(at)].item():.7g}, expected {want.ref[tuple(at)].item():.7g}" if len(at) == got.dim() else ""
+    beyond = int((~(error <= tol)).sum())
+    raise AssertionError(f"{name}{at}: {what}error {err:.3g} > {allowance:.3g}{given} ({beyond} of {error.numel()} beyond their allowance)")

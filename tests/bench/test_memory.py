@@ -1,0 +1,78 @@
+"""Peak memory against calls whose peak is known."""
+
+import sys
+
+import pytest
+import torch
+
+from tilewise.bench import memory
+from tilewise.bench.memory import available_bytes, peak_extra_bytes
+
+MB = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a resettable high-water mark of the resident set")
+
+
+def ones(megabytes):
+    return torch.ones(megabytes * MB // 4)
+
+
+@linux
+def test_the_result_counts():
+    ones(1)
+    result, peak = peak_extra_bytes(lambda: ones(64))
+    assert result.numel() * 4 == 64 * MB
+    assert peak == pytest.approx(64 * MB, abs=3 * MB)
+
+
+@linux
+def test_what_is_freed_on_the_way_counts_and_what_is_reused_counts_once():
+    def peaks_at_96():
+        for _ in range(3):
+            (ones(64) + ones(32).sum()).sum()  # 64, 32 freed, then the sum's 64 beside the first
+
+    peaks_at_96()
+    assert peak_extra_bytes(peaks_at_96)[1] == pytest.approx(128 * MB, abs=4 * MB)
+
+
+@linux
+def test_memory_held_before_does_not_count_and_repeats_agree():
+    held = ones(128)
+    peaks = [peak_extra_bytes(lambda: ones(32))[1] for _ in range(3)]
+    assert peaks == pytest.approx([32 * MB] * 3, abs=3 * MB)
+    assert held[0] == 1
+
+
+@linux
+def test_a_call_that_allocates_nothing():
+    assert peak_extra_bytes(lambda: None)[1] < 2 * MB
+
+
+@linux
+def test_none_where_the_mark_cannot_be_reset(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    assert peak_extra_bytes(lambda: 7) == (7, None)
+
+
+def test_none_on_other_devices():
+    assert peak_extra_bytes(lambda: 7, "meta") == (7, None)
+
+
+@linux
+def test_the_thresholds_are_put_back_when_the_call_raises():
+    with pytest.raises(ZeroDivisionError):
+        peak_extra_bytes(lambda: 1 / 0)
+    assert peak_extra_bytes(lambda: ones(32))[1] == pytest.approx(32 * MB, abs=3 * MB)  # and the lock is free
+
+
+@linux
+def test_available_memory_shrinks_when_it_is_used():
+    before = available_bytes()
+    held = ones(256)
+    assert before - available_bytes() > 64 * MB and held[0] == 1
+
+
+def test_available_memory_is_unknown_without_meminfo(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert available_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
+    assert available_bytes() is None

@@ -1,0 +1,159 @@
+"""Tables and charts say what the rows say."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from tilewise.bench import plots, report
+from tilewise.bench.store import Row
+
+CASE = {
+    **{"batch": 8, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 8, "heads_k": 2, "head_dim": 64, "head_dim_v": 64},
+    **{"mask": "Causal()", "dtype": "fp32", "direction": "fwd"},
+}
+OURS = Row(
+    impl="tilewise",
+    name="cpu",
+    case=CASE,
+    clock="wall",
+    passed=True,
+    error=1.5e-7,
+    median_s=0.002,
+    p10_s=0.0015,
+    p90_s=0.004,
+    samples=9,
+    flops=10**9,
+    flops_per_s=5e11,
+    ceiling_share=0.625,
+    peak_extra_bytes=12_300_000,
+    environment={
+        "device": "a CPU",
+        "torch": "2.13.0",
+        "python": "3.11",
+        "threads": 2,
+        "commit": "abc",
+        "dirty": True,
+        "date": "2026-11-21",
+    },
+)
+THEIRS = replace(OURS, impl="sdpa", median_s=0.003, flops_per_s=10**9 / 0.003)
+LONGER = replace(OURS, case={**CASE, "seqlen_q": 1024, "seqlen_k": 1024}, median_s=0.008)
+UNABLE = replace(OURS, impl="fa3", passed=None, median_s=None, clock="none", reason="needs [CUDA]")
+WRONG = replace(UNABLE, impl="broken", passed=False, reason="missed the tolerance: o")
+ROWS = [OURS, THEIRS, UNABLE, WRONG, LONGER]
+
+
+def test_markdown_of_times():
+    assert report.markdown(ROWS).splitlines() == [
+        "| time (ms, median) | tilewise | sdpa | fa3 | broken |",
+        "|---|---:|---:|---:|---:|",
+        "| cpu: b8 s512 h8/2 d64 Causal() fp32 fwd | **2.000** | 3.000 | – | wrong |",
+        "| cpu: b8 s1024 h8/2 d64 Causal() fp32 fwd | 8.000 | – | – | – |",
+    ]
+
+
+def test_units_follow_the_rows_and_the_best_is_bold():
+    assert "GFLOP/s on visible pairs" in report.markdown(ROWS, "throughput")
+    assert "| **500.0** | 333.3 |" in report.markdown(ROWS, "throughput")
+    fast = [replace(OURS, flops_per_s=6.5e14)]
+    assert "TFLOP/s" in report.markdown(fast, "throughput") and "650.0" in report.markdown(fast, "throughput")
+    assert (
+        "1.5e-07" in report.markdown(ROWS, "error")
+        and "12.3" in report.markdown(ROWS, "memory")
+        and "62" in report.markdown(ROWS, "ceiling")
+    )
+    with pytest.raises(ValueError, match="metric is 'speed'; it must be one of time, throughput"):
+        report.markdown(ROWS, "speed")
+
+
+def test_the_last_row_of_a_measurement_counts_and_the_preferred_clock():
+    later = replace(OURS, median_s=0.001)
+    events = replace(OURS, clock="events", median_s=0.0005)
+    assert "| 1.000 |" in report.markdown([OURS, later])
+    assert "| 1.000 |" in report.markdown([later, events])
+    assert "| 0.500 |" in report.markdown([later, events], clocks=("events", "wall"))
+
+
+def test_ratio_to_sdpa():
+    assert report.against(ROWS).splitlines()[2:] == ["| cpu: b8 s512 h8/2 d64 Causal() fp32 fwd | 2.000 | 3.000 | 1.50x |"]
+
+
+def test_machines_are_listed_once():
+    lines = report.machines(ROWS).splitlines()
+    assert len(lines) == 3 and lines[2] == "| a CPU | 2.13.0 | 3.11 | 2 | – | abc with changes | 2026-11-21 |"
+
+
+def test_terminal_table():
+    from rich.console import Console
+
+    made = report.table(ROWS)
+    console = Console(width=200, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(made)
+    text = console.export_text()
+    assert made.row_count == 4
+    assert "2.000" in text and "1.500 – 4.000" in text and "wrong" in text and "fa3: needs [CUDA]" in text
+    assert "broken: missed the tolerance: o" in text
+
+
+DOCUMENT = """# Speed
+<!-- tilewise:begin time -->
+old
+<!-- tilewise:end time -->
+between
+<!-- tilewise:begin time:gpu+cpu -->
+<!-- tilewise:end time:gpu+cpu -->
+<!-- tilewise:begin time:gpu -->
+<!-- tilewise:end time:gpu -->
+"""
+
+
+def test_refresh_fills_between_markers_and_only_there(tmp_path):
+    page, plain = tmp_path / "page.md", tmp_path / "plain.md"
+    page.write_text(DOCUMENT)
+    plain.write_text("no markers")
+    assert report.refresh([page, plain], ROWS) == [page]
+    text = page.read_text()
+    assert "old" not in text and text.startswith("# Speed\n") and "\nbetween\n" in text
+    assert text.count("| **2.000** | 3.000 |") == 2  # the third has no rows of its set
+    assert report.refresh([page], ROWS) == []
+    assert plain.read_text() == "no markers"
+
+
+@pytest.mark.parametrize("name", sorted(report.TABLES))
+def test_every_table_can_be_written_even_from_nothing(name):
+    for rows in (ROWS, []):
+        text = report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", rows)
+        assert re.search(r"\n\|---", text)
+
+
+def test_markers_that_make_no_sense():
+    with pytest.raises(ValueError, match=r"page.md: speed is no table; there are time, throughput"):
+        report.fill("<!-- tilewise:begin speed -->\n<!-- tilewise:end speed -->", ROWS, "page.md")
+    with pytest.raises(ValueError, match="tilewise:begin time has no tilewise:end time after it"):
+        report.fill("<!-- tilewise:begin time -->\n", ROWS)
+
+
+def test_charts_have_a_line_an_implementation_and_units():
+    chart = plots.svg([*ROWS, replace(LONGER, impl="sdpa")], "time")
+    ET.fromstring(chart)
+    text = re.sub(r"<[^>]+>", "", chart)
+    for words in ("tilewise", "sdpa", "time (ms, median)", "sequence length (keys)", "h8/2 d64 Causal() fp32 fwd", "512", "1k"):
+        assert words in text
+    assert "fa3" not in text
+    assert chart == plots.svg([*ROWS, replace(LONGER, impl="sdpa")], "time")
+
+
+def test_every_metric_that_the_rows_have_is_drawn(tmp_path):
+    written = plots.save(ROWS, tmp_path / "plots")
+    assert [path.name for path in written] == ["time.svg", "throughput.svg", "memory.svg", "error.svg"]
+    assert all(path.read_text().lstrip().startswith("<?xml") for path in written)
+    assert plots.save([UNABLE], tmp_path / "none") == []
+
+
+def test_charts_that_cannot_be_drawn():
+    with pytest.raises(ValueError, match="no row has a time to draw"):
+        plots.svg([UNABLE])
+    with pytest.raises(ValueError, match="metric is 'speed'"):
+        plots.svg(ROWS, "speed")

@@ -1,0 +1,71 @@
+"""Rows survive the file, and can be found again."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from tilewise.bench.provenance import provenance
+from tilewise.bench.store import Row, append, latest, load, select
+
+ROW = Row(
+    impl="tilewise",
+    name="cpu",
+    case={"batch": 1, "seqlen_q": 512, "head_dim": 64, "mask": "Causal()"},
+    clock="wall",
+    passed=True,
+    median_s=0.25,
+    environment={"device": "a CPU", "threads": 2},
+)
+
+
+def test_round_trip_and_append(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    other = replace(ROW, impl="sdpa", passed=None, median_s=None, reason="it cannot")
+    append(path, [ROW])
+    append(path, [other])
+    assert load(path) == [ROW, other]
+    assert load(path, path) == [ROW, other, ROW, other]
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_unknown_fields_are_dropped_and_blank_lines_skipped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps(asdict(ROW) | {"added_later": 1}) + "\n\n")
+    assert load(path) == [ROW]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"impl": "x"}'])
+def test_a_line_that_is_no_row(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    append(path, [ROW])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: not a benchmark row"):
+        load(path)
+
+
+def test_numbers_that_json_does_not_have_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        append(tmp_path / "rows.jsonl", [replace(ROW, error=float("nan"))])
+
+
+def test_select_looks_in_the_row_its_case_and_its_environment():
+    rows = [ROW, replace(ROW, impl="sdpa"), replace(ROW, case={**ROW.case, "seqlen_q": 1024})]
+    assert select(rows, impl="tilewise", threads=2) == [rows[0], rows[2]]
+    assert select(rows, seqlen_q=lambda n: n > 512) == [rows[2]]
+    assert select(rows, impl="naive") == [] and select(rows, no_such_field=None) == rows
+
+
+def test_latest_keeps_one_row_a_measurement():
+    again = replace(ROW, median_s=0.5)
+    other = replace(ROW, environment={"device": "another"})
+    assert latest([ROW, other, again]) == [again, other]
+    assert latest([ROW, replace(ROW, clock="events")]) == [ROW, replace(ROW, clock="events")]
+
+
+def test_provenance_is_complete_and_json_ready():
+    stamp = provenance("cpu")
+    assert json.loads(json.dumps(stamp)) == stamp
+    assert {"device", "torch", "python", "tilewise", "threads", "commit", "dirty", "date", "driver"} <= set(stamp)
+    assert stamp["date"].endswith("+00:00") and stamp["device"] and stamp["tilewise"]
+    assert not any("/" in str(value) for name, value in stamp.items() if name != "device")

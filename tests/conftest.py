@@ -1,0 +1,14 @@
+"""Settings of every test: one thread a worker (pytest runs one worker a core), and hypothesis without deadlines on a shared machine."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+settings.register_profile(
+    "tilewise", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True
+)
+settings.load_profile("tilewise")

@@ -1,0 +1,61 @@
+"""Two trainings that compute the same agree at every step; one that does not is found out."""
+
+import math
+
+import pytest
+import torch
+
+from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
+from tilewise.demo.train import SAME_LOSS, Curve, TrainConfig, Training, train
+
+SMALL = GPTConfig(layers=1, context=64)
+CONFIG = TrainConfig(steps=6, batch=1, warmup=2)
+
+
+def training_of(*losses):
+    curves = tuple(Curve(name=f"curve {n}", losses=list(each), seconds=[0.1] * len(each)) for n, each in enumerate(losses))
+    return Training(model=SMALL, config=CONFIG, parameters=1, curves=curves)
+
+
+def test_tilewise_and_sdpa_train_alike():
+    seen = []
+    training = train(
+        {"tilewise": tilewise_attention, "SDPA": sdpa_attention}, SMALL, CONFIG, on_step=lambda step, losses: seen.append((step, losses))
+    )
+    assert training.same and training.steps == 6 and max(training.differences) < 1e-5
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert seen[-1][1] == [curve.losses[-1] for curve in training.curves]
+    for curve in training.curves:
+        assert math.isclose(curve.losses[0], math.log(256), rel_tol=0.05)
+        assert curve.losses[-1] < curve.losses[0] and curve.held_out < curve.losses[0]
+        assert len(curve.seconds) == 6 and curve.median_ms > 0
+
+
+def test_a_wrong_attention_is_found_out():
+    def sees_the_future(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    training = train({"tilewise": sees_the_future, "SDPA": sdpa_attention}, SMALL, CONFIG)
+    assert not training.same and training.worst > SAME_LOSS
+
+
+AGREEMENT = [([2.0, 1.0], True), ([2.0, 1.0009], True), ([2.0, 1.0011], False), ([math.nan, 1.0], False), ([2.0, math.inf], False)]
+
+
+@pytest.mark.parametrize(("ours", "same"), AGREEMENT)
+def test_same_looks_at_every_step(ours, same):
+    assert training_of(ours, [2.0, 1.0]).same is same
+    assert training_of([2.0, 1.0], ours).same is same
+
+
+def test_deadline_ends_the_training_after_two_steps():
+    training = train({"tilewise": sdpa_attention, "SDPA": sdpa_attention}, SMALL, CONFIG, deadline=-math.inf)
+    assert training.steps == 2
+
+
+def test_rate_warms_up_and_comes_down():
+    config = TrainConfig(steps=100, warmup=10, peak_rate=1.0)
+    rates = [config.rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) > 0.95
+    assert rates.index(max(rates)) in (9, 10) and rates[-1] == pytest.approx(0.1, abs=0.01)
