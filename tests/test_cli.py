@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tilewise import checks, cli, dispatch
-from tilewise.demo import job
+from tilewise.backends.reference import Reference
+from tilewise.demo import job, pictures, sweep
 from tilewise.errors import UnsupportedError
 
 TINY = ["--steps", "2", "--seqlens", "64,128", "--batch", "1", "--context", "64"]
@@ -88,16 +89,18 @@ def test_unexpected_errors_point_to_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "tilewise demo: the sky fell (run it with --traceback to see where)\n"
 
 
-def test_demo_writes_its_page_and_says_what_ran(tmp_path, capsys):
+def test_demo_writes_its_page_and_says_what_ran(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
     page = tmp_path / "new folder" / "report.html"
     assert cli.main(["demo", *TINY, "--out", str(page)]) == 0
     out = capsys.readouterr().out
     assert "The two trainings agree: at each of 2 steps" in out and "backend: " in out and "report.html" in out
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>") and text.count("<svg") >= 9
+    assert text.startswith("<!doctype html>") and text.count("<svg") == 9 + len(pictures.MASKS)
 
 
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
     ours = job.ATTENTIONS["tilewise"]
     monkeypatch.setitem(job.ATTENTIONS, "tilewise", lambda q, k, v: 1.5 * ours(q, k, v))
     assert cli.main(["demo", *TINY, "--out", str(tmp_path / "report.html")]) == 1
@@ -118,7 +121,7 @@ class Wrong:
     name = "wrong"
 
     def __init__(self):
-        self.right = dispatch.named("reference")
+        self.right = Reference()
 
     def why_not(self, problem):
         return []

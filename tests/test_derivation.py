@@ -54,7 +54,9 @@ def test_softmax_of_random_rows(softmax):
 
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen_q,seqlen_k,tile_m,tile_n", [(1, 1, 1, 1), (13, 29, 4, 8), (29, 13, 8, 5), (16, 16, 16, 16), (20, 20, 64, 3)])
+@pytest.mark.parametrize(
+    "seqlen_q,seqlen_k,tile_m,tile_n", [(1, 1, 1, 1), (13, 29, 4, 8), (29, 13, 8, 5), (16, 16, 16, 16), (20, 20, 64, 3)]
+)
 def test_forward(name, causal, seqlen_q, seqlen_k, tile_m, tile_n):
     q, k, v = inputs(seqlen_q, seqlen_k)
     o, _ = textbook(q, k, v, causal)

@@ -10,7 +10,9 @@ PAGE = ROOT / "docs" / "algorithm.md"
 def blocks() -> list[tuple[int, str]]:
     """(line of the file, source) of each Python block."""
     text = PAGE.read_text(encoding="utf-8")
-    return [(text[: found.start(1)].count("\n"), found[1]) for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    return [
+        (text[: found.start(1)].count("\n"), found[1]) for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ]
 
 
 def test_blocks_run():
@@ -18,7 +20,7 @@ def test_blocks_run():
     assert len(page) >= 8
     namespace: dict = {"__name__": "algorithm"}
     for line, source in page:
-        exec(compile("\n" * line + source, str(PAGE), "exec"), namespace)  # noqa: S102
+        exec(compile("\n" * line + source, str(PAGE), "exec"), namespace)
     assert "two_tiles" in namespace
 
 

@@ -116,6 +116,8 @@ def content(tensor: Tensor) -> Content:
     version = 0 if tensor.is_inference() else tensor._version
     seen, found = _READ.get(tensor, (None, None))
     if found is None or seen != version:
+        if tensor.is_meta:
+            raise ShapeError("a mask tensor on the meta device has no values; pass one on a real device")
         given = tensor.detach().cpu().numpy()
         given = given.reshape((1,) * (4 - given.ndim) + given.shape)
         bits = given.copy() if given.dtype == np.uint8 else _packed(given)

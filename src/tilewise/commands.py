@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from argparse import Namespace
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -15,6 +16,13 @@ from tilewise.errors import UnsupportedError
 
 OK, FAILED, UNUSABLE = 0, 1, 3
 SHOWN_FAILURES = 20
+WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
+
+
+def console_for_tables() -> Console:
+    """The terminal as it is; wide where the output is none."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDE)
 
 
 def require(device: torch.device) -> None:
@@ -29,7 +37,7 @@ def demo(options: Namespace) -> int:
     from tilewise.demo.job import Options, run
 
     names = ("steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
-    same = run(Options(**{name: getattr(options, name) for name in names}), Console())
+    same = run(Options(**{name: getattr(options, name) for name in names}), console_for_tables())
     return OK if same else FAILED
 
 
@@ -38,7 +46,7 @@ def check(options: Namespace) -> int:
     from tilewise import checks, dispatch
     from tilewise.demo.job import progress
 
-    console = Console()
+    console = console_for_tables()
     require(options.device)
     backends = [dispatch.named(name) for name in options.backend.split(",")] if options.backend else dispatch.backends()
     todo = checks.plan(backends, full=options.full, contains=options.case, seed=options.seed, device=options.device)
@@ -95,7 +103,7 @@ def bench(options: Namespace) -> int:
     import tilewise.bench as harness
     from tilewise.demo.job import progress
 
-    console = Console()
+    console = console_for_tables()
     if options.list:
         console.print("\n".join(harness.known()), highlight=False)
         return OK
@@ -135,8 +143,7 @@ def explain(options: Namespace) -> int:
     require(options.device)
     selected = {name: getattr(options, name) for name in ("batch", "seqlen", "heads", "head_dim", "dtype")}
     expression = "(" in options.mask  # an expression of constructors, rather than a short name
-    if not expression:
-        selected["mask"] = options.mask
+    selected["mask"] = "full" if expression else options.mask
     workload, *others = workloads_from(selected)
     if others:
         raise ValueError("explain describes one call: give one value for each option")
@@ -147,7 +154,8 @@ def explain(options: Namespace) -> int:
         (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim_v),
     )
     q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
-    Console().print(str(tilewise.explain(q, k, v, mask=mask, backend=options.backend)), highlight=False, markup=False, soft_wrap=True)
+    explanation = tilewise.explain(q, k, v, mask=mask, backend=options.backend)
+    Console().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
     return OK
 
 
@@ -156,7 +164,7 @@ def report(options: Namespace) -> int:
     from tilewise import bench as harness
     from tilewise.bench import plots
 
-    console = Console()
+    console = console_for_tables()
     files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
     if not files:
         raise FileNotFoundError("no rows: benchmarks/results/*.jsonl is empty; name a file that `tilewise bench --out` made")
@@ -193,7 +201,7 @@ def doctor(options: Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return verdict
-    console = Console()
+    console = console_for_tables()
     facts = Table(title=f"tilewise {__version__}", title_justify="left", show_header=False)
     for name, value in diagnosis.machine().items():
         facts.add_row(name, value)

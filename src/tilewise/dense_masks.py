@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ class _PairByPair(Mask):
 
     def _regions(self, tensor: Tensor, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         bits = content(tensor).bits
+        bits = np.broadcast_to(bits, (*bits.shape[:2], seqlen_q, bits.shape[3]))
         return tuple(
             Plane(range(batch)[at_b], range(heads)[at_h], Bitmap(bits[b, h], seqlen_q, seqlen_k))
             for b, at_b in _each(bits.shape[0])
@@ -24,7 +26,7 @@ class _PairByPair(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(_PairByPair):
-    """A boolean tensor, true where visible: (seqlen_q, seqlen_k), or (batch or 1, heads or 1, seqlen_q, seqlen_k).
+    """A boolean tensor, true where visible: (seqlen_q or 1, seqlen_k), or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k).
 
     It is read when it is first needed (a copy of one bit a pair is kept), and compared by content.
     """
@@ -41,7 +43,7 @@ class Dense(_PairByPair):
                 "write mask > 0 (or == 0) to say what is visible, and pass scores to add as bias="
             )
         if given.dim() not in (2, 4):
-            expected = "(seqlen_q, seqlen_k) or (batch or 1, heads or 1, seqlen_q, seqlen_k)"
+            expected = "(seqlen_q or 1, seqlen_k) or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)"
             raise ShapeError(f"Dense: expected {expected}, got shape {tuple(given.shape)}")
         self._set("bitmap", None, (1, 1) if given.dim() == 2 else (given.shape[0], given.shape[1]))
 
@@ -50,8 +52,8 @@ class Dense(_PairByPair):
         return f"Dense(#{len(tensors) - 1})"
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
-        if tuple(self.tensor.shape[-2:]) != (seqlen_q, seqlen_k):
-            rows, keys = self.tensor.shape[-2:]
+        rows, keys = self.tensor.shape[-2:]
+        if rows not in (1, seqlen_q) or keys != seqlen_k:
             raise ShapeError(f"Dense: the mask is {rows} x {keys}, the call has seqlen_q {seqlen_q} and seqlen_k {seqlen_k}")
         return self._regions(self.tensor, seqlen_q, seqlen_k, batch, heads)
 

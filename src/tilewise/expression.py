@@ -19,6 +19,7 @@ from tilewise.band_tables import INF, straight
 from tilewise.bands import Band, Bands
 from tilewise.bitmap import Bitmap, content
 from tilewise.errors import ShapeError
+from tilewise.mask_arguments import check_count
 
 OPERATIONS = {"&": operator.and_, "|": operator.or_, "-": operator.sub}
 
@@ -50,7 +51,7 @@ class Blocks(NamedTuple):
 
 
 class Mask:
-    """Which (query, key) pairs are visible. Constructors below; `a & b`, `a | b`, `a - b`, `~a` combine them.
+    """Which (query, key) pairs are visible. `a & b`, `a | b`, `a - b` and `~a` combine masks (`Full() - a` where torch.compile traces).
 
     kind: "full", "band" (one closed-form band), "runs" (any union of bands, or masks that differ by head) or "bitmap" (contains a Dense).
     source: the mask as text, or None where it holds a tensor (then see `text`).
@@ -115,8 +116,9 @@ class Mask:
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """The mask as bool (seqlen_q, seqlen_k); (batch or 1, heads or 1, seqlen_q, seqlen_k) where it differs by batch entry or head."""
+        planes = self.planes(seqlen_q, seqlen_k, *self.extent)
         out = torch.zeros(*self.extent, seqlen_q, seqlen_k, dtype=torch.bool)
-        for batch, heads, region in self.planes(seqlen_q, seqlen_k, *self.extent):
+        for batch, heads, region in planes:
             out[batch.start : batch.stop, heads.start : heads.stop] = torch.from_numpy(region.dense())
         return out[0, 0] if self.extent == (1, 1) else out
 
@@ -238,8 +240,7 @@ def joint_extent(name: str, *extents: int) -> int:
 
 def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
     for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("batch", batch), ("heads", heads)):
-        if value < 0:
-            raise ValueError(f"{name} must be 0 or more, got {value}")
+        check_count(name, value)
     for name, extent, value in (("batch", mask.extent[0], batch), ("heads", mask.extent[1], heads)):
         if extent not in (1, value):
             raise ShapeError(f"the mask is made for {name} {extent}, the call has {name} {value}; they must agree (mask: {mask!r:.200})")

@@ -40,15 +40,18 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
                 return OPERATIONS[type(op)](value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
                 return OPERATIONS[type(op)](value(left), value(right))
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in constructors:
-                named = {keyword.arg: value(keyword.value) for keyword in keywords if keyword.arg}
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in constructors and all(k.arg for k in keywords):
+                named = {keyword.arg: value(keyword.value) for keyword in keywords}
                 return constructors[name](*(value(arg) for arg in args), **named)
         raise ValueError(
             f"mask text {text!r}: {ast.unparse(node)!r} is not understood; expected {', '.join(constructors)}, "
             "integers, lists, #i for a tensor, and & | - ~"
         )
 
-    return value(_tree(text))
+    try:
+        return value(_tree(text))
+    except TypeError as error:  # wrong number of arguments, an operator between things that are not masks
+        raise ValueError(f"mask text {text!r}: {error}") from None
 
 
 @lru_cache(maxsize=1024)

@@ -218,7 +218,9 @@ class PerHead(Mask):
 
     def __post_init__(self) -> None:
         given = self.masks.items() if isinstance(self.masks, Mapping) else self.masks
-        masks = tuple(sorted(((tuple(heads), mask) for heads, mask in given), key=lambda item: item[0]))
+        if not isinstance(given, Iterable) or not all(isinstance(item[0], tuple) and len(item[0]) == 2 for item in given):
+            raise ValueError(f"PerHead: expected masks by half-open head ranges (first, last), got {self.masks!r:.100}")
+        masks = tuple(sorted(given, key=lambda item: item[0]))
         end = 0
         for (first, last), mask in masks:
             if not isinstance(mask, Mask) or mask.extent[1] != 1:
@@ -261,9 +263,16 @@ def parse(text: str, tensors: Iterable[Tensor] = ()) -> Mask:
     Raises ValueError where the text is not a mask expression.
     """
     tensors = tuple(tensors)
-    return evaluate(text, CONSTRUCTORS, tensors) if tensors else _parse_plain(text)
+    return _evaluated(text, tensors) if tensors else _plain(text)
+
+
+def _evaluated(text: str, tensors: tuple[Tensor, ...]) -> Mask:
+    mask = evaluate(text, CONSTRUCTORS, tensors)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask text {text!r} is not a mask but {mask!r:.100}; expected an expression of {', '.join(CONSTRUCTORS)}")
+    return mask
 
 
 @lru_cache(maxsize=1024)
-def _parse_plain(text: str) -> Mask:
-    return evaluate(text, CONSTRUCTORS, ())
+def _plain(text: str) -> Mask:
+    return _evaluated(text, ())

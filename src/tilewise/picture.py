@@ -61,7 +61,7 @@ def _tiling(mask: Mask, seqlen_q: int, seqlen_k: int, tile_m: int | None, tile_n
     region = next((plane.region for plane in planes if at[0] in plane.batch and at[1] in plane.heads), None)
     if region is None:
         raise ValueError(f"batch {batch}, head {head} is not there: the mask has {mask.extent[0]} batch entries and {mask.extent[1]} heads")
-    tile_m, tile_n = tile_m or _fitting(max(seqlen_q, seqlen_k)), tile_n or _fitting(max(seqlen_q, seqlen_k))
+    tile_m, tile_n = (_fitting(max(seqlen_q, seqlen_k)) if tile is None else tile for tile in (tile_m, tile_n))
     if tile_m > 0 < tile_n and max(-(-seqlen_q // tile_m), -(-seqlen_k // tile_n)) > MOST_TILES:
         raise ValueError(
             f"tiles of {tile_m} x {tile_n} are too small for a picture of {seqlen_q} x {seqlen_k}: at most {MOST_TILES} a side"
@@ -113,7 +113,8 @@ def _image(tiling: Tiling, title: str, format: str) -> str | bytes:
     cells = _classes(tiling)
     zoom = max(PIXELS // max(*cells.shape, 1), 1)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{title} {runs.tile_m} {runs.tile_n}"}):
-        figure = Figure(figsize=(5.2, 5.6), layout="constrained")
+        aspect = min(max(region.seqlen_q, 1) / max(region.seqlen_k, 1), 3)
+        figure = Figure(figsize=(5.2, 4.6 * aspect + 1.0), layout="constrained")
         axes = figure.add_subplot()
         if cells.size:
             extent = (0, runs.n_blocks * runs.tile_n, runs.m_blocks * runs.tile_m, 0) if cells is tiling.grid else None
@@ -124,7 +125,7 @@ def _image(tiling: Tiling, title: str, format: str) -> str | bytes:
                 axes.hlines(np.arange(1, runs.m_blocks) * runs.tile_m, 0, region.seqlen_k, **line)
                 axes.vlines(np.arange(1, runs.n_blocks) * runs.tile_n, 0, region.seqlen_q, **line)
             axes.set(xlim=(0, region.seqlen_k), ylim=(region.seqlen_q, 0))
-        axes.set_box_aspect(min(max(region.seqlen_q, 1) / max(region.seqlen_k, 1), 4))
+        axes.set_box_aspect(aspect)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         axes.xaxis.tick_top()

@@ -71,13 +71,13 @@ def test_mask_mods_say_what_the_masks_say(mask):
 @pytest.mark.skipif(impls._compiler() is None, reason="torch.compile needs a C++ compiler")
 def test_flex_passes_the_gate():
     for mask in (Full(), Causal(), SlidingWindow(40, 0)):
-        workload = replace(SMALL, seqlen_q=160, mask=mask)
+        workload = replace(SMALL, seqlen_q=160, seqlen_k=160, mask=mask)
         assert verify(Flex().prepare(workload, CPU), workload, 0, CPU) < 1e-5
 
 
 def test_the_whole_score_matrix_is_refused_where_it_does_not_fit(monkeypatch):
     monkeypatch.setattr(impls, "available_bytes", lambda device: 8 << 30)
-    long = replace(SMALL, batch=1, seqlen_q=65536, mask=Causal())
+    long = replace(SMALL, batch=1, seqlen_q=65536, seqlen_k=65536, mask=Causal())
     assert Naive().why_not(long, CPU) == ["it keeps 3 score matrices, 206.2 GB here, and half of the free memory is 4.3 GB"]
     assert Sdpa("math").why_not(long, CPU) and Tilewise("reference").why_not(long, CPU)
     assert Tilewise().why_not(long, CPU) == [] and Sdpa().why_not(long, CPU) == []

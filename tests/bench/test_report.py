@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,12 @@ def test_charts_that_cannot_be_drawn():
         plots.svg([UNABLE])
     with pytest.raises(ValueError, match="metric is 'speed'"):
         plots.svg(ROWS, "speed")
+
+
+def test_the_markers_of_the_documents_are_tables():
+    root = Path(__file__).parents[2]
+    documents = [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.exists()]
+    marked = [path for path in documents if "tilewise:begin" in path.read_text(encoding="utf-8")]
+    assert root / "docs" / "benchmarks.md" in marked
+    for path in marked:
+        report.fill(path.read_text(encoding="utf-8"), ROWS, path.name)

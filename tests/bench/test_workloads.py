@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.bench.selectors import DEFAULTS, mask_from, workloads_from
-from tilewise.bench.workloads import Workload, cpu_sweep, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, model_shapes, paper_sweep
 from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, Full, PrefixLM, SlidingWindow
 
 
@@ -45,7 +45,7 @@ def test_inputs_are_fresh_normal_and_repeatable():
     assert (q.shape, k.shape, v.shape, d_o.shape) == ((2, 50, 4, 32), (2, 70, 2, 32), (2, 70, 2, 16), (2, 50, 4, 16))
     assert q.requires_grad and k.requires_grad and v.requires_grad and not d_o.requires_grad
     assert torch.equal(q, workload.inputs(seed=3).q) and not torch.equal(q, workload.inputs(seed=4).q)
-    assert q.std() == pytest.approx(1, abs=0.1)
+    assert q.detach().std().item() == pytest.approx(1, abs=0.1)
     assert not Workload(name="w", batch=1, seqlen_q=2, heads_q=1, head_dim=4).inputs(0).q.requires_grad
 
 
@@ -64,9 +64,11 @@ def test_the_papers_sweep():
 
 
 def test_every_set_counts_and_has_distinct_cases():
-    for sweep in (paper_sweep(), cpu_sweep(), model_shapes(direction="bwd")):
+    for sweep in (paper_sweep(), cpu_sweep(), mask_shapes(), model_shapes(direction="bwd")):
         assert len({each.id for each in sweep}) == len(sweep)
         assert all(each.flops > 0 for each in sweep)
+    work = [each.flops for each in mask_shapes()]
+    assert work == sorted(work, reverse=True)
     by_name = {each.name: each for each in model_shapes()}
     llama = by_name["Llama-3-8B"]
     assert (llama.heads_q, llama.heads_k, llama.head_dim) == (32, 8, 128)
@@ -128,7 +130,7 @@ def test_bad_masks_from_text(text):
         ({"causal": "yes"}, "causal is 'yes'; each item of its comma-separated list must be 0 or 1"),
         ({"causal": "1", "mask": "full"}, "causal and mask both choose the mask"),
         ({"set": "papers", "heads": "8"}, "set fixes the sizes, so heads cannot be given with it"),
-        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, cpu, models"),
+        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, cpu, masks, models"),
         ({"sequence": "8"}, "sequence: no such option; there are batch, seqlen"),
     ],
 )

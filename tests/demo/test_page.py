@@ -9,7 +9,7 @@ import pytest
 from tilewise.demo import charts
 from tilewise.demo.page import against, megabytes, milliseconds, render, verdict
 
-CHARTS = 8  # loss, difference, step time; forward, both, memory, two errors
+CHARTS = 9  # of the training: loss, difference, time, memory; of the sweep: forward, both, memory, two errors
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def page(make_report):
 
 def test_page_loads_nothing(page):
     assert not re.findall(r"(?:src|srcset|action)\s*=|@import|<script|<link|<iframe|url\((?!#)", page)
-    assert all(target.startswith("#") for target in re.findall(r'(?:href|xlink:href)="([^"]*)"', page))
+    assert all(target.startswith(("#", "data:")) for target in re.findall(r'(?:href|xlink:href)="([^"]*)"', page))
 
 
 def test_every_chart_is_well_formed_scales_and_has_a_name(page):
@@ -64,9 +64,9 @@ def test_disagreement_is_shouted(make_report, make_training):
 
 def test_page_without_memory_and_without_points(make_report, make_training, make_sweep):
     no_memory = render(make_report(training=make_training(peak_bytes=None), sweep=make_sweep(peak_bytes=None)))
-    assert "not measured" in no_memory and len(SVG.findall(no_memory)) == CHARTS
+    assert "not measured" in no_memory and len(SVG.findall(no_memory)) == CHARTS - 2 + 1
     nothing = render(make_report(sweep=make_sweep(seqlens=())))
-    assert len(SVG.findall(nothing)) == 4
+    assert len(SVG.findall(nothing)) == 4 + 1
 
 
 def test_shortened_training_is_said(make_report, make_training):

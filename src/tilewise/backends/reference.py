@@ -8,7 +8,8 @@ naive implementation that the tolerance measures by. `Reference` is the same as 
 
 What the mask hides never enters a product, so that NaN or inf there cannot leak as 0 * NaN. Hence two products in place of matmul, each
 one's gradient made of the other: `pair_products` (rows times rows, at visible pairs only) and `weigh` (sums of rows over visible pairs).
-Inside, query heads that share a key head are folded into its rows, so K and V are never repeated: q is (batch, heads_k, group * seqlen_q, d).
+Inside, the query heads that share a key head are folded into its rows, so that K and V are never repeated:
+q is (batch, heads_k, group * seqlen_q, head_dim).
 """
 
 from dataclasses import replace

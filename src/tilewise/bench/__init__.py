@@ -11,7 +11,7 @@ from tilewise.bench.report import markdown, refresh, table
 from tilewise.bench.runner import run
 from tilewise.bench.selectors import mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
-from tilewise.bench.workloads import Workload, cpu_sweep, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, model_shapes, paper_sweep
 
 __all__ = [
     "Impl",
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "markdown",
     "mask_from",
+    "mask_shapes",
     "model_shapes",
     "paper_sweep",
     "peak_extra_bytes",

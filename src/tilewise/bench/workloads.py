@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.masks import Causal, Documents, Full, Mask, SlidingWindow
+from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, SlidingWindow
 from tilewise.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,6 +123,14 @@ def cpu_sweep(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") 
     return _sweep("cpu", (512, 1024, 2048, 4096), (64, 128), 512, 4096, dtype, direction)
 
 
+def mask_shapes(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
+    """What skipping tiles is worth: the same 8,192 tokens under masks that hide more and more of the score matrix; grouped heads."""
+    packed = Documents([0, 1024, 1536, 3584, 4096, 4224, 6272, 8192], inner=Causal())
+    sizes = {"batch": 1, "seqlen_q": 8192, "heads_q": 8, "heads_k": 2, "head_dim": 64}
+    masks = (Causal(), SlidingWindow(1023, 0), packed, SlidingWindow(127, 0) | FirstKeys(4))
+    return [Workload(name="masks", **sizes, mask=mask, dtype=dtype, direction=direction) for mask in masks]
+
+
 def _sweep(name, seqlens, head_dims, hidden, tokens, dtype, direction) -> list[Workload]:
     return [
         Workload(
@@ -160,4 +168,4 @@ def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     return [replace(row, dtype=dtype, direction=direction) for row in rows]
 
 
-SETS = {"papers": paper_sweep, "cpu": cpu_sweep, "models": model_shapes}
+SETS = {"papers": paper_sweep, "cpu": cpu_sweep, "masks": mask_shapes, "models": model_shapes}

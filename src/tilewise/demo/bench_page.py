@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tilewise.bench import plots
-from tilewise.bench.report import METRICS, describe
+from tilewise.bench.report import describe, metric_of
 from tilewise.bench.store import Row, latest
 from tilewise.demo import charts, html
 
@@ -34,17 +34,19 @@ def _kinds(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _charts(rows: list[Row]) -> list[str]:
-    measured = [name for name in SHOWN if any(METRICS[name].read(row) is not None for row in rows)]
     made = []
-    for name in measured:
-        title = f"{METRICS[name].title}, {METRICS[name].unit}"
-        made.append(html.figure(title, charts.embed(plots.svg(rows, name), title), plate=True))
+    for name in SHOWN:
+        metric = metric_of(name, rows)
+        if any(metric.read(row) is not None for row in rows):
+            title = f"{metric.title}, {metric.unit}"
+            made.append(html.figure(title, charts.embed(plots.svg(rows, name), title), plate=True))
     return made
 
 
 def _table(rows: list[Row]) -> str:
-    header = ("case", "implementation", *(f"{METRICS[name].title} ({METRICS[name].unit})" for name in SHOWN), "note")
-    cells = ((describe(row.case), row.impl, *(METRICS[name].text(row) for name in SHOWN), row.reason or "") for row in rows)
+    metrics = [metric_of(name, rows) for name in SHOWN]
+    header = ("case", "implementation", *(f"{metric.title} ({metric.unit})" for metric in metrics), "note")
+    cells = ((describe(row.case), row.impl, *(metric.text(row) for metric in metrics), row.reason or "") for row in rows)
     return html.table(header, cells)
 
 

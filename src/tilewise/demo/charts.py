@@ -109,6 +109,23 @@ def step_time_chart(training: Training) -> str:
     return inline_svg(draw, "Time of each training step in milliseconds, one line for each attention function")
 
 
+def step_memory_chart(training: Training) -> str:
+    """Peak memory of a step; empty where it could not be measured."""
+    known = [curve for curve in training.curves if curve.peak_bytes is not None]
+    if not known:
+        return ""
+
+    def draw(axes: "Axes") -> None:
+        names, sizes = [curve.name for curve in known], [curve.peak_bytes / 1e6 for curve in known]
+        bars = axes.barh(names, sizes, height=0.5, color=[colour_of(name) for name in names])
+        axes.bar_label(bars, fmt="{:,.0f} MB", padding=4, color=INK)
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+        axes.set(xlabel="peak memory of a step (MB)")
+
+    return inline_svg(draw, "Peak memory of a training step in MB, one bar for each attention function")
+
+
 def sweep_chart(sweep: Sweep, values: Callable[[str], Sequence[float | None]], ylabel: str, label: str) -> str:
     """One line for each contender over the sequence length, both axes logarithmic. `values(name)`: a value a point, None where unknown."""
 

@@ -80,16 +80,20 @@ def _train(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
             task, completed=done, note="loss " + "  ".join(f"{name} {loss:.4f}" for name, loss in zip(ATTENTIONS, losses, strict=True))
         )
 
-    return train(ATTENTIONS, model, config, deadline=deadline, on_step=on_step)
+    training = train(ATTENTIONS, model, config, deadline=deadline, on_step=on_step)
+    bars.update(task, total=training.steps)
+    return training
 
 
 def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) -> Sweep:
-    task = bars.add_task("Attention alone", total=len(options.seqlens), note="")
+    task = bars.add_task("Attention alone", total=len(set(options.seqlens)), note="")
 
     def on_point(seqlen: int) -> None:
         bars.update(task, advance=1, note=f"{seqlen:,} tokens")
 
-    return sweep(ATTENTIONS, options.seqlens, model, deadline=deadline, on_point=on_point)
+    measured = sweep(ATTENTIONS, options.seqlens, model, deadline=deadline, on_point=on_point)
+    bars.update(task, total=len({point.seqlen for point in measured.points}))
+    return measured
 
 
 def explain(model: GPTConfig, batch: int) -> str:
@@ -123,6 +127,8 @@ def training_table(training: Training) -> Table:
 
 def sweep_table(sweep: Sweep) -> Table:
     """One row a length; every cell has one number for each contender."""
+    from tilewise.demo.page import milliseconds
+
     names = " / ".join(sweep.names)
     table = Table(title=f"Attention alone, causal, forward + backward ({names})", title_justify="left")
     for column in ("tokens", "time, ms", "peak extra memory, MB", "largest error of O"):
@@ -130,7 +136,7 @@ def sweep_table(sweep: Sweep) -> Table:
     for seqlen in sorted({point.seqlen for point in sweep.points}):
         points = [next((point for point in sweep.of(name) if point.seqlen == seqlen), None) for name in sweep.names]
         cells = (
-            ["-" if point is None else f"{point.both_ms:,.0f}" for point in points],
+            ["-" if point is None else milliseconds(point.both_ms).removesuffix(" ms") for point in points],
             ["-" if point is None or point.peak_bytes is None else f"{point.peak_bytes / 1e6:,.0f}" for point in points],
             ["-" if point is None else f"{point.error_o:.0e}" for point in points],
         )

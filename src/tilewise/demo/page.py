@@ -113,21 +113,24 @@ def _training(training: Training) -> list[str]:
     return [
         html.heading("Training"),
         html.paragraph(f"{training.steps} steps of {training.config.batch} x {training.model.context:,} bytes, fp32, AdamW.{cut}"),
-        html.figures(
-            [
-                html.figure("Loss", charts.loss_chart(training), f"{names}, drawn over each other: the thick line is below the thin one."),
-                html.figure(
-                    "Difference of the losses",
-                    charts.difference_chart(training),
-                    "Relative, at each step. fp32 rounds at 6e-8; steps with equal losses are drawn at the bottom.",
-                ),
-                html.figure(
-                    "Time a step", charts.step_time_chart(training), "The two take turns on the same machine; who goes first alternates."
-                ),
-            ]
-        ),
+        html.figures(_training_figures(training, names)),
         html.table(("attention", "first loss", "last loss", "held-out loss", "median step", "peak memory a step"), rows),
     ]
+
+
+def _training_figures(training: Training, names: str) -> list[str]:
+    drawn = [
+        html.figure("Loss", charts.loss_chart(training), f"{names}, drawn over each other: the thick line is below the thin one."),
+        html.figure(
+            "Difference of the losses",
+            charts.difference_chart(training),
+            "Relative, at each step. fp32 rounds at 6e-8; steps with equal losses are drawn at the bottom.",
+        ),
+        html.figure("Time a step", charts.step_time_chart(training), charts.STEP_TIME_CAPTION),
+    ]
+    if memory := charts.step_memory_chart(training):
+        drawn.append(html.figure("Memory a step", memory, "Of one step after the training, beyond weights and optimizer state."))
+    return drawn
 
 
 def _sweep(sweep: Sweep) -> list[str]:

@@ -15,8 +15,9 @@ from tilewise.bench.timing import interleave
 from tilewise.demo.model import Attention, GPTConfig
 
 CHECKED_ROWS = 128
+RUNS = 7  # of each contender in each direction at least: error, warm-up, three timed, memory
 NAIVE_LIMIT_BYTES = 512 << 20
-TIMING_BUDGET_S = 1.0  # for one contender in one direction at one length
+TIMING_BUDGET_S = 0.5  # for one contender in one direction at one length
 
 
 class Point(NamedTuple):
@@ -147,14 +148,13 @@ def sweep(
 ) -> Sweep:
     """Measure every attention function, and the naive formula, at every length.
 
-    The naive formula stops where one score matrix would take more than NAIVE_LIMIT_BYTES. The sweep stops before a length that, judged by
-    the one before, would end after `deadline` (`time.monotonic()` seconds). `on_point(seqlen)` is called after each length.
+    The naive formula stops where one score matrix would take more than NAIVE_LIMIT_BYTES. A length is left out that, judged by the one
+    before, would end after `deadline` (`time.monotonic()` seconds). `on_point(seqlen)` is called after each length.
     """
     points: list[Point] = []
     omitted: list[str] = []
-    seconds, previous = 0.0, 0
-    for seqlen in sorted(seqlens):
-        if seconds * (seqlen / max(previous, 1)) ** 2 > deadline - time.monotonic():
+    for seqlen in sorted(set(seqlens)):
+        if time.monotonic() + predicted_s(points, seqlen) > deadline:
             omitted.append(f"{seqlen:,} tokens: left out, the time budget was spent.")
             continue
         contenders = dict(attentions)
@@ -165,11 +165,18 @@ def sweep(
             omitted.append(
                 f"naive formula at {seqlen:,} tokens: not run, one score matrix would take {need >> 20:,} MiB (limit {limit >> 20:,} MiB)."
             )
-        start = time.monotonic()
         points += measure(contenders, make_inputs(seqlen, config))
-        seconds, previous = time.monotonic() - start, seqlen
         on_point(seqlen)
     return Sweep(heads_q=config.heads_q, heads_k=config.heads_k, head_dim=config.head_dim, points=tuple(points), omitted=tuple(omitted))
+
+
+def predicted_s(points: Sequence[Point], seqlen: int) -> float:
+    """How long `measure` will take at `seqlen`, judged by the longest length so far: the time of attention grows with its square."""
+    longest = max((point.seqlen for point in points), default=0)
+    last = [point for point in points if point.seqlen == longest]
+    growth = (seqlen / longest) ** 2 if last else 0.0
+    runs_s = (RUNS * growth * 1e-3 * (point.forward_ms + point.both_ms) for point in last)
+    return sum(max(2 * TIMING_BUDGET_S, run_s) for run_s in runs_s)
 
 
 def measure(contenders: Mapping[str, Attention], inputs: Inputs) -> list[Point]:

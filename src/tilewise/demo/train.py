@@ -124,7 +124,8 @@ def train(
 
     The contenders take each step in turn, and who goes first alternates, so that what else the machine does hits all of them alike.
     Training ends after `config.steps` steps, or earlier when `time.monotonic()` passes `deadline` (never before two steps).
-    `on_step(steps_done, losses)` is called after each step with every contender's loss. Raises ValueError for a context longer than the text.
+    `on_step(steps_done, losses)` is called after each step with every contender's loss.
+    Raises ValueError for a context longer than the text.
     """
     text, held_out = data.split(data.corpus())
 

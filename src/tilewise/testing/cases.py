@@ -6,7 +6,7 @@ QUICK covers every feature, mask, dtype, memory layout and odd shape at least on
 import itertools
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from tilewise.masks import (
     Mask,
     PerHead,
     PrefixLM,
-    SlidingWindow,
     Slices,
+    SlidingWindow,
 )
 from tilewise.problem import Call, Dropout
 
@@ -44,7 +44,7 @@ class Case:
     heads_k: int = 2
     head_dim: int = 64
     head_dim_v: int | None = None  # None: as head_dim
-    mask: Mask = Full()
+    mask: Mask = field(default_factory=Full)
     dtype: str = "fp32"  # a key of DTYPES
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float = 0.0

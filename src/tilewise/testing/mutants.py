@@ -1,7 +1,7 @@
 """Mutants: a small online-softmax backend that is right, and as many wrong ones as it has faults. The gate must fail every one of them.
 
-`Mutant()` is healthy and takes every problem; `Mutant("skipped_rescale")` has one of FAULTS. It loops over tiles of keys as real kernels do,
-for all queries at once.
+`Mutant()` is healthy and takes every problem; `Mutant("skipped_rescale")` has one of FAULTS. It loops over tiles of keys as real kernels
+do, for all queries at once.
 """
 
 from collections.abc import Iterable

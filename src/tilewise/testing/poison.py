@@ -37,7 +37,7 @@ ALLOCATIONS = frozenset(
 
 @contextmanager
 def memory() -> Iterator[None]:
-    """Poison what is allocated inside: fresh memory is NaN (integers: their largest), and a write past either end raises AssertionError on exit.
+    """Poison what is allocated inside: fresh memory is NaN (integers: their largest), writes past its ends raise AssertionError on exit.
 
     The canaries stand around what is allocated from Python (torch.empty, torch.zeros and their relatives); NaN is in all that torch leaves
     uninitialised.
@@ -81,7 +81,7 @@ class _Canaries(TorchDispatchMode):
 
 
 class Guarded:
-    """A copy of a floating point tensor with NaN before, after and between its rows, so that a read beyond its bounds shows in the result."""
+    """A copy of a floating point tensor with NaN before, after and between its rows: a read beyond its bounds shows in the result."""
 
     def __init__(self, x: Tensor) -> None:
         shape = [size + gap for size, gap in zip(x.shape, GAPS[-x.dim() :], strict=True)]

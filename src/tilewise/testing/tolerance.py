@@ -14,12 +14,13 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
-  the last bit. What does not keep P takes rowsum(dO O), with O as the forward returned it. Naive is both, the worse at each number counting.
+  the last bit. What does not keep P takes rowsum(dO O), with O as the forward returned it. Naive is both, and the worse of the two counts.
 - *fp64*: the formula cannot be measured against itself. Rounding errors scale with the unit roundoff, so the naive error is taken from the
   fp32 formula on the inputs rounded to fp32, times 2**-29; and once more for ref's own rounding: 3 in place of 2 in all of the above.
 - *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 64 numbers,
-  or from fewer than 64 query rows, is chance. There it is at least the first-order bound on a typical error: rounding a score s, and an
-  LSE about as large, to a unit roundoff u changes a probability by the factor 1 + 2 u |s|, so u (1 + 2 max |s|) of the magnitude.
+  or from fewer than 64 query rows, is chance. There it is at least the typical error to first order, in units of the roundoff u and
+  the magnitude: sqrt(n) for dot products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding
+  error analysis", 2019), and |s| each for a score and for the LSE about as large, which P = exp(s - LSE) passes on: sqrt(n) + 2 max |s|.
 """
 
 import math
@@ -64,35 +65,23 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
 
     Costs a few score matrices (batch, heads_q, seqlen_q, seqlen_k) in fp64.
     """
-    dtype = call.q.dtype
-    o, lse, grads = _reference(call, d_o, d_lse)
-    o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, (o, lse, grads))
-    at = reference.linearise(call, lse)
-    terms = at.squared()
-    weights = terms.p if terms.keep is None else terms.p * terms.keep
-    o_terms = reference.unfold(call, reference.weigh(weights, _squares(call.v).transpose(1, 2), at.visible)).sqrt()
-    steepest = 1.0 + 2.0 * _largest(reference.visible_scores(reference.cast(call, torch.float64)).s)
+    exact = o, lse, grads = _reference(call, d_o, d_lse)
+    o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, exact)
+    o_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
+    steepest = _largest(reference.visible_scores(reference.cast(call, torch.float64)).s)
+    units = math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest
 
-    def yardstick(ref: Tensor, error: Tensor, magnitude: Tensor, out: torch.dtype, arithmetic: torch.dtype = dtype) -> Yardstick:
+    def yardstick(ref: Tensor, error: Tensor, terms: Tensor, dtype: torch.dtype, arithmetic: torch.dtype) -> Yardstick:
         few = min(ref.numel(), lse.numel()) < FEW
-        return Yardstick(ref, error, torch.maximum(magnitude, ref.abs()), out, steepest * torch.finfo(arithmetic).eps / 2 if few else 0.0)
+        return Yardstick(ref, error, torch.maximum(terms, ref.abs()), dtype, units * torch.finfo(arithmetic).eps / 2 if few else 0.0)
 
-    stats = reference.lse_dtype(dtype)
-    outputs = Expected(o=yardstick(o, o_error, o_terms, dtype), lse=yardstick(lse, lse_error, torch.ones_like(lse), stats, stats))
-    if grads is None:
-        return outputs
-    squares = replace(call, q=_squares(call.q), k=_squares(call.k), v=_squares(call.v))
-    spread = reference.delta(call, o.square(), lse, d_o.double().square(), None if d_lse is None else -d_lse.double().square())
-    grad_terms = reference.differentiate(squares, terms, -spread, d_o.double().square())
-    inputs = {name: getattr(call, name) for name in Gradients._fields}
-    return replace(
-        outputs,
-        **{
-            name: yardstick(getattr(grads, name), getattr(grad_errors, name), getattr(grad_terms, name).sqrt(), x.dtype)
-            for name, x in inputs.items()
-            if x is not None
-        },
-    )
+    dtype, stats = call.q.dtype, reference.lse_dtype(call.q.dtype)
+    want = {"o": yardstick(o, o_error, o_terms, dtype, dtype), "lse": yardstick(lse, lse_error, torch.ones_like(lse), stats, stats)}
+    for name in Gradients._fields if grads is not None else ():
+        if (given := getattr(call, name)) is not None:
+            ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))
+            want[name] = yardstick(ref, error, terms, given.dtype, dtype)
+    return Expected(**want)
 
 
 def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = None) -> float:
@@ -188,12 +177,24 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     if d_o is None:
         return *errors, None
     textbook, by_hand = reference.autograd(call, d_o, d_lse, dtype), _by_hand(call, o, lse, d_o, d_lse, torch.float32)
-    worse = (None if x is None else torch.maximum(error(x, ref), error(y, ref)) for x, y, ref in zip(textbook, by_hand, exact[2], strict=True))
+    worse = (
+        None if x is None else torch.maximum(error(x, ref), error(y, ref)) for x, y, ref in zip(textbook, by_hand, exact[2], strict=True)
+    )
     return *errors, Gradients(*worse)
 
 
-def _squares(x: Tensor) -> Tensor:
-    return x.double().square()
+def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Gradients | None]:
+    """Root of the sum of the squares of the terms that make up O and each gradient: the same formulas, on squares."""
+    at = reference.linearise(call, lse).squared()
+    squares = replace(call, q=call.q.double().square(), k=call.k.double().square(), v=call.v.double().square())
+    weights = at.p if at.keep is None else at.p * at.keep
+    o_terms = reference.unfold(call, reference.weigh(weights, squares.v.transpose(1, 2), at.visible)).sqrt()
+    if d_o is None:
+        return o_terms, None
+    d_o, d_lse = d_o.double().square(), None if d_lse is None else d_lse.double().square()
+    minus_delta = -reference.delta(call, o.square(), lse, d_o, None if d_lse is None else -d_lse)  # dP - delta: the squares add up
+    grads = reference.differentiate(squares, at, minus_delta, d_o)
+    return o_terms, Gradients(*(None if g is None else g.sqrt() for g in grads))
 
 
 def _largest(scores: Tensor) -> float:

@@ -70,7 +70,7 @@ class Tiled:
                 dv_part[:, :, columns] += tile_dv
         dq.mul_(call.scale)
         dk.mul_(call.scale)
-        return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs)))
+        return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs, strict=True)))
 
 
 def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -82,24 +82,24 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
     l, acc_o = torch.zeros_like(m), rows.new_zeros((*rows.shape[:2], v.shape[-1]))
     for j0, j1, predicate in block.steps:
         s, _ = scores.tile(*span, j0, j1, predicate)
-        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) / LN2)
-        p = _exp(s, m_new)
-        rescale = torch.exp2(m - m_new)
-        l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
+        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) / LN2)  # Eq. 11
+        p = _exp(s, m_new)  # Eq. 12
+        rescale = torch.exp2(m - m_new)  # Eq. 13
+        l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))  # Eq. 14
         keep = scores.keep(*span, j0, j1)
         if keep is not None:
             p.mul_(keep)
-        accumulate(acc_o.mul_(rescale), p, v[:, j0:j1], _visible(scores, predicate))
+        accumulate(acc_o.mul_(rescale), p, v[:, j0:j1], _visible(scores, predicate))  # Eq. 16
         m = m_new
     m, l, acc_o = scores.split(m), scores.split(l), scores.split(acc_o)
     if scores.call.sink is not None:
         sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / LN2
         m_new = torch.maximum(m, sink)
         rescale = torch.exp2(m - m_new)
-        m, l, acc_o = m_new, l * rescale + torch.exp2(sink - m_new), acc_o * rescale
+        m, l, acc_o = m_new, l * rescale + torch.exp2(sink - m_new), acc_o * rescale  # Eq. 33
     wide = _statistics_dtype(l.device)
-    lse = (m.to(wide) + l.to(wide).log2()) * LN2
-    return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)
+    lse = (m.to(wide) + l.to(wide).log2()) * LN2  # Eq. 18
+    return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)  # Eq. 17
 
 
 class Rows:
@@ -114,13 +114,13 @@ class Rows:
         if scores.exact:  # dO of a query that sees nothing is hidden, and may be NaN
             nothing_seen = nothing | ~part.sees_a_key(scores.dtype)[:, None, None]
             self.d_o = self.d_o.masked_fill(part.pack(nothing_seen, torch.bool), 0.0)
-        delta = (scores.split(self.d_o).to(wide) * part.queries(o)).sum(dim=-1, keepdim=True)
+        delta = (scores.split(self.d_o).to(wide) * part.queries(o)).sum(dim=-1, keepdim=True)  # Eq. 23
         if d_lse is not None:
-            delta -= part.statistics(d_lse)[..., None]
+            delta -= part.statistics(d_lse)[..., None]  # Eq. 28
         delta.masked_fill_(nothing, 0.0)
         if sink is not None:
             p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
-            self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))
+            self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))  # Eq. 34
         self.delta = part.pack(delta, scores.dtype)
         # exp2(s - inf) is 0 for every score, -inf included
         self.lse = part.pack(lse.masked_fill(nothing, math.inf) / LN2, scores.dtype)
@@ -136,28 +136,29 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         queries = scores.rows(i0, i1)
         q, d_o = scores.q[:, queries], rows.d_o[:, queries]
         visible = _visible(scores, predicate)
+        visible_t = None if visible is None else visible.mT
         s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
-        p = _exp(s, rows.lse[:, queries])
+        p = _exp(s, rows.lse[:, queries])  # Eq. 24
         if visible is not None:
             p.masked_fill_(~visible, 0.0)
-        dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))
+        dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))  # Eq. 21
         keep = scores.keep(i0, i1, *span)
         if keep is None:
-            accumulate(dv, p.mT, d_o, visible)
+            accumulate(dv, p.mT, d_o, visible_t)  # Eq. 20
         else:
             dp.mul_(keep)
-            accumulate(dv, keep.mul_(p).mT, d_o, visible)
-        ds = dp.sub_(rows.delta[:, queries]).mul_(p)
+            accumulate(dv, keep.mul_(p).mT, d_o, visible_t)  # Eq. 36
+        ds = dp.sub_(rows.delta[:, queries]).mul_(p)  # Eq. 25
         if visible is not None:
             ds.masked_fill_(~visible, 0.0)
         if d_bias is not None:
             target = cut(d_bias, ALL, ALL, slice(i0, i1), ALL, slice(*span))
-            target += scores.split(ds).sum_to_size(target.shape)
+            target += scores.split(ds).sum_to_size(target.shape)  # Eq. 32
         if slope is not None:
-            ds.mul_(slope)
-        accumulate(dk, ds.mT, q, visible)
+            ds.mul_(slope)  # Eq. 30
+        accumulate(dk, ds.mT, q, visible_t)  # Eq. 27
         tile_dq = torch.zeros_like(q)
-        accumulate(tile_dq, ds, k, visible)
+        accumulate(tile_dq, ds, k, visible)  # Eq. 26
         dq[:, :, i0:i1] += scores.split(tile_dq)
     return dk.view(*scores.lanes, *dk.shape[1:]), dv.view(*scores.lanes, *dv.shape[1:])
 

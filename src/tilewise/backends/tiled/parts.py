@@ -1,4 +1,4 @@
-"""How the `tiled` backend cuts a call: into parts (heads that share a mask), blocks of rows, and steps (the tiles of a block that hold pairs).
+"""How the `tiled` backend cuts a call: into parts (heads that share a mask), blocks of rows, and steps (a block's tiles that hold pairs).
 
 Tensors of a part are views of the call's with the query heads of a group next to each other, or packed copies
 (lane, seqlen_q * group, dim) in the compute dtype. A lane is one (batch, key/value head).
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.bands import Band, within
+from tilewise.bands import Band, Bands, within
+from tilewise.bitmap import Bitmap
 from tilewise.problem import Call
 from tilewise.tiles import BAND, FULL, lower
 
@@ -55,7 +56,7 @@ class Part:
     """The lanes of `batch` x `heads_k`, all with the mask `region`; `group` selects among the query heads of each key/value head."""
 
     call: Call
-    region: object  # Bands or Bitmap
+    region: Bands | Bitmap
     batch: slice
     heads_k: slice
     group: slice
@@ -106,7 +107,7 @@ class Part:
 
 def cut(x: Tensor, *slices: slice) -> Tensor:
     """x[slices], where a dimension of size 1 broadcasts and stays."""
-    return x[tuple(part if size > 1 else slice(None) for part, size in zip(slices, x.shape))]
+    return x[tuple(part if size > 1 else slice(None) for part, size in zip(slices, x.shape, strict=False))]
 
 
 def parts(call: Call, tile_m: int | None, tile_n: int | None) -> Iterator[Part]:
@@ -145,7 +146,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _blocks(region: object, rows: int, columns: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> Iterator[Block]:
+def _blocks(region: Bands | Bitmap, rows: int, columns: int, dtype: torch.dtype, device: torch.device, transposed: bool) -> Iterator[Block]:
     runs = lower(region, rows, columns)
     row_ptr, n0, n1, kind, ref = (x.tolist() for x in (runs.row_ptr, runs.n0, runs.n1, runs.kind, runs.ref))
     for m_block in range(len(row_ptr) - 1):
@@ -153,7 +154,7 @@ def _blocks(region: object, rows: int, columns: int, dtype: torch.dtype, device:
         tiles = ((n, kind[r], ref[r]) for r in range(row_ptr[m_block], row_ptr[m_block + 1]) for n in range(n0[r], n1[r]))
         steps = []
         for n, runs_of_tile in groupby(tiles, key=lambda tile: tile[0]):
-            kinds, refs = zip(*(tile[1:] for tile in runs_of_tile))
+            kinds, refs = zip(*(tile[1:] for tile in runs_of_tile), strict=True)
             c0, c1 = n * columns, min((n + 1) * columns, runs.seqlen_k)
             if kinds[0] == FULL:
                 steps.append(Step(c0, c1, None))

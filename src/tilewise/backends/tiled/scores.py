@@ -45,9 +45,9 @@ class Scores:
         s = self.buffer("scores", q.shape[1], j1 - j0)
         torch.baddbmm(s, q, self.k[:, j0:j1].mT, beta=0.0, alpha=self.call.scale / (softcap or 1.0), out=s)  # Eq. 1
         if softcap:
-            s.tanh_()
+            s.tanh_()  # Eq. 29
             if slope:
-                derivative = torch.mul(s, s, out=self.buffer("slope", *s.shape[1:])).neg_().add_(1.0)
+                derivative = torch.mul(s, s, out=self.buffer("slope", *s.shape[1:])).neg_().add_(1.0)  # Eq. 30
             s.mul_(softcap)
         pairs = self.split(s)
         if self.call.bias is not None:
@@ -55,9 +55,11 @@ class Scores:
         if self.call.alibi_slopes is not None:
             pairs.addcmul_(*self._alibi(i0, i1, j0, j1), value=-1.0)
         if predicate is not None and self.exact:
-            pairs.masked_fill_(~predicate.visible[:, None], -math.inf)
+            pairs.masked_fill_(~predicate.visible[:, None], -math.inf)  # Eq. 19
+            if derivative is not None:
+                self.split(derivative).masked_fill_(~predicate.visible[:, None], 0.0)
         elif predicate is not None:
-            pairs.add_(predicate.hide[:, None])
+            pairs.add_(predicate.hide[:, None])  # Eq. 19
         return s, derivative
 
     def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:

@@ -1,0 +1,180 @@
+"""The portable backend: the conformance kit with tiles far smaller than the problem, what it skips, and what it costs in memory."""
+
+import math
+
+import pytest
+import torch
+
+from tilewise.backends.tiled import Tiled, parts
+from tilewise.backends.tiled.parts import _band_predicate
+from tilewise.backends.tiled.products import accumulate, tame
+from tilewise.bands import Band
+from tilewise.bench.memory import peak_extra_bytes
+from tilewise.masks import Causal, Dense, Documents, Full, PerHead, SlidingWindow
+from tilewise.problem import Call
+from tilewise.testing import conformance, tolerance
+from tilewise.testing.cases import FULL, QUICK, Case, make, upstream
+
+TILES = {"default": Tiled(), "16x16": Tiled(16, 16), "8x32": Tiled(8, 32)}
+SAMPLE = QUICK[::3]
+ids = [case.id for case in QUICK]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=ids)
+def test_cases(case):
+    conformance.run_case(Tiled(), case)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=ids)
+def test_small_tiles(case):
+    conformance.run_case(Tiled(16, 16), case)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=ids[::3])
+def test_hidden_values_do_not_leak(case):
+    conformance.run_hidden(Tiled(16, 16), case)
+
+
+@pytest.mark.parametrize("case", QUICK[1::3], ids=ids[1::3])
+def test_spoiled_key_reaches_those_who_see_it(case):
+    conformance.run_spoiled(Tiled(32, 16), case)
+
+
+@pytest.mark.parametrize("form", conformance.CLOSED_FORMS)
+def test_closed_forms(form):
+    conformance.CLOSED_FORMS[form](Tiled())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL, ids=[case.id for case in FULL])
+def test_full(case):
+    conformance.run_case(Tiled(), case)
+
+
+def call_on(seqlen_q, seqlen_k, mask, heads_q=2, heads_k=2, dim=8, batch=1, **fields):
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(batch, n, h, dim, generator=g) for n, h in ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k)))
+    return Call(q=q, k=k, v=v, mask=mask, scale=dim**-0.5, **fields)
+
+
+def steps(call, backend):
+    """(block, column range, whether a predicate is evaluated) of every step of the forward."""
+    return [
+        (block.start, step.start, step.stop, step.predicate is not None)
+        for part in parts(call, backend.tile_m, backend.tile_n)
+        for block in part.query_blocks(torch.float32)
+        for step in block.steps
+    ]
+
+
+def test_tiles_without_pairs_are_never_visited():
+    assert steps(call_on(8, 8, Causal()), Tiled(4, 4)) == [(0, 0, 4, True), (4, 0, 4, False), (4, 4, 8, True)]
+    assert len(steps(call_on(64, 64, SlidingWindow(3, 0)), Tiled(4, 4))) == 16 + 15
+    assert steps(call_on(8, 8, Dense(torch.zeros(8, 8, dtype=torch.bool))), Tiled(4, 4)) == []
+
+
+def test_partial_tiles_are_cut_to_the_keys_that_someone_sees():
+    mask = Documents((0, 3, 8), inner=Full())
+    assert steps(call_on(8, 8, mask), Tiled(3, 8)) == [(0, 0, 3, True), (3, 3, 8, True), (6, 3, 8, True)]
+
+
+def test_a_tile_of_several_bands_is_one_step():
+    assert steps(call_on(16, 16, Documents((0, 4, 8, 12, 16), inner=Causal())), Tiled(16, 16)) == [(0, 0, 16, True)]
+
+
+def test_equal_tiles_share_one_predicate():
+    _band_predicate.cache_clear()
+    backend = Tiled(16, 16)
+    backend.forward(call_on(256, 256, Causal()))
+    assert _band_predicate.cache_info().misses == 1
+
+
+def test_heads_of_one_group_may_have_different_masks():
+    mask = PerHead({(0, 1): Causal(), (1, 3): SlidingWindow(3, 1), (3, 6): Full()})  # groups of 3: the first is split, the second whole
+    case = Case(heads_q=6, heads_k=2, seqlen_q=40, seqlen_k=40, mask=mask, head_dim=16)
+    conformance.run_case(Tiled(16, 16), case)
+
+
+def test_lanes_are_taken_a_few_at_a_time(monkeypatch):
+    monkeypatch.setitem(parts.__globals__["_PAIRS"], "cpu", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    call = call_on(24, 24, Causal(), heads_q=6, heads_k=3, batch=2)
+    assert len(list(parts(call, 8, 8))) == 6
+    tolerance.check_outputs(call, *Tiled(8, 8).forward(call))
+
+
+@pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf, 1e38])
+def test_any_value_behind_the_mask_is_harmless(hidden):
+    """Keys and values hidden from some rows of a tile and visible to others: only those may notice."""
+    clean, dirty = (call_on(32, 32, Causal(), heads_q=2, heads_k=1) for _ in range(2))
+    dirty.k[:, 20], dirty.v[:, 20] = hidden, hidden
+    backend = Tiled(16, 16)
+    (o, lse), (want, want_lse) = backend.forward(dirty), backend.forward(clean)
+    assert torch.equal(o[:, :20], want[:, :20]) and torch.equal(lse[..., :20], want_lse[..., :20])
+    d_o = torch.randn_like(o)
+    d_o[:, 20:] = 0.0
+    want_o = want.clone()
+    want_o[:, 20:] = 0.0
+    got = backend.backward(dirty, o, lse, d_o, None)
+    assert torch.equal(got.q[:, :20], backend.backward(clean, want, want_lse, d_o, None).q[:, :20])
+
+
+def test_products_leave_hidden_pairs_out():
+    a, b = torch.rand(2, 3, 4), torch.rand(2, 4, 5)
+    visible = torch.tensor([[True, False, True, True], [True, True, False, True], [True, False, False, True]])
+    a.masked_fill_(~visible, 0.0)
+    want = a @ b
+    b[:, 1], b[0, 2, 3] = math.nan, math.inf  # key 1 is seen by row 1, key 2 by row 0
+    out = torch.zeros(2, 3, 5)
+    accumulate(out, a, b, visible)
+    assert out[:, 1].isnan().all() and out[0, 0, 3] == math.inf
+    out[:, 1] = want[:, 1]
+    out[0, 0, 3] = want[0, 0, 3]
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("value,expected", [(1.0, True), (math.nan, False), (math.inf, False), (-math.inf, False), (1e20, False)])
+def test_tame(value, expected):
+    x = torch.ones(3, 4)
+    x[1, 2] = value
+    assert tame(None, x, torch.empty(0)) is expected
+    assert tame(x) is (expected or value == -math.inf)
+
+
+def test_predicate_follows_the_orientation():
+    _, _, rows = _band_predicate((Band(0, 4, 0, 6, -1, 2),), 4, 6, False, torch.float32, torch.device("cpu"))
+    _, _, columns = _band_predicate((Band(0, 6, 0, 4, -2, 1),), 6, 4, True, torch.float32, torch.device("cpu"))
+    assert torch.equal(rows.visible, columns.visible)
+    assert torch.equal(rows.hide == 0.0, rows.visible)
+
+
+def test_why_not():
+    call = call_on(4, 4, Full())
+    assert Tiled().why_not(call.problem) == []
+    half = Call(q=call.q.to(torch.float8_e4m3fn), k=call.k, v=call.v, mask=Full(), scale=1.0)
+    assert "float8_e4m3fn" in Tiled().why_not(half.problem)[0]
+
+
+def test_two_runs_are_identical():
+    case = Case(mask=Causal(), dropout=0.2, softcap=2.0)
+    call, (d_o, d_lse) = make(case), upstream(case)
+    runs = []
+    for _ in range(2):
+        o, lse = Tiled().forward(call)
+        runs.append((o, lse, *Tiled().backward(call, o, lse, d_o, d_lse)[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_memory_is_linear_in_the_length():
+    """Forward and backward of 1 x 16,384 x 8 x 64 in fp32; a window keeps the time short and allocates what a dense mask does."""
+    call = call_on(16_384, 16_384, SlidingWindow(255, 0), heads_q=8, heads_k=8, dim=64)
+    d_o = torch.randn_like(call.q)
+
+    def step():
+        o, lse = Tiled().forward(call)
+        return Tiled().backward(call, o, lse, d_o, None)
+
+    _, peak = peak_extra_bytes(step)
+    if peak is None:
+        pytest.skip("the peak of this process's memory cannot be read on this system")
+    assert peak < 600e6

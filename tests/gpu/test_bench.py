@@ -1,0 +1,70 @@
+"""The harness on a GPU: its clocks, its memory counter, and every contender that torch brings."""
+
+import time
+
+import pytest
+import torch
+
+from tilewise import bench
+from tilewise.bench.ceiling import ceiling
+from tilewise.bench.memory import available_bytes, peak_extra_bytes
+from tilewise.bench.timing import interleave
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MB = 1 << 20
+
+
+def ones(megabytes):
+    return torch.ones(megabytes * MB, dtype=torch.uint8, device="cuda")
+
+
+def median(call, clock):
+    return interleave({"call": call}, budget_s=0.1, device="cuda", clock=clock)["call"].median
+
+
+def test_peak_memory_is_exact():
+    held = ones(64)
+    result, peak = peak_extra_bytes(lambda: ones(32), "cuda")
+    assert peak == 32 * MB == result.numel() and held[0] == 1
+    assert peak_extra_bytes(lambda: torch.cat([ones(32), ones(32)]), "cuda")[1] == 128 * MB
+    assert available_bytes("cuda") > 0
+
+
+def test_clocks_agree_on_a_long_kernel_and_order_on_a_short_one():
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    assert median(lambda: a @ a, "events") == pytest.approx(median(lambda: a @ a, "wall"), rel=0.2)
+    b = torch.randn(64, device="cuda")
+    assert median(lambda: b + 1, "graph") < median(lambda: b + 1, "wall")
+
+
+def test_the_host_is_not_waited_for_by_the_event_clock():
+    b = torch.randn(64, device="cuda")
+
+    def slow_to_launch():
+        time.sleep(100e-6)
+        return b + 1
+
+    assert median(slow_to_launch, "events") < 20e-6
+
+
+def test_the_ceiling_is_below_the_data_sheet():
+    from tilewise.machines import machine_for
+
+    roof, sheet = ceiling("cuda", torch.bfloat16), machine_for("cuda")
+    if sheet is None:
+        pytest.skip("no preset for this GPU")
+    assert 0.4 * sheet.peak[torch.bfloat16] < roof.matmul < sheet.peak[torch.bfloat16]
+    assert 0.4 * sheet.hbm_bandwidth < roof.copy < sheet.hbm_bandwidth
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_contenders(direction):
+    options = {"seqlen": "1024", "heads": "8", "head_dim": "64", "mask": "full,causal,window:127", "dtype": "bf16", "direction": direction}
+    impls = bench.find("tilewise,sdpa,sdpa:flash,sdpa:math,sdpa:efficient,sdpa:cudnn,flex,naive")
+    rows = bench.run(bench.workloads_from(options), impls, budget_s=0.05, device="cuda")
+    for name in ("tilewise", "sdpa", "sdpa:math", "naive", "flex"):
+        mine = bench.select(rows, impl=name)
+        assert mine and all(row.passed for row in mine), [row.reason for row in mine]
+        assert {row.clock for row in mine} <= {"wall", "events", "graph"} and {"wall"} < {row.clock for row in mine}
+    assert all(row.passed is not False for row in rows), [row.reason for row in rows]
+    assert rows[0].environment["driver"] and rows[0].environment["device"] == torch.cuda.get_device_name()
