@@ -1,4 +1,4 @@
-"""Bad input gets a named error that says what is wrong and what would be right, before any work: listed cases, and a fuzzer that breaks good calls."""
+"""Bad input gets a named error that says what is wrong and what would be right, before any work: by list, and by a fuzzer that breaks good calls."""
 
 import math
 

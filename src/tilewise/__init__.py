@@ -14,8 +14,8 @@ from tilewise.masks import (
     Mask,
     PerHead,
     PrefixLM,
-    SlidingWindow,
     Slices,
+    SlidingWindow,
 )
 from tilewise.merge import merge
 
@@ -33,8 +33,8 @@ __all__ = [
     "PerHead",
     "PrefixLM",
     "ShapeError",
-    "SlidingWindow",
     "Slices",
+    "SlidingWindow",
     "UnsupportedError",
     "attention",
     "attention_varlen",

@@ -38,9 +38,10 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
             raise ShapeError(
                 f"outputs[{n}] and lses[{n}] are {tuple(o.shape)}, {lse.dtype}; outputs[0] and lses[0] are {tuple(outputs[0].shape)}, {lses[0].dtype}"
             )
-        if lse.transpose(-1, -2).shape != o.shape[:-1]:
+        *lead, rows, heads, _ = o.shape
+        if lse.shape != (*lead, heads, rows):
             raise ShapeError(
-                f"lses[{n}] has shape {tuple(lse.shape)}, but outputs[{n}] of shape {tuple(o.shape)} needs {tuple(o.shape[:-1][:-2]) + (o.shape[-2], o.shape[-3])}"
+                f"lses[{n}] has shape {tuple(lse.shape)}, but outputs[{n}] of shape {tuple(o.shape)} needs {(*lead, heads, rows)}"
             )
     partial = torch.stack(tuple(lses))
     top = partial.detach().amax(0)

@@ -1,5 +1,6 @@
 """Tables and charts say what the rows say."""
 
+import io
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -81,6 +82,15 @@ def test_ratio_to_sdpa():
     assert report.against(ROWS).splitlines()[2:] == ["| cpu: b8 s512 h8/2 d64 Causal() fp32 fwd | 2.000 | 3.000 | 1.50x |"]
 
 
+def test_highlights_take_the_longest_case_of_each_kind():
+    naive = replace(LONGER, impl="naive", median_s=1.5, peak_extra_bytes=3_000_000_000)
+    assert report.highlights([*ROWS, naive]).splitlines()[2:] == [
+        "| b8 s1024 h8/2 d64 Causal() fp32 fwd | 8.0 ms, 12 MB | – | 1,500.0 ms, 3,000 MB |",
+        "",
+        "Measured on a CPU, 2 threads, torch 2.13.0, 2026-11-21; medians, side by side in one process.",
+    ]
+
+
 def test_machines_are_listed_once():
     lines = report.machines(ROWS).splitlines()
     assert len(lines) == 3 and lines[2] == "| a CPU | 2.13.0 | 3.11 | 2 | – | abc with changes | 2026-11-21 |"
@@ -90,7 +100,7 @@ def test_terminal_table():
     from rich.console import Console
 
     made = report.table(ROWS)
-    console = Console(width=200, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(made)
     text = console.export_text()
     assert made.row_count == 4

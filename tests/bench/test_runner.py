@@ -137,6 +137,18 @@ def test_rows_are_complete():
     assert [step[:2] for step in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)] and seen[0][2] == SMALL.id
 
 
+def test_rows_are_kept_as_they_come():
+    kept = []
+
+    def stop_after_the_first(rows):
+        kept.extend(rows)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([SMALL, SMALL], [Naive(), Sdpa()], budget_s=0.0, memory=False, keep=stop_after_the_first)
+    assert [row.impl for row in kept] == ["naive", "sdpa"] and kept[0].environment["torch"] == torch.__version__
+
+
 def test_one_contender_that_breaks_does_not_take_the_others_along():
     def breaks(*inputs):
         raise OSError("no such kernel\nand a long story")

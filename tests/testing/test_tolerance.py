@@ -178,6 +178,8 @@ def test_the_magnitude_is_that_of_the_result_unless_it_cancels():
 def test_few_rows_get_the_expected_rounding_error():
     assert expected(make(Case(seqlen_q=1))).o.roundoff > 0.0
     assert expected(make(Case(seqlen_q=65))).o.roundoff == 0.0
+    half = expected(make(Case(seqlen_q=1, dtype="bf16")))
+    assert 2.0**-8 < half.o.roundoff < 1.01 * 2.0**-8 and half.lse.roundoff < 1e-5  # statistics are fp32 whatever the inputs are
 
 
 def test_a_visible_nan_is_expected_where_it_is_seen():

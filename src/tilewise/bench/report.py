@@ -147,6 +147,32 @@ def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -
     return "\n".join(lines)
 
 
+def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa", "naive")) -> str:
+    """The longest case of each mask and direction: time and peak extra memory of each of `peers`; below it, where that was measured."""
+    rows = [row for row in latest(rows) if row.impl in peers and row.median_s is not None]
+    longest: dict[tuple, int] = {}
+    for row in rows:
+        kind = row.case["mask"], row.case["direction"]
+        longest[kind] = max(longest.get(kind, 0), row.case["seqlen_k"])
+    rows = [row for row in rows if row.case["seqlen_k"] == longest[row.case["mask"], row.case["direction"]]]
+    lines = [f"| time, peak extra memory | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
+    for case in dict.fromkeys(describe(row.case) for row in rows):
+        mine = {row.impl: row for row in rows if describe(row.case) == case}
+        lines.append(f"| {case} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
+    where = rows[-1].environment if rows else {}
+    words = [str(where.get("device", "no machine")), f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
+    if where.get("threads"):
+        words.insert(1, f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}")
+    return "\n".join([*lines, "", f"Measured on {', '.join(words)}; medians, side by side in one process."])
+
+
+def _time_and_memory(row: Row | None) -> str:
+    if row is None:
+        return MISSING
+    memory = "" if row.peak_extra_bytes is None else f", {row.peak_extra_bytes / 1e6:,.0f} MB"
+    return f"{row.median_s * 1e3:,.1f} ms{memory}"
+
+
 def machines(rows: Iterable[Row]) -> str:
     """Where the rows come from: one line for each device, software and commit."""
     lines = ["| device | torch | Python | threads | tilewise | commit | date (UTC) |", "|---|---|---|---|---|---|---|"]
@@ -165,6 +191,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     **{name: lambda rows, name=name: markdown(rows, name) for name in METRICS},
     "against-sdpa": against,
     "machines": machines,
+    "readme": highlights,
 }
 
 _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewise:end (?P=name) -->)", re.DOTALL)

@@ -28,11 +28,13 @@ def run(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     memory: bool = True,
+    keep: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
     """Measure every contender on every workload: a row each (and on a GPU one for each clock), in that order.
 
     A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. About `budget_s` seconds go
-    to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end.
+    to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end,
+    `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
     """
     workloads, impls, device = list(workloads), list(impls), torch.device(device)
     environment = provenance(device)
@@ -40,8 +42,10 @@ def run(
     for done, workload in enumerate(workloads):
         if progress:
             progress(done, len(workloads), workload.id)
-        for row in _run_one(workload, impls, budget_s, device, memory):
-            rows.append(replace(row, environment=environment))
+        new = [replace(row, environment=environment) for row in _run_one(workload, impls, budget_s, device, memory)]
+        rows += new
+        if keep:
+            keep(new)
     if progress:
         progress(len(workloads), len(workloads), "done")
     return rows

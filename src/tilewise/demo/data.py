@@ -29,13 +29,18 @@ def split(text: Tensor) -> tuple[Tensor, Tensor]:
     return text[:cut], text[cut:]
 
 
+def check_context(text: Tensor, context: int) -> None:
+    """Raise ValueError when `text` is too short to hold one window of context + 1 bytes."""
+    if len(text) <= context:
+        raise ValueError(f"context is {context}, but the text holds {len(text)} bytes; a context below {len(text)} is needed")
+
+
 def batch_at(text: Tensor, step: int, *, batch: int, context: int, seed: int) -> Batch:
     """The batch of one step: a pure function of (seed, step), so that every model that is compared reads the same bytes.
 
-    Raises ValueError when `text` is too short to hold one window of context + 1 bytes.
+    Raises ValueError as `check_context`.
     """
-    if len(text) <= context:
-        raise ValueError(f"context is {context}, but the text holds {len(text)} bytes; a context below {len(text)} is needed")
+    check_context(text, context)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - context, (batch,), generator=generator)
     windows = torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()

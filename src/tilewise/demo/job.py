@@ -9,7 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import tilewise
+from tilewise.bench.provenance import provenance
+from tilewise.demo import data, pictures
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
+from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
 
@@ -36,16 +40,14 @@ def run(options: Options, console: Console) -> bool:
 
     Raises ValueError for a context longer than the text, OSError where the page cannot be written.
     """
-    from tilewise.demo import pictures
-    from tilewise.demo.page import Report, render, verdict
-
     start = time.monotonic()
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    data.check_context(data.split(data.corpus())[1], options.context)
     model = GPTConfig(context=options.context)
+    explanation = explain(model, options.batch)  # before the work: it refuses where no backend can run
     with progress(console) as bars:
         training = _train(options, model, start + TRAINING_SHARE * options.budget_s, bars)
         measured = _sweep(options, model, start + options.budget_s, bars)
-        explanation = explain(model, options.batch)
         report = Report(
             training=training,
             sweep=measured,
@@ -98,22 +100,16 @@ def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
 
 def explain(model: GPTConfig, batch: int) -> str:
     """What `tilewise.explain` says about the attention of the model that was trained."""
-    import tilewise
-
     q, k, v = (torch.empty(batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
     return str(tilewise.explain(q.requires_grad_(), k, v, causal=True))
 
 
 def machine() -> tuple[tuple[str, str], ...]:
     """Where the numbers come from, as (name, value)."""
-    from tilewise.bench.provenance import provenance
-
     return tuple((name, str(value)) for name, value in provenance("cpu").items() if value is not None)
 
 
 def training_table(training: Training) -> Table:
-    from tilewise.demo.page import megabytes, milliseconds
-
     table = Table(
         title=f"Training, {training.steps} steps of {training.config.batch} x {training.model.context:,} bytes", title_justify="left"
     )
@@ -127,8 +123,6 @@ def training_table(training: Training) -> Table:
 
 def sweep_table(sweep: Sweep) -> Table:
     """One row a length; every cell has one number for each contender."""
-    from tilewise.demo.page import milliseconds
-
     names = " / ".join(sweep.names)
     table = Table(title=f"Attention alone, causal, forward + backward ({names})", title_justify="left")
     for column in ("tokens", "time, ms", "peak extra memory, MB", "largest error of O"):

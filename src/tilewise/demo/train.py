@@ -132,7 +132,7 @@ def train(
     def batch_at(source: Tensor, step: int) -> data.Batch:
         return data.batch_at(source, step, batch=config.batch, context=model.context, seed=config.seed)
 
-    unseen = batch_at(held_out, 0)  # first of all: it refuses a context longer than the text
+    unseen = batch_at(held_out, 0)
     trainees = [Trainee(name, attention, model, config) for name, attention in attentions.items()]
     done = 0
     while done < config.steps and (done < 2 or time.monotonic() < deadline):

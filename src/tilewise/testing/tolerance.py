@@ -14,13 +14,15 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
-  the last bit. What does not keep P takes rowsum(dO O), with O as the forward returned it. Naive is both, and the worse of the two counts.
+  the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
+  autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.
 - *fp64*: the formula cannot be measured against itself. Rounding errors scale with the unit roundoff, so the naive error is taken from the
   fp32 formula on the inputs rounded to fp32, times 2**-29; and once more for ref's own rounding: 3 in place of 2 in all of the above.
-- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 64 numbers,
-  or from fewer than 64 query rows, is chance. There it is at least the typical error to first order, in units of the roundoff u and
-  the magnitude: sqrt(n) for dot products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding
-  error analysis", 2019), and |s| each for a score and for the LSE about as large, which P = exp(s - LSE) passes on: sqrt(n) + 2 max |s|.
+- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 256 numbers,
+  or from fewer than 256 query rows, is chance. There it is at least the typical error to first order, relative to the magnitude: the
+  unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
+  products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
+  for a score and for the LSE about as large, which P = exp(s - LSE) passes on.
 """
 
 import math
@@ -32,7 +34,7 @@ from torch import Tensor
 from tilewise.backends import reference
 from tilewise.problem import Call, Gradients
 
-FEW = 64
+FEW = 256
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,19 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
     o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, exact)
     o_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
     steepest = _largest(reference.visible_scores(reference.cast(call, torch.float64)).s)
-    units = math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest
-
-    def yardstick(ref: Tensor, error: Tensor, terms: Tensor, dtype: torch.dtype, arithmetic: torch.dtype) -> Yardstick:
-        few = min(ref.numel(), lse.numel()) < FEW
-        return Yardstick(ref, error, torch.maximum(terms, ref.abs()), dtype, units * torch.finfo(arithmetic).eps / 2 if few else 0.0)
-
     dtype, stats = call.q.dtype, reference.lse_dtype(call.q.dtype)
-    want = {"o": yardstick(o, o_error, o_terms, dtype, dtype), "lse": yardstick(lse, lse_error, torch.ones_like(lse), stats, stats)}
+    score_error = (math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest) * torch.finfo(stats).eps / 2
+    roundoff = score_error + torch.finfo(dtype).eps / 2
+
+    def yardstick(ref: Tensor, error: Tensor, terms: Tensor, out: torch.dtype, roundoff: float = roundoff) -> Yardstick:
+        few = min(ref.numel(), lse.numel()) < FEW
+        return Yardstick(ref, error, torch.maximum(terms, ref.abs()), out, roundoff if few else 0.0)
+
+    want = {"o": yardstick(o, o_error, o_terms, dtype), "lse": yardstick(lse, lse_error, torch.ones_like(lse), stats, score_error)}
     for name in Gradients._fields if grads is not None else ():
         if (given := getattr(call, name)) is not None:
             ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))
-            want[name] = yardstick(ref, error, terms, given.dtype, dtype)
+            want[name] = yardstick(ref, error, terms, given.dtype)
     return Expected(**want)
 
 
@@ -176,11 +179,10 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     errors = error(o, exact[0]), error(lse, exact[1])
     if d_o is None:
         return *errors, None
-    textbook, by_hand = reference.autograd(call, d_o, d_lse, dtype), _by_hand(call, o, lse, d_o, d_lse, torch.float32)
-    worse = (
-        None if x is None else torch.maximum(error(x, ref), error(y, ref)) for x, y, ref in zip(textbook, by_hand, exact[2], strict=True)
-    )
-    return *errors, Gradients(*worse)
+    forwards = (o, lse), (exact[0].to(dtype), exact[1].float())
+    naive = [reference.autograd(call, d_o, d_lse, dtype), *(_by_hand(call, *kept, d_o, d_lse, torch.float32) for kept in forwards)]
+    worst = (None if ref is None else torch.stack([error(x, ref) for x in xs]).amax(0) for *xs, ref in zip(*naive, exact[2], strict=True))
+    return *errors, Gradients(*worst)
 
 
 def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Gradients | None]:

@@ -82,8 +82,8 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
     l, acc_o = torch.zeros_like(m), rows.new_zeros((*rows.shape[:2], v.shape[-1]))
     for j0, j1, predicate in block.steps:
         s, _ = scores.tile(*span, j0, j1, predicate)
-        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) / LN2)  # Eq. 11
-        p = _exp(s, m_new)  # Eq. 12
+        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) * (scores.unit / LN2))  # Eq. 11
+        p = _exp(s, scores.unit, m_new)  # Eq. 12
         rescale = torch.exp2(m - m_new)  # Eq. 13
         l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))  # Eq. 14
         keep = scores.keep(*span, j0, j1)
@@ -121,9 +121,13 @@ class Rows:
         if sink is not None:
             p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
             self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))  # Eq. 34
-        self.delta = part.pack(delta, scores.dtype)
         # exp2(s - inf) is 0 for every score, -inf included
-        self.lse = part.pack(lse.masked_fill(nothing, math.inf) / LN2, scores.dtype)
+        shift = part.pack(lse.masked_fill(nothing, math.inf) / LN2, wide)
+        self.lse = shift.to(scores.dtype)
+        # Rounding the shift multiplies a row of P by a known factor. Every gradient is linear in (dO, delta), which therefore undo it.
+        factor = torch.exp2(self.lse - shift).masked_fill_(part.pack(nothing, torch.bool), 1.0).to(scores.dtype)
+        self.d_o = self.d_o * factor
+        self.delta = part.pack(delta, scores.dtype) * factor
 
 
 def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -138,7 +142,7 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         visible = _visible(scores, predicate)
         visible_t = None if visible is None else visible.mT
         s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
-        p = _exp(s, rows.lse[:, queries])  # Eq. 24
+        p = _exp(s, scores.unit, rows.lse[:, queries])  # Eq. 24
         if visible is not None:
             p.masked_fill_(~visible, 0.0)
         dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))  # Eq. 21
@@ -163,9 +167,9 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
     return dk.view(*scores.lanes, *dk.shape[1:]), dv.view(*scores.lanes, *dv.shape[1:])
 
 
-def _exp(s: Tensor, shift: Tensor) -> Tensor:
-    """exp(s - ln2 * shift), in the memory of s."""
-    return torch.add(-shift, s, alpha=1.0 / LN2, out=s).exp2_()
+def _exp(s: Tensor, unit: float, shift: Tensor) -> Tensor:
+    """exp(unit * s - ln2 * shift), in the memory of s."""
+    return torch.add(-shift, s, alpha=unit / LN2, out=s).exp2_()  # Eq. 37
 
 
 def _visible(scores: Scores, predicate: Predicate | None) -> Tensor | None:

@@ -16,6 +16,9 @@ class Scores:
         """`exact` is for inputs with NaN, infinities or values near them: what is hidden is then replaced, never added to or multiplied."""
         call = part.call
         self.part, self.call, self.dtype, self.exact = part, call, dtype, exact
+        # Where nothing but the mask follows q.k, the scale is left to the exponential, which multiplies anyway: a tile holds score / unit.
+        bare = not call.softcap and call.bias is None and call.alibi_slopes is None and call.scale > 0.0
+        self.unit = call.scale if bare else 1.0
         q = part.queries(call.q)
         self.lanes = q.shape[:2]  # (batch, heads_k)
         self.width = q.shape[3]  # query heads a lane serves
@@ -39,11 +42,13 @@ class Scores:
         return x.view(*self.lanes, -1, self.width, x.shape[-1])
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, predicate: Predicate | None, slope: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Scores of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope` also the softcap's derivative (else None)."""
+        """Scores / unit of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope`, also the softcap's derivative."""
         q = self.q[:, self.rows(i0, i1)]
         softcap, derivative = self.call.softcap, None
         s = self.buffer("scores", q.shape[1], j1 - j0)
-        torch.baddbmm(s, q, self.k[:, j0:j1].mT, beta=0.0, alpha=self.call.scale / (softcap or 1.0), out=s)  # Eq. 1
+        torch.bmm(q, self.k[:, j0:j1].mT, out=s)
+        if self.unit == 1.0:
+            s.mul_(self.call.scale / (softcap or 1.0))  # Eq. 1
         if softcap:
             s.tanh_()  # Eq. 29
             if slope:
