@@ -63,7 +63,7 @@ def steps(call, backend):
     """(block, column range, whether a predicate is evaluated) of every step of the forward."""
     return [
         (block.start, step.start, step.stop, step.predicate is not None)
-        for part in parts(call, backend.tile_m, backend.tile_n)
+        for part in parts(call, backend.tile(call))
         for block in part.query_blocks(torch.float32)
         for step in block.steps
     ]
@@ -101,7 +101,7 @@ def test_lanes_are_taken_a_few_at_a_time(monkeypatch):
     monkeypatch.setitem(parts.__globals__["_PAIRS"], "cpu", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     call = call_on(24, 24, Causal(), heads_q=6, heads_k=3, batch=2)
-    assert len(list(parts(call, 8, 8))) == 6
+    assert len(list(parts(call, (8, 8)))) == 6
     tolerance.check_outputs(call, *Tiled(8, 8).forward(call))
 
 

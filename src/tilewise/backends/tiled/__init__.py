@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, parts
+from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, default_tile, parts
 from tilewise.backends.tiled.products import accumulate, tame
 from tilewise.backends.tiled.scores import Scores
 from tilewise.problem import Call, Gradients, Problem
@@ -31,6 +31,11 @@ class Tiled:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
         return [] if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
+    def tile(self, call: Call) -> tuple[int, int]:
+        """(tile_m, tile_n) that `call` is cut into."""
+        tile_m, tile_n = default_tile(call)
+        return self.tile_m or tile_m, self.tile_n or tile_n
+
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs)."""
         dtype = _compute_dtype(call)
@@ -39,7 +44,7 @@ class Tiled:
         if call.sink is not None:
             lse.copy_(call.sink[:, None])  # a row without keys has the sink alone in its denominator
         exact = not tame(call.bias, call.q, call.k, call.v)
-        for part in parts(call, self.tile_m, self.tile_n):
+        for part in parts(call, self.tile(call)):
             scores = Scores(part, dtype, exact)
             v = part.pack(part.keys(call.v), dtype)
             o_part, lse_part = part.queries(o), part.statistics(lse)
@@ -55,7 +60,7 @@ class Tiled:
         inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
         dq, dk, dv, d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)
         exact = not tame(call.bias, call.q, call.k, call.v, d_o)
-        for part in parts(call, self.tile_m, self.tile_n):
+        for part in parts(call, self.tile(call)):
             scores = Scores(part, dtype, exact)
             v = part.pack(part.keys(call.v), dtype)
             rows = Rows(scores, o, lse, d_o, d_lse)

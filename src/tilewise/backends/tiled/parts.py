@@ -110,13 +110,21 @@ def cut(x: Tensor, *slices: slice) -> Tensor:
     return x[tuple(part if size > 1 else slice(None) for part, size in zip(slices, x.shape, strict=False))]
 
 
-def parts(call: Call, tile_m: int | None, tile_n: int | None) -> Iterator[Part]:
+def default_tile(call: Call) -> tuple[int, int]:
+    """(tile_m, tile_n): few queries, and as many keys as keep the score tiles of all lanes in cache together."""
+    tile_m = _power_of_two(min(call.seqlen_q, max(_TILE_M // call.group, 16)))
+    rows = call.group * tile_m * max(call.batch * call.heads_k, 1)
+    return tile_m, _power_of_two(min(call.seqlen_k, max(_TILE_N, _budget(call) // rows)))
+
+
+def _budget(call: Call) -> int:
+    return _PAIRS.get(call.q.device.type, _PAIRS_ELSEWHERE)
+
+
+def parts(call: Call, tile: tuple[int, int]) -> Iterator[Part]:
     """Parts that cover every (batch, query head) once, as many lanes at a time as keep the score tiles in cache."""
-    group = call.group
-    tile_m = tile_m or _power_of_two(min(call.seqlen_q, max(_TILE_M // group, 16)))
-    budget = _PAIRS.get(call.q.device.type, _PAIRS_ELSEWHERE)
-    tile_n = tile_n or _power_of_two(min(call.seqlen_k, max(_TILE_N, budget // (group * tile_m * max(call.batch * call.heads_k, 1)))))
-    lanes = max(budget // (tile_m * tile_n * group), torch.get_num_threads())
+    group, (tile_m, tile_n) = call.group, tile
+    lanes = max(_budget(call) // (tile_m * tile_n * group), torch.get_num_threads())
     for plane in call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q):
         for heads_k, members in _head_ranges(plane.heads, group):
             heads = len(heads_k)

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# A CPU's matrix product adds the terms of an element one after another: over 256 rows that was 11 ulp, three times the naive formula's error,
+# on the values of keys that every query sees. Sums of 64 are added up instead (4 % of the time at seqlen 2048, AMD EPYC, 2026-11).
+_TERMS = 64
 _LIMIT = 1e9  # a product of three such values and the lengths stays far from the end of fp32
 
 
@@ -23,7 +26,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, visible: Tensor | None) -> Non
     plain product (a is zero at hidden pairs); the others, if anyone sees them, are added one by one.
     """
     if visible is None:
-        out.baddbmm_(a, b)
+        terms = _TERMS if b.device.type == "cpu" else max(b.shape[1], 1)
+        for i in range(0, b.shape[1], terms):
+            out.baddbmm_(a[:, :, i : i + terms], b[:, i : i + terms])
         return
     finite = b.isfinite().all(dim=-1).all(dim=0)  # (m,)
     out.baddbmm_(a[:, :, finite], b[:, finite])
