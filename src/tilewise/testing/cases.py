@@ -157,7 +157,7 @@ def _bias(case: Case, draw: _Draw) -> Tensor:
     bias = draw.normal(*(size if name in case.bias else 1 for name, size in sizes), case.seqlen_k)
     if case.bias_hides:
         bias[draw.uniform(*bias.shape) < 0.3] = -torch.inf
-        bias[..., -1, :] = -torch.inf
+        bias[..., -1:, :] = -torch.inf
     return bias
 
 
@@ -165,7 +165,7 @@ def random_mask(seqlen_q: int, seqlen_k: int, batch: int | None = None, heads: i
     """A seeded random boolean mask whose last row sees nothing."""
     shape = (seqlen_q, seqlen_k) if batch is None else (batch, heads, seqlen_q, seqlen_k)
     shown = torch.rand(shape, generator=torch.Generator().manual_seed(17)) < 0.6
-    shown[..., -1, :] = False
+    shown[..., -1:, :] = False
     return Dense(shown)
 
 

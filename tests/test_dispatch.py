@@ -1,0 +1,82 @@
+"""Which backend runs, what is said when none can, and that an explicit backend never falls back."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import dispatch
+from tilewise.errors import UnsupportedError
+
+
+class Half:
+    """Stands before the others and takes only fp16."""
+
+    name = "half"
+
+    def why_not(self, problem):
+        return [] if problem.dtype == torch.float16 else [f"it computes fp16, not {problem.dtype}"]
+
+    def tile(self, call):
+        return None
+
+    def forward(self, call):
+        raise RuntimeError("ran on half")
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Sets the installed backends."""
+
+    def install(*installed):
+        for cached in (dispatch.reasons, dispatch.choose):
+            cached.cache_clear()
+        monkeypatch.setattr(dispatch, "backends", lambda: installed)
+
+    yield install
+    dispatch.reasons.cache_clear()
+    dispatch.choose.cache_clear()
+
+
+def qkv(dtype=torch.float32):
+    return [torch.randn(1, 3, 1, 4).to(dtype) for _ in range(3)]
+
+
+def test_first_able_backend_runs(backends):
+    tiled, reference = dispatch.backends()
+    backends(Half(), tiled, reference)
+    assert tw.attention(*qkv()).isfinite().all()
+    with pytest.raises(RuntimeError, match="ran on half"):
+        tw.attention(*qkv(torch.float16))
+    why = tw.explain(*qkv())
+    assert why.backend == "tiled" and why.reasons["half"] == ["it computes fp16, not torch.float32"]
+    assert "passed over: half (it computes fp16, not torch.float32)" in str(why)
+
+
+def test_explicit_backend_never_falls_back(backends):
+    tiled, _ = dispatch.backends()
+    backends(Half(), tiled)
+    with pytest.raises(
+        UnsupportedError, match=r"backend 'half' cannot run this problem: it computes fp16, not torch.float32. backend='tiled' or"
+    ):
+        tw.attention(*qkv(), backend="half")
+
+
+def test_no_backend_lists_every_reason(backends):
+    _, reference = dispatch.backends()
+    backends(Half(), reference)
+    with pytest.raises(
+        UnsupportedError, match=r"no backend can run this problem .*half: it computes fp16.*reference: runs only when asked for"
+    ):
+        tw.attention(*qkv())
+    backends(Half())
+    with pytest.raises(UnsupportedError, match=r"'half' cannot .* no other backend can run it either"):
+        tw.attention(*qkv(), backend="half")
+
+
+def test_problem_holds_nothing_that_changes_from_call_to_call():
+    problems = {
+        tw.explain(*(torch.randn(batch, seqlen, 2, 8) for _ in range(3)), mask=mask).problem
+        for batch, seqlen in ((1, 5), (3, 64))
+        for mask in (tw.SlidingWindow(3, 0), tw.Causal())
+    }
+    assert len(problems) == 1
