@@ -51,7 +51,8 @@ def attention(
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
-        dropout_seed, dropout_offset: name the random numbers (Philox-4x32-10); seed None draws one from torch's generator.
+        dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator.
+        dropout_offset: where in their sequence they start, in [0, 2**63).
         deterministic: only backends whose gradients are bit-identical from run to run.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
@@ -100,10 +101,11 @@ def attention_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,) int32 or int64, starting at 0, non-decreasing, ending at most at total_q, total_k.
-            Tokens after the last document see nothing and are seen by none.
+        cu_seqlens_q: (documents + 1,) int32 or int64, starting at 0, non-decreasing, ending at most at total_q.
+        cu_seqlens_k: likewise for the keys. Tokens after the last document see nothing and are seen by none.
         alibi_slopes: (heads_q,); distances count within the document.
-        The other arguments are those of `attention`; random numbers of dropout count packed positions.
+
+    The other arguments are those of `attention`; random numbers of dropout count packed positions.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs).

@@ -28,7 +28,8 @@ def decode(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence.
-        k_cache, v_cache: (batch, capacity, heads_k, head_dim or head_dim_v), or with a page table (pages, page_size, heads_k, ...).
+        k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim).
+        v_cache: likewise, with head_dim_v.
         cache_seqlens: tokens in the cache, (batch,) int32 or int64 or one int for all; None where every sequence fills its capacity.
             What lies beyond is never read.
         page_table: (batch, max_pages) int32 or int64: page p of sequence b holds its tokens p * page_size onwards. Entries that
