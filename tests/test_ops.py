@@ -14,17 +14,18 @@ def qkv(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_k=2, head_dim=3, head_
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad) for shape in shapes]
 
 
-def operands(q, k, v, mask=masks.Causal(), sink=None, bias=None, rng=None, p=0.0):  # noqa: B008
+def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
     tensors = []
-    text = mask.text(tensors)
-    return q, k, v, bias, None, sink, None, rng, tensors, text, None, 0.0, p, False, True, None
+    absent = dict.fromkeys(("bias", "alibi_slopes", "sink", "diagonal", "rng", "scale", "backend"))
+    settings = {"softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "grad": True, "mask": mask.text(tensors), "mask_tensors": tensors}
+    return tuple(ops.Operands(**(dict(q=q, k=k, v=v) | absent | settings | fields)))
 
 
 OPCHECKS = {
     "plain": {},
     "sink": {"sink": torch.randn(4, dtype=torch.float64, requires_grad=True)},
     "bias": {"bias": torch.randn(1, 4, 1, 7, dtype=torch.float64, requires_grad=True)},
-    "dropout": {"rng": torch.tensor([3, 4]), "p": 0.25},
+    "dropout": {"rng": torch.tensor([3, 4]), "dropout_p": 0.25},
     "dense": {"mask": masks.Dense(torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) > 0.4)},
 }
 

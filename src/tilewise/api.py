@@ -67,11 +67,22 @@ def attention(
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
     errors.check_qkv(q, k, v)
-    operands = _operands(
-        q, k, v, causal, mask, scale, softcap, bias, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset, deterministic, backend
-    )
     errors.check_flag("return_lse", return_lse)
-    o, lse = ops.attend(*operands)
+    operands = _operands(
+        q,
+        k,
+        v,
+        _combine(causal, mask),
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout=(dropout_p, dropout_seed, dropout_offset),
+        deterministic=deterministic,
+        backend=backend,
+    )
+    o, lse = ops.attend(operands)
     return (o, lse) if return_lse else o
 
 
@@ -121,16 +132,24 @@ def attention_varlen(
         raise ValueError(
             "mask of packed documents must be one Mask for all heads, got a mapping of head ranges; call attention_varlen per range"
         )
-    inner = _combine(causal, mask)
-    operands = _operands(
-        q[None], k[None], v[None], False, None, scale, softcap, None, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset,
-        deterministic, backend,
-    )  # fmt: skip
-    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0])
-    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    text = f"Documents(#0,#1,inner={inner.text(mask_tensors)})"
     errors.check_flag("return_lse", return_lse)
-    o, lse = ops.attend(*operands[:6], diagonal, operands[7], mask_tensors, text, *operands[10:])
+    operands = _operands(
+        q[None],
+        k[None],
+        v[None],
+        Full(),
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout=(dropout_p, dropout_seed, dropout_offset),
+        deterministic=deterministic,
+        backend=backend,
+    )
+    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
+    text = f"Documents(#0,#1,inner={_combine(causal, mask).text(mask_tensors)})"
+    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    o, lse = ops.attend(operands._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
     return (o[0], lse[0]) if return_lse else o[0]
 
 
@@ -146,27 +165,39 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention` would.
     """
-    options.pop("return_lse", None)
     errors.check_qkv(q, k, v)
-    defaults = {
-        "causal": False, "mask": None, "scale": None, "softcap": 0.0, "bias": None, "alibi_slopes": None, "sink": None, "dropout_p": 0.0,
-        "dropout_seed": 0, "dropout_offset": 0, "deterministic": False, "backend": None,
-    }  # fmt: skip
-    if unknown := options.keys() - defaults.keys():
-        raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(defaults)}")
-    operands = _operands(q, k, v, *(defaults | options).values())
+    known = attention.__kwdefaults__
+    if unknown := options.keys() - known.keys():
+        raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(known)}")
+    given = known | {"dropout_seed": 0} | options
+    dropout = given["dropout_p"], given["dropout_seed"], given["dropout_offset"]
+    names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
+    operands = _operands(q, k, v, _combine(given["causal"], given["mask"]), dropout=dropout, **{name: given[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
-    return describe(ops.call_of(*operands[:-1]), operands[-1], copied)
+    return describe(ops.call_of(operands), operands.backend, copied)
 
 
 def _operands(
-    q, k, v, causal, mask, scale, softcap, bias, alibi_slopes, sink, dropout_p, dropout_seed, dropout_offset, deterministic, backend
-) -> tuple:
-    """Check what is not q, k, v, and arrange everything as the operands of `ops.forward`."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    dropout: tuple[float, int | None, int],
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+    bias: Tensor | None = None,
+) -> ops.Operands:
+    """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
     if scale is not None:
         errors.check_number("scale", scale)
     errors.check_number("softcap", softcap, low=0.0)
+    dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
     errors.check_flag("deterministic", deterministic)
     if backend is not None and not isinstance(backend, str):
@@ -178,15 +209,27 @@ def _operands(
         alibi_slopes = alibi_slopes.reshape(-1, heads_q).float()
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
-    rng = _random_state(dropout_seed, dropout_offset) if dropout_p > 0.0 else None
     mask_tensors: list[Tensor] = []
-    text = _combine(causal, mask).text(mask_tensors)
     q, k, v = (_autocast(x) for x in (q, k, v))
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
     q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
-    scale = None if scale is None else float(scale)
-    tensors = (q, k, v, bias, alibi_slopes, sink, None, rng)
-    return *tensors, mask_tensors, text, scale, float(softcap), float(dropout_p), deterministic, grad, backend
+    return ops.Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        diagonal=None,
+        rng=_random_state(seed, offset) if dropout_p > 0.0 else None,
+        mask=mask.text(mask_tensors),
+        mask_tensors=mask_tensors,
+        scale=None if scale is None else float(scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        deterministic=deterministic,
+        grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
+        backend=backend,
+    )
 
 
 def _combine(causal: bool, mask: Mask | Mapping | None) -> Mask:

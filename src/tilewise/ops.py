@@ -5,7 +5,7 @@ what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); 
 An absent optional output is an empty tensor, because a schema cannot return None.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,162 +14,131 @@ from tilewise import masks
 from tilewise.dispatch import choose
 from tilewise.problem import Call, Dropout
 
-_ONCE = "attention has no second derivative here; torch.autograd.grad(..., create_graph=True) may be called, but not differentiated again"
+
+class Operands(NamedTuple):
+    """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5.
+
+    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    diagonal: Tensor | None
+    rng: Tensor | None
+    mask_tensors: list[Tensor]
+    mask: str
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    grad: bool
+    backend: str | None
 
 
-def call_of(q, k, v, bias, alibi_slopes, sink, diagonal, rng, mask_tensors, mask, scale, softcap, dropout_p, deterministic, grad) -> Call:
-    """The `Call` that the operands of `forward` (all but the backend) describe."""
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, Tensor? diagonal, Tensor? rng, Tensor[] mask_tensors, "
+    "str mask, float? scale, float softcap, float dropout_p, bool deterministic, bool grad, str? backend"
+)
+TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
+BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
+
+
+def call_of(given: Operands) -> Call:
+    """The `Call` that the operands describe."""
     dropout = None
-    if rng is not None and dropout_p > 0.0:
-        seed, offset = rng.tolist()
-        dropout = Dropout(dropout_p, seed, offset)
+    if given.rng is not None and given.dropout_p > 0.0:
+        seed, offset = given.rng.tolist()
+        dropout = Dropout(given.dropout_p, seed, offset)
     return Call(
-        q=q,
-        k=k,
-        v=v,
-        mask=masks.parse(mask, mask_tensors),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        diagonal=diagonal,
+        q=given.q,
+        k=given.k,
+        v=given.v,
+        mask=masks.parse(given.mask, given.mask_tensors),
+        scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
+        softcap=given.softcap,
+        bias=given.bias,
+        alibi_slopes=given.alibi_slopes,
+        sink=given.sink,
+        diagonal=given.diagonal,
         dropout=dropout,
-        deterministic=deterministic,
-        grad=grad,
+        deterministic=given.deterministic,
+        grad=given.grad,
     )
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    diagonal: Tensor | None,
-    rng: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask: str,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    grad: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q); arguments as in `Call`, rng int64 (seed, offset)."""
-    call = call_of(q, k, v, bias, alibi_slopes, sink, diagonal, rng, mask_tensors, mask, scale, softcap, dropout_p, deterministic, grad)
-    return choose(call.problem, backend).forward(call)
+def _forward(*operands) -> tuple[Tensor, Tensor]:
+    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
+    given = Operands(*operands)
+    call = call_of(given)
+    return choose(call.problem, given.backend).forward(call)
 
 
-forward = torch.library.custom_op("tilewise::forward", _forward, mutates_args=())
+def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
+    given = Operands(*operands)
+    call = call_of(given)
+    grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
+    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
+
+
+forward = torch.library.custom_op("tilewise::forward", _forward, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+backward = torch.library.custom_op(
+    "tilewise::backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, bool bias_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @forward.register_fake
 def _(q, k, v, *_args):
     batch, seqlen_q, heads_q, _ = q.shape
-    o = q.new_empty((batch, seqlen_q, heads_q, v.shape[-1]))
-    return o, q.new_empty((batch, heads_q, seqlen_q), dtype=_statistics(q.dtype))
-
-
-def _statistics(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _backward(
-    o: Tensor,
-    lse: Tensor,
-    d_o: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    diagonal: Tensor | None,
-    rng: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask: str,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    bias_grad: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
-    call = call_of(q, k, v, bias, alibi_slopes, sink, diagonal, rng, mask_tensors, mask, scale, softcap, dropout_p, deterministic, True)
-    grads = choose(call.problem, backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
-    absent = q.new_empty(0)
-    return grads.q, grads.k, grads.v, absent if grads.bias is None else grads.bias, absent.clone() if grads.sink is None else grads.sink
-
-
-backward = torch.library.custom_op("tilewise::backward", _backward, mutates_args=())
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, seqlen_q, heads_q, v.shape[-1])), q.new_empty((batch, heads_q, seqlen_q), dtype=statistics)
 
 
 @backward.register_fake
-def _(
-    o,
-    lse,
-    d_o,
-    d_lse,
-    q,
-    k,
-    v,
-    bias,
-    alibi_slopes,
-    sink,
-    diagonal,
-    rng,
-    mask_tensors,
-    mask,
-    scale,
-    softcap,
-    p,
-    deterministic,
-    bias_grad,
-    backend,
-):
-    def like(x: Tensor | None) -> Tensor:
-        return q.new_empty(0) if x is None else x.new_empty(x.shape)
-
-    return like(q), like(k), like(v), like(bias if bias_grad else None), like(sink)
+def _(o, lse, d_o, d_lse, bias_grad, *operands):
+    given = Operands(*operands)
+    inputs = (given.q, given.k, given.v, given.bias if bias_grad else None, given.sink)
+    return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, mask_tensors, mask, scale, softcap, dropout_p, deterministic, _, backend = inputs
-    ctx.save_for_backward(*output, *tensors, *mask_tensors)
-    ctx.settings = (mask, scale, softcap, dropout_p, deterministic)
-    ctx.backend, ctx.mask_tensors = backend, len(mask_tensors)
+    given = Operands(*inputs)
+    ctx.save_for_backward(*output, *given[:TENSORS], *given.mask_tensors)
+    ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_o, d_lse, backward=backward):
     o, lse, *tensors = ctx.saved_tensors
-    tensors, mask_tensors = tensors[:8], tensors[8:]
-    if d_o is None:
-        d_o = torch.zeros_like(o)
-    bias_grad = tensors[3] is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, d_bias, d_sink = backward(o, lse, d_o, d_lse, *tensors, mask_tensors, *ctx.settings, bias_grad, ctx.backend)
-    d_sink = None if tensors[5] is None else d_sink
-    return dq, dk, dv, d_bias if bias_grad else None, None, d_sink, *[None] * 10
+    given = Operands(*tensors[:TENSORS], tensors[TENSORS:], *ctx.settings)
+    bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
+    grads = [None] * len(given)
+    *grads[:3], d_bias, d_sink = backward(o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given)
+    grads[BIAS] = d_bias if bias_grad else None
+    grads[SINK] = None if given.sink is None else d_sink
+    return tuple(grads)
 
 
 def _differentiate_operator(ctx, d_o, d_lse):
     grads = list(_differentiate(ctx, d_o, d_lse))
-    grads[8] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
+    grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
     return tuple(grads)
 
 
-forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
-
-
 def _refuse_second_derivative(ctx, *grads):
-    raise RuntimeError(_ONCE)
+    raise RuntimeError(
+        "attention has no second derivative here; torch.autograd.grad(..., create_graph=True) may be called, but not differentiated again"
+    )
 
 
+forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
 
 
@@ -218,11 +187,11 @@ class _Backward(torch.autograd.Function):
         _refuse_second_derivative(ctx, *grads)
 
 
-def attend(*operands) -> tuple[Tensor, Tensor]:
-    """O and LSE for the operands of `forward`, by the shortest way that all who watch allow."""
+def attend(operands: Operands) -> tuple[Tensor, Tensor]:
+    """O and LSE, by the shortest way that all who watch allow."""
     if torch.compiler.is_compiling():
         return forward(*operands)
-    if operands[-2] or _watched(operands[0]):
+    if operands.grad or _watched(operands.q):
         return _Forward.apply(*operands)
     return _forward(*operands)
 
@@ -233,24 +202,24 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _vmap(op, batched: int, info, in_dims, args):
-    """Map `op`, whose first `batched` operands have a batch dimension: fold the mapped dimension into it where no other operand minds."""
+def _vmap(op, info, in_dims, args, batched: tuple[int, ...]):
+    """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
     size = info.batch_size
-    plain = all(x is None or isinstance(x, str | float | bool) or (isinstance(x, list | tuple) and not x) for x in args[batched:])
-    if plain and args[0].shape[0] > 0:
-        folded = [None if x is None else _fold(x, dim, size) for x, dim in zip(args[:batched], in_dims, strict=False)]
-        results = op(*folded, *args[batched:])
+    others = (x for at, x in enumerate(args) if at not in batched)
+    if args[0].numel() and not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
+        folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
+        results = op(*folded)
         return tuple(y.unflatten(0, (size, -1)) if y.dim() > 1 else y.expand(size, 0) for y in results), (0,) * len(results)
-    pick = lambda x, dim, n: x if dim is None else x.select(dim, n)  # noqa: E731
-    rows = []
-    for n in range(size):
-        row = [
-            [pick(y, d, n) for y, d in zip(x, dim or [None] * len(x), strict=True)] if isinstance(x, list | tuple) else pick(x, dim, n)
-            for x, dim in zip(args, in_dims, strict=True)
-        ]
-        rows.append(op(*row))
+    rows = [op(*(_pick(x, dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(size)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 
 
-forward.register_vmap(lambda info, in_dims, *args: _vmap(forward, 3, info, in_dims, args))
-backward.register_vmap(lambda info, in_dims, *args: _vmap(backward, 7, info, in_dims, args))
+def _pick(x, dim, n: int):
+    """Entry n of an operand, or of each tensor of a list, along the dimension it is mapped over."""
+    if isinstance(x, list | tuple):
+        return [_pick(y, d, n) for y, d in zip(x, dim or [None] * len(x), strict=True)]
+    return x if dim is None else x.select(dim, n)
+
+
+forward.register_vmap(lambda info, in_dims, *args: _vmap(forward, info, in_dims, args, (0, 1, 2)))
+backward.register_vmap(lambda info, in_dims, *args: _vmap(backward, info, in_dims, args, (0, 1, 2, 3, 5, 6, 7)))
