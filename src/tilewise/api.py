@@ -210,7 +210,8 @@ def _operands(
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x) for x in (q, k, v))
     q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
     return ops.Operands(
         q=q,
@@ -258,9 +259,7 @@ def _random_state(seed: int | None, offset: int) -> Tensor:
 
 def _autocast(x: Tensor) -> Tensor:
     """x in the dtype of the surrounding torch.autocast region, as torch's own attention is cast (fp64 stays)."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _last_dim_strided(x: Tensor) -> bool:

@@ -82,7 +82,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
 
 def check_number(name: str, x: float, low: float = -math.inf, high: float = math.inf, high_open: bool = False) -> None:
     """Refuse what is not a finite real number in [low, high] (or [low, high) where `high_open`)."""
-    if isinstance(x, bool) or not isinstance(x, Real | torch.SymFloat | torch.SymInt):
+    if type(x) not in (float, int) and (isinstance(x, bool) or not isinstance(x, Real | torch.SymFloat | torch.SymInt)):
         raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
     finite = -math.inf < x < math.inf  # in this form torch.compile can trace it for a symbolic number
     if not (finite and low <= x and (x < high if high_open else x <= high)):
