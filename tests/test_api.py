@@ -115,6 +115,19 @@ def test_decode_through_a_page_table_equals_the_plain_cache():
     assert torch.equal(got, tw.decode(q, k, v, cache_seqlens=lengths))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode_cuts_a_dense_mask_to_each_sequence(batch):
+    q, k, v = random(3, 1, 4, 8), random(3, 9, 2, 8, seed=1), random(3, 9, 2, 5, seed=2)
+    shown = torch.rand(batch, 4, 1, 9, generator=torch.Generator().manual_seed(0)) > 0.5
+    lengths = [9, 4, 6]
+    got = tw.decode(q, k, v, cache_seqlens=torch.tensor(lengths), mask=tw.Dense(shown), alibi_slopes=torch.rand(1, 4))
+    assert got.shape == (3, 1, 4, 5)
+    got = tw.decode(q, k, v, cache_seqlens=torch.tensor(lengths), mask=tw.Dense(shown))
+    for b, n in enumerate(lengths):
+        mask = tw.Dense(shown[min(b, batch - 1), None, ..., :n])
+        assert torch.equal(got[b : b + 1], tw.attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], mask=mask))
+
+
 def test_decode_defaults_and_no_sequences():
     q, k, v = random(2, 1, 4, 8), random(2, 6, 2, 8), random(2, 6, 2, 5)
     assert torch.equal(tw.decode(q, k, v), tw.decode(q, k, v, cache_seqlens=6))
@@ -136,6 +149,13 @@ def test_dropout_follows_torch_seed_and_explicit_seed():
     assert torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1]) and not torch.equal(draws[0][0], draws[0][1])
     seeded = [tw.attention(q, k, v, dropout_p=0.5, dropout_seed=7, dropout_offset=n) for n in (0, 0, 1)]
     assert torch.equal(seeded[0], seeded[1]) and not torch.equal(seeded[0], seeded[2])
+
+
+def test_explain_draws_no_random_number():
+    q = random(1, 4, 2, 8)
+    before = torch.get_rng_state()
+    tw.explain(q, q, q, dropout_p=0.5)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_explain_names_the_backend_the_tiles_and_the_others():

@@ -56,11 +56,13 @@ DENSE = [
     ({"scale": math.inf}, ValueError, r"scale must be a finite number"),
     ({"scale": "1"}, ValueError, r"scale must be a number, got str '1'"),
     ({"scale": torch.tensor(0.5)}, ValueError, r"scale must be a number, got Tensor"),
-    ({"softcap": -1.0}, ValueError, r"softcap must be a finite number >= 0, got -1"),
+    ({"softcap": -1.0}, ValueError, r"softcap must be a finite number in \[0, 1e\+30\], got -1"),
+    ({"softcap": 10**400}, ValueError, r"softcap must be a finite number in \[0, 1e\+30\], got inf"),
     ({"softcap": math.nan}, ValueError, r"softcap must be a finite number"),
     ({"dropout_p": 1.0}, ValueError, r"dropout_p must be a finite number in \[0, 1\), got 1"),
     ({"dropout_p": -0.1}, ValueError, r"dropout_p must be"),
     ({"dropout_p": 0.5, "dropout_seed": -1}, ValueError, r"dropout_seed must be an integer in \[0, 2\*\*63\), got -1"),
+    ({"dropout_p": 0.5, "dropout_offset": 2**32}, ValueError, r"dropout_offset must be an integer in \[0, 2\*\*32\)"),
     ({"dropout_p": 0.5, "dropout_offset": 1.5}, ValueError, r"dropout_offset must be an integer"),
     ({"deterministic": 1}, ValueError, r"deterministic must be True or False, got int 1"),
     ({"causal": None}, ValueError, r"causal must be True or False"),
@@ -112,6 +114,12 @@ CACHED = [
     ({"k_cache": K[..., :4]}, ShapeError, r"k_cache has head_dim 4, but q has head_dim 8"),
     ({"v_cache": V[:, :3]}, ShapeError, r"v_cache has capacity 3, but k_cache has capacity 7"),
     ({"q": Q[:, :1].clone().requires_grad_()}, ValueError, r"q requires grad, but decode is for inference"),
+    ({"sink": torch.zeros(4, requires_grad=True)}, ValueError, r"sink requires grad, but decode is for inference"),
+    ({"alibi_slopes": torch.ones(3, 4)}, ShapeError, r"alibi_slopes has batch 3, but q has batch 2"),
+    ({"mask": tw.Dense(torch.ones(3, 1, 1, 7, dtype=torch.bool))}, ShapeError, r"mask has batch 3 and 7 keys, but q has batch 2"),
+    ({"mask": tw.Dense(torch.ones(1, 6, dtype=torch.bool))}, ShapeError, r"the cache holds 7 tokens a sequence"),
+    ({"mask": tw.Dense(torch.ones(1, 7, dtype=torch.bool)) & tw.Causal()}, UnsupportedError, r"write the whole mask as one Dense"),
+    ({"q": Q[:0, :1], "k_cache": K[:0], "v_cache": V[:0], "scale": math.nan}, ValueError, r"scale must be a finite number"),
 ]
 PAGED = [
     ({}, None, ""),
@@ -140,6 +148,8 @@ def test_bad_argument(run, changes, error, message):
     [
         ([], [], "at least one"),
         ([Q], [], "1 outputs and 0 lses"),
+        (3, 4, "outputs must be a list or tuple of tensors"),
+        ([Q, Q.half()], [torch.zeros(2, 4, 5)] * 2, r"outputs\[1\] is torch.float16, but outputs\[0\] is torch.float32"),
         ([Q, Q[:1]], [torch.zeros(2, 4, 5)] * 2, r"outputs\[1\]"),
         ([Q], [torch.zeros(2, 5, 4)], r"lses\[0\] has shape \(2, 5, 4\).*needs \(2, 4, 5\)"),
         ([Q], [torch.zeros(2, 4, 5, dtype=torch.int32)], r"lses\[0\] must be float32 or float64"),
@@ -153,6 +163,8 @@ def test_bad_merge(outputs, lses, message):
 def test_explain_refuses_what_attention_refuses():
     with pytest.raises(ShapeError, match="k has batch 1"):
         tw.explain(Q, K[:1], V)
+    with pytest.raises(ValueError, match="return_lse must be True or False"):
+        tw.explain(Q, K, V, return_lse=7)
     with pytest.raises(ValueError, match="unknown options .*'windows'"):
         tw.explain(Q, K, V, windows=3)
 

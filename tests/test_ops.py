@@ -30,9 +30,10 @@ OPCHECKS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("extra", OPCHECKS.values(), ids=OPCHECKS)
-def test_opcheck(extra):
-    torch.library.opcheck(ops.forward, operands(*qkv(), **extra))
+def test_opcheck(extra, backend):
+    torch.library.opcheck(ops.forward, operands(*qkv(), **extra, backend=backend))
 
 
 FEATURES = {
@@ -188,6 +189,18 @@ def test_autocast_computes_in_its_dtype():
     assert q.grad.dtype == torch.float32
 
 
+def test_autocast_takes_mixed_inputs_as_torch_does():
+    q, k, v = qkv(dtype=torch.float32, grad=False)
+    bias = torch.randn(1, 4, 5, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = tw.attention(q, k, v.bfloat16(), bias=bias.half())
+        wide = tw.attention(q, k, v, bias=bias)
+        packed = tw.attention_varlen(q[0], k[0], v[0].bfloat16(), torch.tensor([0, 5]), torch.tensor([0, 7]))
+    low = [x.bfloat16() for x in (q, k, v)]
+    assert torch.equal(o, tw.attention(*low, bias=bias.half().bfloat16())) and torch.equal(wide, tw.attention(*low, bias=bias))
+    assert torch.equal(packed, tw.attention(*(x[:1] for x in low))[0])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_repeats_the_dropout(reentrant):
     def run(q, k, v):
@@ -220,6 +233,20 @@ def test_vmap_equals_the_loop(in_dims):
     slices = [[x if dim is None else x.select(dim, n) for x, dim in zip(inputs, in_dims, strict=True)] for n in range(3)]
     for got, expected in zip(torch.vmap(run, in_dims)(*inputs), zip(*(run(*x) for x in slices), strict=True), strict=True):
         torch.testing.assert_close(got, torch.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4, 3), (3, 0, 5, 4, 3), (3, 2, 0, 4, 3)], ids=str)
+def test_vmap_over_empty_dimensions(shape):
+    q, k = torch.randn(shape), torch.randn(*shape[:2], 0, 2, 3)
+    o, lse = torch.vmap(lambda *x: tw.attention(*x, return_lse=True))(q, k, k)
+    assert o.shape == shape and lse.shape == (*shape[:2], shape[3], shape[2]) and (o == 0).all()
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+def test_forward_mode_is_refused(transform):
+    q, k, v = qkv(grad=False)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        transform(lambda q: tw.attention(q, k, v).sum())(q)
 
 
 def test_vmap_of_gradients_of_sink_and_bias():

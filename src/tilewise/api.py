@@ -46,13 +46,14 @@ def attention(
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom right). With `mask`, both must allow a pair.
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
         scale: multiplies the scores; None is head_dim ** -0.5.
-        softcap: bound on the scaled score, 0 for none.
+        softcap: bound on the scaled score, at most 1e30; 0 for none.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
-        dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator.
-        dropout_offset: where in their sequence they start, in [0, 2**63).
+        dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator
+            (inside torch.compile from the compiled program's, which differs from eager).
+        dropout_offset: a second number that tells draws apart, in [0, 2**32): the same seed with another offset drops other pairs.
         deterministic: only backends whose gradients are bit-identical from run to run.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
@@ -66,6 +67,7 @@ def attention(
         ValueError: a number, flag or name out of its range.
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
+    q, k, v, bias = _autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)
     operands = _operands(
@@ -124,6 +126,7 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
+    q, k, v, _ = _autocast(q, k, v)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
@@ -148,7 +151,7 @@ def attention_varlen(
     )
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
     text = f"Documents(#0,#1,inner={_combine(causal, mask).text(mask_tensors)})"
-    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
     o, lse = ops.attend(operands._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
     return (o[0], lse[0]) if return_lse else o[0]
 
@@ -165,12 +168,15 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention` would.
     """
-    errors.check_qkv(q, k, v)
     known = attention.__kwdefaults__
     if unknown := options.keys() - known.keys():
         raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(known)}")
-    given = known | {"dropout_seed": 0} | options
-    dropout = given["dropout_p"], given["dropout_seed"], given["dropout_offset"]
+    given = known | options
+    errors.check_flag("return_lse", given["return_lse"])
+    seed = 0 if given["dropout_seed"] is None else given["dropout_seed"]  # nothing is drawn from torch's generator
+    dropout = given["dropout_p"], seed, given["dropout_offset"]
+    q, k, v, given["bias"] = _autocast(q, k, v, given["bias"])
+    errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
     operands = _operands(q, k, v, _combine(given["causal"], given["mask"]), dropout=dropout, **{name: given[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
@@ -196,7 +202,7 @@ def _operands(
     batch, _, heads_q, _ = q.shape
     if scale is not None:
         errors.check_number("scale", scale)
-    errors.check_number("softcap", softcap, low=0.0)
+    errors.check_number("softcap", softcap, low=0.0, high=1e30)
     dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
     errors.check_flag("deterministic", deterministic)
@@ -210,8 +216,6 @@ def _operands(
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x) for x in (q, k, v))
     q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
     return ops.Operands(
         q=q,
@@ -241,6 +245,8 @@ def _combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
         raise ShapeError(
             "mask must be a tilewise mask, got a torch.Tensor; wrap a bool tensor as tilewise.Dense(mask), pass floats as bias="
         )
+    if type(mask).__name__ == "BlockMask":
+        raise ValueError("mask must be a tilewise mask, got torch's BlockMask; convert it with tilewise.blockmask.from_flex(mask)")
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a tilewise mask, a mapping of head ranges to masks, or None, got {type(mask).__name__} {mask!r}")
     if mask is None:
@@ -250,26 +256,33 @@ def _combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
 
 def _random_state(seed: int | None, offset: int) -> Tensor:
     """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
-    for name, x in (("dropout_seed", seed), ("dropout_offset", offset)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**63):
-            raise ValueError(f"{name} must be an integer in [0, 2**63), got {x!r}")
+    for name, x, bits in (("dropout_seed", seed, 63), ("dropout_offset", 0 if offset is None else offset, 32)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits):
+            raise ValueError(f"{name} must be an integer in [0, 2**{bits}), got {x!r}")
     drawn = torch.randint(0, 2**62, (1,)) if seed is None else torch.tensor([seed])
     return torch.cat((drawn, torch.tensor([offset])))
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """x in the dtype of the surrounding torch.autocast region, as torch's own attention is cast (fp64 stays)."""
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+    """q, k, v and a bias that is not fp32, in the dtype of a surrounding torch.autocast region, as torch casts for its own attention."""
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x):
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
 
 
 def _last_dim_strided(x: Tensor) -> bool:
     return x.shape[-1] > 1 and x.stride(-1) != 1
 
 
-def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> Tensor:
+def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> Tensor:
     """(total_q,) int64: for a query of document d, the end of its keys minus the end of its queries (see `Call.diagonal`)."""
-    ends_q, ends_k = cu_seqlens_q[1:].long(), cu_seqlens_k[1:].long()
+    ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     if ends_q.shape[0] == 0:
         return ends_q.new_zeros(total_q)
-    document = torch.searchsorted(ends_q, torch.arange(total_q, device=ends_q.device), right=True)
+    document = torch.searchsorted(ends_q, torch.arange(total_q, device=device), right=True)
     return (ends_k - ends_q)[document.clamp(max=ends_q.shape[0] - 1)]

@@ -1,7 +1,10 @@
 """A set of (query, key) pairs as packed bits: what a mask becomes when no few bands describe it."""
 
 import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +90,13 @@ class Bitmap:
         """The set as a boolean matrix (seqlen_q, seqlen_k)."""
         return self.rows(0, self.seqlen_q)
 
+    def nbytes(self) -> int:
+        """The bytes of the bits, of the transpose's, and of the tiles made from either."""
+        made = list(self.memo.values())
+        flipped = [other for other in made if isinstance(other, Bitmap)]
+        tiles = [runs for one in (self, *flipped) for runs in list(one.memo.values()) if not isinstance(runs, Bitmap)]
+        return sum(one.bits.nbytes for one in (self, *flipped)) + sum(runs.bitmaps.nbytes for runs in tiles)
+
     def _with(self, bits: ndarray) -> "Bitmap":
         return Bitmap(bits, self.seqlen_q, self.seqlen_k)
 
@@ -105,24 +115,25 @@ class Content(NamedTuple):
     digest: bytes
 
 
-_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version when it was read, Content)
+_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version and address when it was read, Content)
 
 
 def content(tensor: Tensor) -> Content:
     """The bits of a bool tensor (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), or of a uint8 tensor that is packed already.
 
-    They are read once, and again after the tensor was written to.
+    They are read once, and again after the tensor was written to; each time where it is an inference tensor, which counts no writes.
     """
-    version = 0 if tensor.is_inference() else tensor._version
+    if tensor.is_meta:
+        raise ShapeError("a mask tensor on the meta device has no values; pass one on a real device")
+    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
     seen, found = _READ.get(tensor, (None, None))
-    if found is None or seen != version:
-        if tensor.is_meta:
-            raise ShapeError("a mask tensor on the meta device has no values; pass one on a real device")
+    if version is None or seen != version:
         given = tensor.detach().cpu().numpy()
         given = given.reshape((1,) * (4 - given.ndim) + given.shape)
         bits = given.copy() if given.dtype == np.uint8 else _packed(given)
         found = Content(bits, _digest(tensor, bits))
-        _READ[tensor] = (version, found)
+        if version is not None:
+            _READ[tensor] = (version, found)
     return found
 
 
@@ -138,3 +149,27 @@ def _digest(tensor: Tensor, bits: ndarray) -> bytes:
     state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     state.update(bits)
     return state.digest()
+
+
+class Recent:
+    """Values made lately, by key; beyond `limit` bytes the one unused for longest goes first. The newest stays whatever its size."""
+
+    def __init__(self, limit: int, size: Callable[[object], int]) -> None:
+        self.limit, self.size = limit, size
+        self.values: OrderedDict = OrderedDict()
+        self.lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], object]):
+        """The value of `key`, made where it is not there."""
+        with self.lock:
+            if key in self.values:
+                self.values.move_to_end(key)
+                return self.values[key]
+        made = make()
+        with self.lock:
+            made = self.values.setdefault(key, made)
+            self.values.move_to_end(key)
+            total = sum(map(self.size, self.values.values()))
+            while total > self.limit and len(self.values) > 1:
+                total -= self.size(self.values.popitem(last=False)[1])
+        return made

@@ -1,18 +1,21 @@
 """The command line: `tilewise demo | check | bench | explain | report | doctor`. Nothing heavy is imported before a command runs."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE, UNUSABLE, INTERRUPTED = 2, 3, 130
+USAGE, UNUSABLE, INTERRUPTED, UNREAD = 2, 3, 130, 141
+THREADS_A_CORE = 8  # more than this is a slip; some libraries crash where they cannot start as many as were asked for
 
 EXIT_CODES = """exit codes:
   0    done
   1    a check failed: a result is wrong, or two trainings disagree
   2    wrong usage, or a value that makes no sense
   3    this machine lacks what is needed: no usable backend, a missing package, a file that cannot be read or written
-  130  interrupted (Ctrl-C)"""
+  130  interrupted (Ctrl-C)
+  141  whatever read the output stopped reading, as in `tilewise doctor | head -1`"""
 
 EXAMPLES = {
     "demo": """  tilewise demo                                  the whole demo, under 3 minutes on 2 cores
@@ -45,6 +48,17 @@ def entry() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments (default: the process's own); returns the exit code."""
     try:
+        code = _main(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while a closed pipe can still be told from a failure
+        return code
+    except BrokenPipeError:
+        _discard_output()
+        return UNREAD
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         options = parser().parse_args(argv)
     except SystemExit as stop:  # argparse has already said what it had to say
         return int(stop.code or 0)
@@ -53,11 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, ImportError, OSError, MemoryError) as error:
         if options.traceback:
             raise
         print(f"tilewise {options.command}: {_sentence(error)}", file=sys.stderr)
         return USAGE if isinstance(error, ValueError) else UNUSABLE
+
+
+def _discard_output() -> None:
+    """Point standard output nowhere, so that what is still buffered does not fail again when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -101,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(command)
-        command.add_argument("--threads", type=_positive, metavar="N", help="threads of torch on the CPU (default: torch's own choice)")
+        command.add_argument("--threads", type=_threads, metavar="N", help="threads of torch on the CPU (default: torch's own choice)")
         command.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return top
 
@@ -120,6 +143,18 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "positive number"  # argparse names the type in its message
+
+
+def _threads(text: str) -> int:
+    number, cores = _positive(text), os.cpu_count() or 1
+    if number > THREADS_A_CORE * cores:
+        raise argparse.ArgumentTypeError(
+            f"{number} is too many; this machine's {cores} cores take up to {THREADS_A_CORE * cores}, {THREADS_A_CORE} for each"
+        )
+    return number
+
+
+_threads.__name__ = _positive.__name__
 
 
 def _positives(text: str) -> tuple[int, ...]:
@@ -194,7 +229,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--budget",
         dest="budget_s",
-        type=float,
+        type=_seconds,
         default=1.0,
         metavar="SECONDS",
         help="to time one contender on one workload (default: %(default)g)",

@@ -1,5 +1,6 @@
 """What each command of the command line does: it calls the library, and prints what comes back."""
 
+import errno
 import glob
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -19,10 +21,17 @@ SHOWN_FAILURES = 20
 WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
 
 
-def console_for_tables() -> Console:
+class Output(Console):
+    """Standard output. Where nobody reads it any more that is BrokenPipeError, as for `print`, and not rich's own exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def console_for_tables() -> Output:
     """The terminal as it is; wide where the output is none."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDE)
+    console = Output()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Output(width=WIDE)
 
 
 def require(device: torch.device) -> None:
@@ -33,9 +42,19 @@ def require(device: torch.device) -> None:
         raise UnsupportedError(f"there is no device {device} here; {why_no_gpu() or 'tilewise doctor lists those that there are'}")
 
 
+def require_writable(path: Path) -> None:
+    """Make the folder of `path`, and raise OSError where no file can be written at `path`: before the work whose result goes there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
 def demo(options: Namespace) -> int:
     from tilewise.demo.job import Options, run
 
+    require_writable(options.out)
     names = ("steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
     same = run(Options(**{name: getattr(options, name) for name in names}), console_for_tables())
     return OK if same else FAILED
@@ -99,7 +118,7 @@ def _print_reasons(console: Console, outcomes: list) -> None:
 
 
 def bench(options: Namespace) -> int:
-    """Measure; FAILED when a result missed the tolerance, UNUSABLE when nothing could be timed."""
+    """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed."""
     import tilewise.bench as harness
     from tilewise.demo.job import progress
 
@@ -111,6 +130,8 @@ def bench(options: Namespace) -> int:
     names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "set")
     workloads = harness.workloads_from({name: value for name in names if (value := getattr(options, name)) is not None})
     impls = harness.find(options.impl)
+    if options.out:
+        require_writable(options.out)
     with progress(console) as bars:
         rows = harness.run(
             workloads,
@@ -120,11 +141,11 @@ def bench(options: Namespace) -> int:
             progress=_bench_progress(bars),
             memory=not options.no_memory,
         )
-    console.print(harness.table(rows))
+    console.print(harness.table(rows, console.width))
     if options.out:
         harness.append(options.out, rows)
         console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)
-    if any(row.passed is False for row in rows):
+    if any(row.passed is False and row.impl.partition(":")[0] == "tilewise" for row in rows):
         return FAILED
     return OK if any(row.median_s is not None for row in rows) else UNUSABLE
 
@@ -155,7 +176,7 @@ def explain(options: Namespace) -> int:
     )
     q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
     explanation = tilewise.explain(q, k, v, mask=mask, backend=options.backend)
-    Console().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+    Output().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
     return OK
 
 
@@ -211,11 +232,18 @@ def doctor(options: Namespace) -> int:
         facts.add_row("GPU", f"[yellow]none[/]: {reason}")
     console.print(facts)
     console.print(_packages_table(diagnosis))
-    usable = Table("backend", "device", "usable", "why not", title="Backends, for causal attention with gradients", title_justify="left")
-    for status in statuses:
-        usable.add_row(status.name, status.device, "[green]yes[/]" if status.usable else "[red]no[/]", "; ".join(status.reasons))
-    console.print(usable)
+    console.print(_backends_table(statuses))
     return verdict
+
+
+def _backends_table(statuses: list) -> Table:
+    table = Table(title="Backends, for causal attention with gradients", title_justify="left")
+    for column in ("backend", "device", "usable", "what runs", "why not"):
+        table.add_column(column)
+    for status in statuses:
+        verdict = "[green]yes[/]" if status.usable else "[red]no[/]"
+        table.add_row(status.name, status.device, verdict, escape(status.description), escape("; ".join(status.reasons)))
+    return table
 
 
 def _packages_table(diagnosis) -> Table:

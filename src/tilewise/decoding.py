@@ -4,8 +4,19 @@ import torch
 from torch import Tensor
 
 from tilewise.api import INDEX_DTYPES, attention
-from tilewise.errors import ShapeError, check_flag, check_head_dim, check_heads, check_like, check_no_grad, check_size, check_tensor
-from tilewise.masks import Mask
+from tilewise.errors import (
+    ShapeError,
+    UnsupportedError,
+    check_alibi,
+    check_flag,
+    check_head_dim,
+    check_heads,
+    check_like,
+    check_no_grad,
+    check_size,
+    check_tensor,
+)
+from tilewise.masks import Dense, Mask
 
 
 def decode(
@@ -34,7 +45,11 @@ def decode(
             What lies beyond is never read.
         page_table: (batch, max_pages) int32 or int64: page p of sequence b holds its tokens p * page_size onwards. Entries that
             cache_seqlens does not reach may hold anything.
-        causal: query i sees the cache up to its own position (bottom right). The other arguments are those of `attention`.
+        causal: query i sees the cache up to its own position (bottom right).
+        mask: as in `attention`, aligned to each sequence's own length; a Dense mask stands alone and spans the capacity,
+            (batch or 1, heads or 1, seqlen_q or 1, capacity).
+
+    The other arguments are those of `attention`.
 
     Returns:
         O (batch, seqlen_q, heads_q, head_dim_v), and with `return_lse` LSE (batch, heads_q, seqlen_q).
@@ -48,7 +63,9 @@ def decode(
         check_tensor(name, x, (*lead, "heads_k", dim))
         check_like(name, x, q)
         check_no_grad(name, x, "decode is for inference and has no gradient")
-    check_no_grad("q", q, "decode is for inference and has no gradient")
+    for name, x in (("q", q), ("sink", sink)):
+        if isinstance(x, Tensor):
+            check_no_grad(name, x, "decode is for inference and has no gradient")
     check_flag("return_lse", return_lse)
     check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[3], "q")
     for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
@@ -64,15 +81,36 @@ def decode(
         rows = cache[b] if pages is None else cache[pages[b].to(cache.device)].flatten(0, 1)
         return rows[None, : lengths[b]]
 
-    options = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "sink": sink, "backend": backend, "return_lse": True}
-    parts = []
+    if isinstance(alibi_slopes, Tensor):
+        check_alibi(alibi_slopes, q, batch, q.shape[2])
+    options = {"causal": causal, "scale": scale, "softcap": softcap, "sink": sink, "backend": backend, "return_lse": True}
+    if batch == 0:
+        o, lse = attention(q, k_cache[:0, :0], v_cache[:0, :0], mask=mask, alibi_slopes=alibi_slopes, **options)
+        return (o, lse) if return_lse else o
+    masks, parts = _masks(mask, lengths, capacity), []
     for b in range(batch):
-        slopes = alibi_slopes[b] if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else alibi_slopes
-        parts.append(attention(q[b : b + 1], sequence(k_cache, b), sequence(v_cache, b), alibi_slopes=slopes, **options))
-    if not parts:
-        return attention(q, k_cache[:0, :0], v_cache[:0, :0], return_lse=return_lse, backend=backend)
+        slopes = alibi_slopes[b] if isinstance(alibi_slopes, Tensor) and alibi_slopes.shape[:-1] == (batch,) else alibi_slopes
+        options |= {"alibi_slopes": slopes, "mask": masks[b]}
+        parts.append(attention(q[b : b + 1], sequence(k_cache, b), sequence(v_cache, b), **options))
     o, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
+
+
+def _masks(mask: Mask | None, lengths: list[int], capacity: int) -> list[Mask | None]:
+    """The mask of each sequence. A Dense one spans the cache's capacity and may differ by sequence; it is cut to what is there."""
+    if not isinstance(mask, Mask) or mask.kind != "bitmap":
+        return [mask] * len(lengths)
+    if not isinstance(mask, Dense):
+        raise UnsupportedError(
+            "decode takes a Dense mask alone, or a mask without one; write the whole mask as one Dense (causal= still applies)"
+        )
+    shown = mask.tensor if mask.tensor.dim() == 4 else mask.tensor[None, None]
+    if shown.shape[0] not in (1, len(lengths)) or shown.shape[3] != capacity:
+        raise ShapeError(
+            f"mask has batch {shown.shape[0]} and {shown.shape[3]} keys, but q has batch {len(lengths)} and the cache holds {capacity} tokens "
+            "a sequence; a Dense mask needs batch 1 or q's, and the whole capacity"
+        )
+    return [Dense(row[None, ..., :length]) for row, length in zip(shown.expand(len(lengths), -1, -1, -1), lengths, strict=True)]
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.bitmap import Bitmap, content
 from tilewise.errors import ShapeError
 from tilewise.expression import Mask, Plane
+from tilewise.mask_arguments import check_count
 
 
 class _PairByPair(Mask):
@@ -28,7 +29,9 @@ class _PairByPair(Mask):
 class Dense(_PairByPair):
     """A boolean tensor, true where visible: (seqlen_q or 1, seqlen_k), or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k).
 
-    It is read when it is first needed (a copy of one bit a pair is kept), and compared by content.
+    It is read when it is first needed (a copy of one bit a pair is kept), again after torch's operators wrote to it, and compared by
+    content. A tensor made under torch.inference_mode() counts no writes, so each call reads it. Writes that torch does not count, through
+    `.data`, a numpy array or DLPack, are not seen: give a new tensor after them, such as a clone.
     """
 
     tensor: Tensor
@@ -37,9 +40,9 @@ class Dense(_PairByPair):
         given = self.tensor
         if not isinstance(given, Tensor):
             raise ShapeError(f"Dense: expected a bool tensor, got {type(given).__name__}; convert it with torch.as_tensor")
-        if given.dtype != torch.bool or given.layout != torch.strided:
+        if given.dtype != torch.bool or given.layout != torch.strided or given.is_nested:
             raise ShapeError(
-                f"Dense: expected a strided bool tensor, got {given.dtype}, {given.layout}; "
+                f"Dense: expected a strided bool tensor, got {given.dtype}, {'nested' if given.is_nested else given.layout}; "
                 "write mask > 0 (or == 0) to say what is visible, and pass scores to add as bias="
             )
         if given.dim() not in (2, 4):
@@ -69,6 +72,7 @@ class Packed(_PairByPair):
     seqlen_k: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seqlen_k", check_count("Packed: seqlen_k", self.seqlen_k))
         given = self.bits
         if not isinstance(given, Tensor) or given.dtype != torch.uint8 or given.dim() != 4 or given.shape[3] != -(-self.seqlen_k // 8):
             found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

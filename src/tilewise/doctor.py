@@ -10,6 +10,7 @@ from importlib import metadata
 
 import torch
 
+from tilewise.backends import Backend
 from tilewise.problem import Problem
 
 PACKAGES = {  # distribution: what it is for here
@@ -31,11 +32,15 @@ INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendStatus:
-    """Whether a backend can run plain attention, forward and backward, on a device; `reasons` is empty where it can."""
+    """Whether a backend can run plain attention, forward and backward, on a device; `reasons` is empty where it can.
+
+    `description` is what the backend says of itself, empty where it says nothing or cannot run.
+    """
 
     name: str
     device: str
     reasons: tuple[str, ...]
+    description: str = ""
 
     @property
     def usable(self) -> bool:
@@ -90,8 +95,16 @@ def backends(device_names: Iterable[str]) -> list[BackendStatus]:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         problem = Problem(device=device, dtype=dtype, head_dim=64, head_dim_v=64, group=1, mask="band", grad=True)
         for backend in installed():
-            statuses.append(BackendStatus(name=backend.name, device=device, reasons=tuple(backend.why_not(problem))))
+            reasons = tuple(backend.why_not(problem))
+            about = "" if reasons else description(backend)
+            statuses.append(BackendStatus(name=backend.name, device=device, reasons=reasons, description=about))
     return statuses
+
+
+def description(backend: Backend) -> str:
+    """What a backend says of how it runs here, such as its instruction set; empty for one that has no `describe()`."""
+    describe = getattr(backend, "describe", None)
+    return describe() if describe else ""
 
 
 def _version(distribution: str) -> str | None:

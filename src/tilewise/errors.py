@@ -37,12 +37,12 @@ def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torc
         raise ShapeError(f"{name} must be {expected}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)")
 
 
-def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True) -> None:
-    """Refuse a tensor on another device than q's, or of another dtype."""
+def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True, other: str = "q") -> None:
+    """Refuse a tensor on another device than q's (called `other` in the message), or of another dtype."""
     if x.device != q.device:
-        raise ShapeError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to(q.device)")
+        raise ShapeError(f"{name} is on {x.device}, but {other} is on {q.device}; move it with {name}.to({other}.device)")
     if same_dtype and x.dtype != q.dtype:
-        raise ShapeError(f"{name} is {x.dtype}, but q is {q.dtype}; convert it with {name}.to(q.dtype)")
+        raise ShapeError(f"{name} is {x.dtype}, but {other} is {q.dtype}; convert it with {name}.to({other}.dtype)")
 
 
 def check_size(name: str, axis: str, got: int, expected: int, source: str) -> None:
@@ -84,6 +84,8 @@ def check_number(name: str, x: float, low: float = -math.inf, high: float = math
     """Refuse what is not a finite real number in [low, high] (or [low, high) where `high_open`)."""
     if type(x) not in (float, int) and (isinstance(x, bool) or not isinstance(x, Real | torch.SymFloat | torch.SymInt)):
         raise ValueError(f"{name} must be a number, got {type(x).__name__} {x!r}")
+    if type(x) is int:
+        x = float(x) if abs(x) < 2**1000 else math.inf
     finite = -math.inf < x < math.inf  # in this form torch.compile can trace it for a symbolic number
     if not (finite and low <= x and (x < high if high_open else x <= high)):
         interval = (

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tilewise.band_tables import INF, straight
 from tilewise.bands import Band, Bands
-from tilewise.bitmap import Bitmap, content
+from tilewise.bitmap import Bitmap, Recent, content
 from tilewise.errors import ShapeError
 from tilewise.mask_arguments import check_count
 
+KEPT_BYTES = 1 << 30  # of bitmaps that were resolved lately
 OPERATIONS = {"&": operator.and_, "|": operator.or_, "-": operator.sub}
 
 
@@ -102,7 +103,11 @@ class Mask:
 
         Raises ShapeError where the mask does not fit these lengths, batch or heads, ValueError for negative ones.
         """
-        return (_few_planes if self.kind == "bitmap" else _many_planes)(self, seqlen_q, seqlen_k, batch, heads)
+        given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": heads}
+        sizes = [check_count(name, value) for name, value in given.items()]
+        if self.source is not None:
+            return _band_planes(self, *sizes)
+        return _BITMAP_PLANES.get((self._key(), *sizes), lambda: _resolved(self, *sizes))
 
     def resolve(self, seqlen_q: int, seqlen_k: int) -> Bands | Bitmap:
         """The region of a mask that is the same for every batch entry and head; else ShapeError."""
@@ -117,7 +122,7 @@ class Mask:
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """The mask as bool (seqlen_q, seqlen_k); (batch or 1, heads or 1, seqlen_q, seqlen_k) where it differs by batch entry or head."""
         planes = self.planes(seqlen_q, seqlen_k, *self.extent)
-        out = torch.zeros(*self.extent, seqlen_q, seqlen_k, dtype=torch.bool)
+        out = torch.zeros(*self.extent, seqlen_q, seqlen_k, dtype=torch.bool, device="cpu")
         for batch, heads, region in planes:
             out[batch.start : batch.stop, heads.start : heads.stop] = torch.from_numpy(region.dense())
         return out[0, 0] if self.extent == (1, 1) else out
@@ -187,28 +192,44 @@ class Combined(Mask):
             kind = "band" if "band" in kinds else "full"
         self._set(kind, None if held else self._write([]), extent)
 
+    def __reduce__(self):
+        return _combined, self._chain()
+
+    def _chain(self, unwritten: bool = False) -> tuple[Mask, list[tuple[str, Mask]]]:
+        """The leftmost mask (`unwritten`: the first whose text is known), and each operation and mask that follow it.
+
+        Everything below loops over this: chains of masks may be longer than the stack is deep.
+        """
+        steps, first = [(self.operation, self.right)], self.left
+        while isinstance(first, Combined) and not (unwritten and first.source is not None):
+            steps.append((first.operation, first.right))
+            first = first.left
+        return first, steps[::-1]
+
     def _write(self, tensors: list[Tensor]) -> str:
-        left, right = (f"({part.text(tensors)})" if isinstance(part, Combined) else part.text(tensors) for part in (self.left, self.right))
-        return f"{left}{self.operation}{right}"
+        first, steps = self._chain(unwritten=True)
+        text, last = first.text(tensors), first.operation if isinstance(first, Combined) else None
+        for operation, right in steps:
+            left = text if last in (None, operation) else f"({text})"
+            text, last = f"{left}{operation}{f'({right.text(tensors)})' if isinstance(right, Combined) else right.text(tensors)}", operation
+        return text
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
-        return OPERATIONS[self.operation](self.left._place(blocks, seqlen_q, seqlen_k), self.right._place(blocks, seqlen_q, seqlen_k))
+        first, steps = self._chain()
+        placed = first._place(blocks, seqlen_q, seqlen_k)
+        for operation, right in steps:
+            placed = OPERATIONS[operation](placed, right._place(blocks, seqlen_q, seqlen_k))
+        return placed
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         if self.kind != "bitmap" and self.extent == (1, 1):
             return super()._planes(seqlen_q, seqlen_k, batch, heads)
-        planes = []
-        for one in self.left.planes(seqlen_q, seqlen_k, batch, heads):
-            for two in self.right.planes(seqlen_q, seqlen_k, batch, heads):
-                where = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True)]
-                if all(where):
-                    planes.append(Plane(*where, self._apply(one.region, two.region)))
-        return tuple(planes)
-
-    def _apply(self, one: Bands | Bitmap, two: Bands | Bitmap) -> Bands | Bitmap:
-        if isinstance(one, Bitmap) or isinstance(two, Bitmap):
-            one, two = (region if isinstance(region, Bitmap) else Bitmap.of_bands(region) for region in (one, two))
-        return OPERATIONS[self.operation](one, two)
+        first, steps = self._chain()
+        planes = first.planes(seqlen_q, seqlen_k, batch, heads)
+        for operation, right in steps:
+            others = right.planes(seqlen_q, seqlen_k, batch, heads)
+            planes = tuple(plane for one in planes for two in others for plane in _overlap(operation, one, two))
+        return planes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,14 +259,33 @@ def joint_extent(name: str, *extents: int) -> int:
     return given.pop() if given else 1
 
 
+def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:
+    for operation, right in steps:
+        first = Combined(operation, first, right)
+    return first
+
+
+def _overlap(operation: str, one: Plane, two: Plane) -> list[Plane]:
+    """What `operation` gives where both planes apply; nothing where no batch entry and head has both."""
+    where = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True)]
+    if not all(where):
+        return []
+    regions = [one.region, two.region]
+    if any(isinstance(region, Bitmap) for region in regions):
+        regions = [region if isinstance(region, Bitmap) else Bitmap.of_bands(region) for region in regions]
+    return [Plane(*where, OPERATIONS[operation](*regions))]
+
+
 def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
-    for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("batch", batch), ("heads", heads)):
-        check_count(name, value)
     for name, extent, value in (("batch", mask.extent[0], batch), ("heads", mask.extent[1], heads)):
         if extent not in (1, value):
             raise ShapeError(f"the mask is made for {name} {extent}, the call has {name} {value}; they must agree (mask: {mask!r:.200})")
     return mask._planes(seqlen_q, seqlen_k, batch, heads)
 
 
-_many_planes = lru_cache(maxsize=256)(_resolved)
-_few_planes = lru_cache(maxsize=8)(_resolved)  # bitmaps are large
+def _bytes(planes: tuple[Plane, ...]) -> int:
+    return sum(plane.region.nbytes() for plane in planes if isinstance(plane.region, Bitmap))
+
+
+_band_planes = lru_cache(maxsize=256)(_resolved)
+_BITMAP_PLANES = Recent(KEPT_BYTES, _bytes)  # by text and content: a key that is the mask would keep its tensors alive

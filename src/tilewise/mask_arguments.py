@@ -1,6 +1,8 @@
 """Checks of what mask constructors are given: every message names the argument, what was given and what is expected."""
 
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,18 @@ def align_argument(align: str) -> str:
     return "" if align == ALIGNMENTS[0] else f"align={align!r}"
 
 
-def check_count(name: str, value: Any, least: int = 0, otherwise: str = "") -> None:
-    """ValueError unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int = 0, otherwise: str = "") -> int:
+    """`value` as a plain int; ValueError unless it is an integer of at least `least`.
+
+    `index` makes torch.compile specialise on an integer that it traces as a symbol: masks are text, which holds no symbols.
+    """
+    if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an integer, {least} or more{otherwise}, got {value!r}")
+    return index(value)
 
 
 def check_fits(name: str, end: int, length_name: str, lengths: ndarray) -> None:
@@ -40,9 +50,9 @@ def integers(name: str, value: Any, dims: int) -> list:
     if dims > 1:
         return [integers(f"{name}[{place}]", item, dims - 1) for place, item in enumerate(items)]
     for place, item in enumerate(items):
-        if isinstance(item, bool) or not isinstance(item, int | np.integer) or abs(item) > LARGEST:
+        if not is_integer(item) or abs(item) > LARGEST:
             raise ShapeError(f"{name}[{place}] must be an integer of at most 2**31 - 1, got {item!r:.100}")
-    return [int(item) for item in items]
+    return [index(item) for item in items]
 
 
 def cu_seqlens(name: str, value: Any) -> tuple[int, ...]:
@@ -63,3 +73,14 @@ def ranges(name: str, value: Any) -> tuple[tuple[int, int], ...]:
         if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
             raise ShapeError(f"{name}[{place}] must be a half-open range (start, end) with 0 <= start <= end, got {pair}")
     return tuple((a, b) for a, b in pairs)
+
+
+def by_heads(value: Any) -> list[tuple[tuple[int, int], Any]]:
+    """The ((first, last), mask) items of a mapping, or of an iterable of such pairs, in the order of the heads; masks are not checked."""
+    items = list(value.items() if isinstance(value, Mapping) else value) if isinstance(value, Iterable) else [value]
+    for item in items:
+        pair = isinstance(item, tuple | list) and len(item) == 2
+        if not pair or not isinstance(item[0], tuple | list) or len(item[0]) != 2 or not all(is_integer(end) for end in item[0]):
+            found = item[0] if pair else item
+            raise ValueError(f"PerHead: expected masks by half-open head ranges (first, last) of integers, got {found!r:.100} for a range")
+    return sorted((((index(first), index(last)), mask) for (first, last), mask in items), key=lambda item: item[0])

@@ -38,8 +38,16 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
                 return {value(key): value(item) for key, item in zip(keys, values, strict=True)}
             case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
                 return OPERATIONS[type(op)](value(operand))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-                return OPERATIONS[type(op)](value(left), value(right))
+            case ast.BinOp():
+                chain = []  # a loop, not recursion: chains may be longer than the stack is deep
+                while isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+                    chain.append((OPERATIONS[type(node.op)], node.right))
+                    node = node.left
+                if chain:
+                    result = value(node)
+                    for operation, right in reversed(chain):
+                        result = operation(result, value(right))
+                    return result
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in constructors and all(k.arg for k in keywords):
                 named = {keyword.arg: value(keyword.value) for keyword in keywords}
                 return constructors[name](*(value(arg) for arg in args), **named)
@@ -50,6 +58,8 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
 
     try:
         return value(_tree(text))
+    except RecursionError:
+        raise ValueError(f"mask text of {len(text)} characters nests too deep; combine the masks from left to right") from None
     except TypeError as error:  # wrong number of arguments, an operator between things that are not masks
         raise ValueError(f"mask text {text!r}: {error}") from None
 
@@ -59,4 +69,4 @@ def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(re.sub(r"#(\d+)", r"_\1", text), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"mask text {text!r} is not an expression: {error.msg} at column {error.offset}") from None
+        raise ValueError(f"mask text {text!r:.200} is not an expression: {error.msg} at column {error.offset}") from None

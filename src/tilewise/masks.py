@@ -4,8 +4,8 @@ Every mask here is made of bands: a handful of rectangles cut by diagonals (`ban
 `dense_masks.py` has the masks that are not.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +18,7 @@ from tilewise.bitmap import Bitmap
 from tilewise.dense_masks import Dense, Packed
 from tilewise.errors import ShapeError
 from tilewise.expression import Blocks, Full, Mask, Plane, Transpose, joint_extent
-from tilewise.mask_arguments import align_argument, check_count, check_fits, cu_seqlens, integers, ranges
+from tilewise.mask_arguments import align_argument, by_heads, check_count, check_fits, cu_seqlens, integers, ranges
 from tilewise.mask_text import evaluate
 
 __all__ = [
@@ -64,8 +64,8 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            if getattr(self, name) is not None:
-                check_count(f"SlidingWindow: {name}", getattr(self, name), otherwise=", or None for unbounded")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(f"SlidingWindow: {name}", value, otherwise=", or None for unbounded"))
         align = align_argument(self.align)
         kind = "full" if self.left is None and self.right is None else "band"
         self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if align else ''}{align})")
@@ -83,7 +83,7 @@ class FirstKeys(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("FirstKeys: n", self.n)
+        object.__setattr__(self, "n", check_count("FirstKeys: n", self.n))
         self._set("runs", f"FirstKeys({self.n})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
@@ -97,7 +97,7 @@ class PrefixLM(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("PrefixLM: n", self.n)
+        object.__setattr__(self, "n", check_count("PrefixLM: n", self.n))
         self._set("runs", f"PrefixLM({self.n})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
@@ -112,7 +112,7 @@ class ChunkedCausal(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("ChunkedCausal: n", self.n, least=1)
+        object.__setattr__(self, "n", check_count("ChunkedCausal: n", self.n, least=1))
         self._set("runs", f"ChunkedCausal({self.n})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
@@ -134,7 +134,7 @@ class Documents(Mask):
 
     cu_seqlens_q: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...] | None = None
-    inner: Mask = field(default_factory=Full)
+    inner: Mask = Full()
 
     def __post_init__(self) -> None:
         cu_q = cu_seqlens("cu_seqlens_q", self.cu_seqlens_q)
@@ -195,6 +195,8 @@ class Slices(Mask):
     @classmethod
     def from_mask(cls, mask: Mask, seqlen_q: int, seqlen_k: int) -> "Slices":
         """The slices that are `mask` at these lengths; at most three a band, and they do not overlap."""
+        if not isinstance(mask, Mask):
+            raise ValueError(f"Slices.from_mask: mask must be a mask, got {type(mask).__name__} {mask!r:.100}")
         return cls(*mask.slices(seqlen_q, seqlen_k))
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
@@ -217,10 +219,7 @@ class PerHead(Mask):
     masks: tuple[tuple[tuple[int, int], Mask], ...]
 
     def __post_init__(self) -> None:
-        given = self.masks.items() if isinstance(self.masks, Mapping) else self.masks
-        if not isinstance(given, Iterable) or not all(isinstance(item[0], tuple) and len(item[0]) == 2 for item in given):
-            raise ValueError(f"PerHead: expected masks by half-open head ranges (first, last), got {self.masks!r:.100}")
-        masks = tuple(sorted(given, key=lambda item: item[0]))
+        masks = tuple(by_heads(self.masks))
         end = 0
         for (first, last), mask in masks:
             if not isinstance(mask, Mask) or mask.extent[1] != 1:

@@ -24,6 +24,9 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     Raises:
         ShapeError: no part, unequal numbers of parts, or parts of other shapes, dtypes or devices.
     """
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, Sequence):
+            raise ShapeError(f"{name} must be a list or tuple of tensors, one for each part, got {type(parts).__name__}")
     if len(outputs) == 0 or len(outputs) != len(lses):
         raise ShapeError(f"merge needs as many lses as outputs, and at least one of each; got {len(outputs)} outputs and {len(lses)} lses")
     packed = isinstance(outputs[0], Tensor) and outputs[0].dim() == 3
@@ -32,8 +35,8 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     for n, (o, lse) in enumerate(zip(outputs, lses, strict=True)):
         check_tensor(f"outputs[{n}]", o, axes_o)
         check_tensor(f"lses[{n}]", lse, axes_lse, (torch.float32, torch.float64))
-        check_like(f"outputs[{n}]", o, outputs[0])
-        check_like(f"lses[{n}]", lse, outputs[0], same_dtype=False)
+        check_like(f"outputs[{n}]", o, outputs[0], other="outputs[0]")
+        check_like(f"lses[{n}]", lse, outputs[0], same_dtype=False, other="outputs[0]")
         if o.shape != outputs[0].shape or lse.dtype != lses[0].dtype:
             raise ShapeError(
                 f"outputs[{n}] and lses[{n}] are {tuple(o.shape)}, {lse.dtype}; outputs[0] and lses[0] are {tuple(outputs[0].shape)}, {lses[0].dtype}"

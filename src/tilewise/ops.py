@@ -74,7 +74,8 @@ def _forward(*operands) -> tuple[Tensor, Tensor]:
     """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
     given = Operands(*operands)
     call = call_of(given)
-    return choose(call.problem, given.backend).forward(call)
+    o, lse = choose(call.problem, given.backend).forward(call)
+    return o.contiguous(), lse.contiguous()  # as the fake kernels say, whatever the backend finds natural
 
 
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
@@ -82,7 +83,7 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
     given = Operands(*operands)
     call = call_of(given)
     grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
-    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
+    return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
 
 
 forward = torch.library.custom_op("tilewise::forward", _forward, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -138,6 +139,10 @@ def _refuse_second_derivative(ctx, *grads):
     )
 
 
+def _refuse_forward_mode():
+    raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
+
+
 forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
 
@@ -168,6 +173,10 @@ class _Forward(torch.autograd.Function):
     def backward(ctx, d_o, d_lse):
         return _differentiate(ctx, d_o, d_lse, _Backward.apply)
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode()
+
 
 class _Backward(torch.autograd.Function):
     """`backward` for `_Forward`."""
@@ -186,6 +195,10 @@ class _Backward(torch.autograd.Function):
     def backward(ctx, *grads):
         _refuse_second_derivative(ctx, *grads)
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode()
+
 
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
@@ -199,17 +212,20 @@ def attend(operands: Operands) -> tuple[Tensor, Tensor]:
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """(batch, ...) mapped over `dim` becomes (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 def _vmap(op, info, in_dims, args, batched: tuple[int, ...]):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
     size = info.batch_size
     others = (x for at, x in enumerate(args) if at not in batched)
-    if args[0].numel() and not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
+    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
         folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
-        results = op(*folded)
-        return tuple(y.unflatten(0, (size, -1)) if y.dim() > 1 else y.expand(size, 0) for y in results), (0,) * len(results)
+        batch = args[0].shape[0] if in_dims[0] is None else args[0].movedim(in_dims[0], 0).shape[1]
+        results = tuple(y.reshape(size, batch, *y.shape[1:]) if y.dim() > 1 else y.expand(size, 0) for y in op(*folded))
+        return results, (0,) * len(results)
+    if size == 0:
+        raise ValueError("torch.vmap over a dimension of size 0 works for q, k and v alone, not with bias, sink or other tensor operands")
     rows = [op(*(_pick(x, dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(size)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 

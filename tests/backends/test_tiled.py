@@ -1,13 +1,14 @@
 """The portable backend: the conformance kit with tiles far smaller than the problem, what it skips, and what it costs in memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilewise.backends.tiled import Tiled, parts
 from tilewise.backends.tiled.parts import _band_predicate
-from tilewise.backends.tiled.products import accumulate, tame
+from tilewise.backends.tiled.products import Care, accumulate, care
 from tilewise.bands import Band
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.masks import Causal, Dense, Documents, Full, PerHead, SlidingWindow
@@ -133,12 +134,93 @@ def test_products_leave_hidden_pairs_out():
     torch.testing.assert_close(out, want)
 
 
-@pytest.mark.parametrize("value,expected", [(1.0, True), (math.nan, False), (math.inf, False), (-math.inf, False), (1e20, False)])
-def test_tame(value, expected):
-    x = torch.ones(3, 4)
-    x[1, 2] = value
-    assert tame(None, x, torch.empty(0)) is expected
-    assert tame(x) is (expected or value == -math.inf)
+@pytest.mark.parametrize(
+    "fields,expected",
+    [
+        ({}, (False, False)),
+        ({"q": 2e3}, (False, True)),
+        ({"q": 2e3, "softcap": 30.0}, (False, False)),
+        ({"k": 1e20}, (True, True)),
+        ({"q": -math.inf}, (True, True)),
+        ({"k": math.nan}, (True, True)),
+        ({"v": math.nan}, (True, False)),
+        ({"d_o": 1e20}, (True, False)),
+        ({"scale": -1e4}, (False, True)),
+        ({"scale": 1e30}, (True, True)),
+        ({"bias": -1.0}, (False, False)),
+        ({"bias": -1e30}, (False, True)),
+        ({"bias": -math.inf}, (False, True)),
+        ({"bias": 1e5}, (False, True)),
+        ({"bias": 1e12}, (True, True)),
+        ({"bias": math.nan}, (True, True)),
+        ({"sink": 1e12}, (False, True)),
+        ({"alibi_slopes": 1e4}, (False, True)),
+    ],
+    ids=str,
+)
+def test_care(fields, expected):
+    """One extreme number in the named tensor of a call whose other numbers are ones."""
+    shapes = {"q": (1, 4, 2, 8), "k": (1, 5, 2, 8), "v": (1, 5, 2, 8), "d_o": (1, 4, 2, 8), "bias": (1, 1, 1, 5), "sink": (2,)}
+    shapes["alibi_slopes"] = (1, 2)
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items() if name in fields or name in ("q", "k", "v", "d_o")}
+    for name, x in tensors.items():
+        x.view(-1)[1] = fields.get(name, 1.0)
+    d_o = tensors.pop("d_o")
+    call = Call(mask=Full(), **{"scale": 1.0} | {name: x for name, x in fields.items() if name not in shapes} | tensors)
+    assert care(call, d_o) == Care(*expected)
+    assert care(replace(call, q=call.q[:0], k=call.k[:0])).steep <= expected[1]
+
+
+def huge_bias(fill, dtype):
+    """A bias of `fill` on half of the keys, on all keys of query 3 and on those below 40 of query 5."""
+    bias = torch.zeros(1, 1, 45, 70)
+    bias[..., 35:], bias[:, :, 3], bias[:, :, 5, :40] = fill, fill, fill
+    return bias.clamp_(min=torch.finfo(dtype).min).to(dtype)
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e10, -1e20, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("sink", [False, True])
+def test_huge_biases_mask_as_in_the_formula(fill, dtype, sink):
+    case = Case(seqlen_q=45, seqlen_k=70, head_dim=32, dtype=dtype, sink=sink, lse_grad=True)
+    call, (d_o, d_lse) = make(case), upstream(case)
+    call = replace(call, bias=huge_bias(fill, call.q.dtype))
+    o, lse = Tiled(32, 16).forward(call)
+    tolerance.check_outputs(call, o, lse)
+    assert lse.isfinite().all()
+    grads = Tiled(32, 16).backward(call, o, lse, d_o, d_lse, bias_grad=True)
+    assert all(g.isfinite().all() for g in grads if g is not None)
+
+
+@pytest.mark.parametrize("shift", [-1e10, 1e12, -1e20, 1e30])
+def test_a_huge_constant_bias_leaves_everything_finite(shift):
+    case = Case(seqlen_q=45, seqlen_k=70, mask=Causal())
+    call, (d_o, _) = make(case), upstream(case)
+    call = replace(call, bias=torch.full((1, 1, 1, 70), shift))
+    o, lse = Tiled(32, 16).forward(call)
+    tolerance.check_outputs(call, o, lse)
+    grads = Tiled(32, 16).backward(call, o, lse, d_o, None, bias_grad=True)
+    assert all(g.isfinite().all() for g in (*grads[:3], grads.bias))
+
+
+@pytest.mark.parametrize("scale", [1e9, -1e12, 1e30])
+def test_a_huge_scale_picks_the_best_key(scale):
+    case = Case(seqlen_q=45, seqlen_k=70, mask=Causal(), scale=scale)
+    call, (d_o, _) = make(case), upstream(case)
+    o, lse = Tiled(32, 16).forward(call)
+    tolerance.check_outputs(call, o, lse)
+    grads = Tiled(32, 16).backward(call, o, lse, d_o, None)
+    assert all(g.isfinite().all() for g in grads[:3])
+
+
+def test_only_minus_infinity_hides():
+    call = make(Case(seqlen_q=4, seqlen_k=6, sink=False))
+    bias = torch.full((1, 1, 4, 6), torch.finfo(torch.float32).min)
+    bias[:, :, 2], bias[..., :2] = -math.inf, -math.inf
+    o, lse = Tiled().forward(replace(call, bias=bias))
+    assert (o[:, 2] == 0.0).all() and (lse[..., 2] == -math.inf).all()
+    mean = call.v[:, 2:].mean(dim=1, keepdim=True).repeat_interleave(call.group, dim=2)
+    torch.testing.assert_close(o[:, (0, 1, 3)], mean.expand(-1, 3, -1, -1))
 
 
 def test_predicate_follows_the_orientation():

@@ -11,7 +11,7 @@ from tilewise.bench import impls
 from tilewise.bench.gate import verify
 from tilewise.bench.impls import FlashAttention, Flex, Naive, Sdpa, Tilewise, find, known
 from tilewise.bench.workloads import Workload
-from tilewise.masks import Causal, Dense, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, Full, PerHead, PrefixLM, SlidingWindow
 
 CPU = torch.device("cpu")
 SMALL = Workload(name="small", batch=2, seqlen_q=33, heads_q=4, heads_k=2, head_dim=16)
@@ -27,6 +27,13 @@ def test_contenders_pass_the_gate(impl, mask, direction):
     workload = replace(SMALL, mask=mask, direction=direction)
     assert impl.why_not(workload, CPU) == []
     assert verify(impl.prepare(workload, CPU), workload, 0, CPU) < 1e-5
+
+
+@pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
+@pytest.mark.parametrize("mask", [Documents([0, 5, 11], inner=Causal()), PerHead({(0, 2): Full(), (2, 4): Documents([0, 11])})], ids=str)
+def test_the_formula_gives_zero_where_a_row_sees_nothing(mask, direction):
+    workload = replace(SMALL, mask=mask, direction=direction)
+    assert verify(Naive().prepare(workload, CPU), workload, 0, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("impl", [Tilewise(), Sdpa(), Naive()], ids=lambda impl: impl.name)
@@ -63,8 +70,7 @@ def test_mask_mods_say_what_the_masks_say(mask):
     workload = replace(SMALL, seqlen_q=lengths[0], seqlen_k=lengths[1], mask=mask)
     mod = impls._mask_mod(workload, CPU)
     visible = mod(None, None, torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None])
-    covered = mask.cu_seqlens_q[-1] if isinstance(mask, Documents) else lengths[0]
-    assert torch.equal(visible[:covered], mask.dense(*lengths)[:covered])
+    assert torch.equal(visible, mask.dense(*lengths))
 
 
 @pytest.mark.slow

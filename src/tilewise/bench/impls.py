@@ -171,9 +171,10 @@ def _mask_mod(workload: Workload, device: torch.device) -> Callable | None:
     if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
         ends = torch.tensor(mask.cu_seqlens_q[1:], device=device)
         document = torch.bucketize(torch.arange(workload.seqlen_k, device=device), ends, right=True)
+        none = len(ends)  # what lies beyond the last document is in none, and sees nothing
         if mask.inner == Full():
-            return lambda b, h, i, j: document[i] == document[j]
-        return lambda b, h, i, j: (document[i] == document[j]) & (j <= i)
+            return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none)
+        return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none) & (j <= i)
     return None
 
 
@@ -193,6 +194,9 @@ class Naive:
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         scale, group = 1 / math.sqrt(workload.head_dim), workload.heads_q // workload.heads_k
         hidden = None if workload.mask == Full() else ~workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)
+        blind = None if hidden is None else hidden.all(-1, keepdim=True)  # rows that see nothing, where the softmax is 0 / 0
+        if blind is not None and not blind.any():
+            blind = None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -201,7 +205,10 @@ class Naive:
             s = (q @ k.mT) * scale
             if hidden is not None:
                 s = s.masked_fill(hidden, -math.inf)
-            return (torch.softmax(s, -1) @ v).transpose(1, 2)
+            p = torch.softmax(s, -1)
+            if blind is not None:
+                p = p.masked_fill(blind, 0.0)
+            return (p @ v).transpose(1, 2)
 
         return attend
 

@@ -52,6 +52,9 @@ def svg(rows: Iterable[Row], metric: str = "time") -> str:
         for axes, (title, panel) in zip(grid, panels.items(), strict=False):
             _draw(axes, panel, impls, metric, measure)
             axes.set_title(title, fontsize=10, loc="left")
+        if metric in LOGARITHMIC:
+            for axes in grid[: len(panels) : columns]:  # one of each line, whose panels share the scale
+                axes.set_ylim(*_around(*axes.get_ylim()))
         for axes in grid[len(panels) :]:
             axes.remove()
         handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -95,13 +98,15 @@ def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric)
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
-    lengths = sorted({row.case["seqlen_k"] for row in rows})
+    lengths = apart({row.case["seqlen_k"] for row in rows})
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
-    axes.minorticks_off()
     if metric in LOGARITHMIC:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=STEPS, numticks=MOST_TICKS))
         axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()  # after the scales, which bring labelled ones where less than a decade is shown
+    if metric in LOGARITHMIC:
+        pass
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("sequence length (keys)")

@@ -59,46 +59,92 @@ def metric_of(name: str, rows: Iterable[Row]) -> Metric:
     return metrics[name]
 
 
-def table(rows: Iterable[Row]) -> "Table":
-    """Every timed row with all its numbers, for the terminal; below it why the others have none."""
-    from rich.table import Table
+LEFT_OUT_FIRST = ("clock", "papers'", "p10 – p90 ms", "% of roofline", "error", "MB extra")
+
+
+def table(rows: Iterable[Row], width: int | None = None) -> "Table":
+    """Every timed row with all its numbers, for the terminal; below it why the others have none.
+
+    What all cases have in common is in the title. A table that would need more than `width` columns loses numbers, LEFT_OUT_FIRST, and
+    says which.
+    """
+    from rich.console import Console
     from rich.text import Text
 
     rows = list(rows)
-    metrics = [metric_of(name, rows) for name in METRICS]
-    rate = metrics[1].unit.split()[0]
-    reasons = dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None)
-    made = Table(title="attention", header_style="bold", caption=Text("\n".join(reasons)), caption_justify="left")
+    reasons = list(dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None))
+    wide = Console(width=10_000)
+    left_out = 0
+    made = _table(rows, ())
+    while width is not None and wide.measure(made).maximum > width and left_out < len(LEFT_OUT_FIRST):
+        left_out += 1
+        made = _table(rows, LEFT_OUT_FIRST[:left_out])
+    if left_out:
+        reasons.append(f"Not shown, for want of {width} columns' room: {', '.join(LEFT_OUT_FIRST[:left_out])}.")
+    made.caption = Text("\n".join(reasons))
+    return made
+
+
+def _table(rows: list[Row], without: tuple[str, ...]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    time, rate, papers, ceiling, memory, error = (metric_of(name, rows) for name in METRICS)
+    columns: dict[str, Callable[[Row], str]] = {
+        "ms": time.text,
+        rate.unit.split()[0]: rate.text,
+        "papers'": papers.text,
+        "% of roofline": ceiling.text,
+        "MB extra": memory.text,
+        "error": error.text,
+        "p10 – p90 ms": lambda row: f"{row.p10_s * 1e3:.3f} – {row.p90_s * 1e3:.3f}",
+        "clock": lambda row: row.clock,
+    }
+    columns = {heading: text for heading, text in columns.items() if heading not in without}
+    shown = [row for row in rows if row.median_s is not None or row.passed is False]
+    common, cases = _common([row.case for row in shown])
+    made = Table(title=f"attention, {common}" if common else "attention", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    made.caption_justify = "left"
     made.add_column("case")
     made.add_column("impl", style="cyan")
-    for heading in ("ms", rate, f"{rate}, papers'", "% of roofline", "MB extra", "error", "p10 – p90 ms", "clock"):
+    for heading in columns:
         made.add_column(heading, justify="right")
     before = None
-    for row in rows:
-        if row.median_s is None and row.passed is not False:
-            continue
-        case = describe(row.case)
+    for row, case in zip(shown, cases, strict=True):
         if before is not None and case != before:
             made.add_section()
         first, before = case if case != before else "", case
-        if row.median_s is None:
-            made.add_row(first, row.impl, "[bold red]wrong", *[""] * 7)
-            continue
-        spread = f"{row.p10_s * 1e3:.3f} – {row.p90_s * 1e3:.3f}"
-        made.add_row(first, row.impl, *(metric.text(row) for metric in metrics), spread, row.clock)
+        cells = ["[bold red]wrong"] if row.median_s is None else [text(row) for text in columns.values()]
+        made.add_row(first, row.impl, *cells)
     return made
+
+
+def _common(cases: list[dict]) -> tuple[str, list[str]]:
+    """The words that all cases share, and for each case the others. A case on its own keeps its lengths and its mask."""
+    words = [_words(case) for case in cases]
+    own = [len(set(column)) > 1 or (len(set(words)) == 1 and place in (1, 4)) for place, column in enumerate(zip(*words, strict=True))]
+    shared = [word for word, alone in zip(words[0], own, strict=True) if not alone] if words else []
+    return " ".join(shared), [" ".join(word for word, alone in zip(each, own, strict=True) if alone) for each in words]
 
 
 def describe(case: dict) -> str:
     """A case in a few words: `b8 s512 h8/2 d64 Causal() fp32 fwd`."""
+    return " ".join(_words(case))
 
+
+def _words(case: dict) -> tuple[str, ...]:
     def pair(first: str, second: str, between: str) -> str:
         return str(case[first]) if case[first] == case[second] else f"{case[first]}{between}{case[second]}"
 
     mask = str(case["mask"])
     return (
-        f"b{case['batch']} s{pair('seqlen_q', 'seqlen_k', 'x')} h{pair('heads_q', 'heads_k', '/')} d{pair('head_dim', 'head_dim_v', '/')} "
-        f"{mask if len(mask) <= 32 else mask[:29] + '...'} {case['dtype']} {case['direction']}"
+        f"b{case['batch']}",
+        f"s{pair('seqlen_q', 'seqlen_k', 'x')}",
+        f"h{pair('heads_q', 'heads_k', '/')}",
+        f"d{pair('head_dim', 'head_dim_v', '/')}",
+        mask if len(mask) <= 32 else mask[:29] + "...",
+        str(case["dtype"]),
+        str(case["direction"]),
     )
 
 

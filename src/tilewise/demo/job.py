@@ -16,6 +16,8 @@ from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
 from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
+from tilewise.dispatch import named
+from tilewise.doctor import description
 
 ATTENTIONS = {"tilewise": tilewise_attention, "SDPA": sdpa_attention}
 SEQLENS = (512, 1024, 2048, 4096, 8192)
@@ -36,12 +38,11 @@ class Options:
 
 
 def run(options: Options, console: Console) -> bool:
-    """Run the demo; True when the two trainings agree. Writes `options.out`.
+    """Run the demo; True when the two trainings agree. Writes `options.out`, in a folder that must exist.
 
     Raises ValueError for a context longer than the text, OSError where the page cannot be written.
     """
     start = time.monotonic()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     data.check_context(data.split(data.corpus())[1], options.context)
     model = GPTConfig(context=options.context)
     explanation = explain(model, options.batch)  # before the work: it refuses where no backend can run
@@ -99,9 +100,11 @@ def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
 
 
 def explain(model: GPTConfig, batch: int) -> str:
-    """What `tilewise.explain` says about the attention of the model that was trained."""
+    """What `tilewise.explain` says about the attention of the model that was trained, and its backend about itself."""
     q, k, v = (torch.empty(batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
-    return str(tilewise.explain(q.requires_grad_(), k, v, causal=True))
+    explanation = tilewise.explain(q.requires_grad_(), k, v, causal=True)
+    about = description(named(explanation.backend))
+    return f"{explanation}\nwhat runs: {about}" if about else str(explanation)
 
 
 def machine() -> tuple[tuple[str, str], ...]:

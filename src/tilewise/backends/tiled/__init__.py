@@ -1,7 +1,8 @@
 """The derivation as a backend for any torch device: FlashAttention-2 forward and backward, on the tiles that the mask leaves visible.
 
 Equation numbers are those of docs/algorithm.md. Nothing of size seqlen_q x seqlen_k exists: one score tile lives at a time, and what
-outlives it is O(seqlen). Exponentials are exp2, the cheaper one, so scores and statistics are in units of log2 until LSE is written.
+outlives it is O(seqlen). Exponentials are exp2, the cheaper one, so statistics are in units of log2 until LSE is written; scores beyond
+1e4, which masks made of large negative biases bring about, keep their own units (`Scores.m_unit`).
 The queries of a group's heads are interleaved, and one matrix product serves them all against the only copy of K and V.
 """
 
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, default_tile, parts
-from tilewise.backends.tiled.products import accumulate, tame
+from tilewise.backends.tiled.products import accumulate, care
 from tilewise.backends.tiled.scores import Scores
 from tilewise.problem import Call, Gradients, Problem
 
-LN2 = math.log(2.0)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,9 +43,9 @@ class Tiled:
         lse = call.q.new_full((call.batch, call.heads_q, call.seqlen_q), -math.inf, dtype=dtype)
         if call.sink is not None:
             lse.copy_(call.sink[:, None])  # a row without keys has the sink alone in its denominator
-        exact = not tame(call.bias, call.q, call.k, call.v)
+        needed = care(call)
         for part in parts(call, self.tile(call)):
-            scores = Scores(part, dtype, exact)
+            scores = Scores(part, dtype, needed)
             v = part.pack(part.keys(call.v), dtype)
             o_part, lse_part = part.queries(o), part.statistics(lse)
             for block in part.query_blocks(dtype):
@@ -59,9 +59,9 @@ class Tiled:
         dtype = _compute_dtype(call)
         inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
         dq, dk, dv, d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)
-        exact = not tame(call.bias, call.q, call.k, call.v, d_o)
+        needed = care(call, d_o)
         for part in parts(call, self.tile(call)):
-            scores = Scores(part, dtype, exact)
+            scores = Scores(part, dtype, needed)
             v = part.pack(part.keys(call.v), dtype)
             rows = Rows(scores, o, lse, d_o, d_lse)
             if d_sink is not None:
@@ -87,9 +87,9 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
     l, acc_o = torch.zeros_like(m), rows.new_zeros((*rows.shape[:2], v.shape[-1]))
     for j0, j1, predicate in block.steps:
         s, _ = scores.tile(*span, j0, j1, predicate)
-        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) * (scores.unit / LN2))  # Eq. 11
-        p = _exp(s, scores.unit, m_new)  # Eq. 12
-        rescale = torch.exp2(m - m_new)  # Eq. 13
+        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) * (scores.unit / scores.m_unit))  # Eq. 11
+        p = scores.probabilities(s, m_new)  # Eq. 12
+        rescale = scores.exp(m - m_new)  # Eq. 13
         l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))  # Eq. 14
         keep = scores.keep(*span, j0, j1)
         if keep is not None:
@@ -98,17 +98,17 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     m, l, acc_o = scores.split(m), scores.split(l), scores.split(acc_o)
     if scores.call.sink is not None:
-        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / LN2
+        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / scores.m_unit
         m_new = torch.maximum(m, sink)
-        rescale = torch.exp2(m - m_new)
-        m, l, acc_o = m_new, l * rescale + torch.exp2(sink - m_new), acc_o * rescale  # Eq. 33
+        rescale = scores.exp(m - m_new)
+        m, l, acc_o = m_new, l * rescale + scores.exp(sink - m_new), acc_o * rescale  # Eq. 33
     wide = _statistics_dtype(l.device)
-    lse = (m.to(wide) + l.to(wide).log2()) * LN2  # Eq. 18
+    lse = m.to(wide) * scores.m_unit + l.to(wide).log()  # Eq. 18
     return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)  # Eq. 17
 
 
 class Rows:
-    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE in units of log2, delta."""
+    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE in units of m, delta."""
 
     def __init__(self, scores: Scores, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
         part, sink = scores.part, scores.call.sink
@@ -126,11 +126,11 @@ class Rows:
         if sink is not None:
             p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
             self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))  # Eq. 34
-        # exp2(s - inf) is 0 for every score, -inf included
-        shift = part.pack(lse.masked_fill(nothing, math.inf) / LN2, wide)
+        # exp(s - inf) is 0 for every score, -inf included
+        shift = part.pack(lse.masked_fill(nothing, math.inf) / scores.m_unit, wide)
         self.lse = shift.to(scores.dtype)
         # Rounding the shift multiplies a row of P by a known factor. Every gradient is linear in (dO, delta), which therefore undo it.
-        factor = torch.exp2(self.lse - shift).masked_fill_(part.pack(nothing, torch.bool), 1.0).to(scores.dtype)
+        factor = scores.exp(self.lse - shift).masked_fill_(part.pack(nothing, torch.bool), 1.0).to(scores.dtype)
         self.d_o = self.d_o * factor
         self.delta = part.pack(delta, scores.dtype) * factor
 
@@ -147,7 +147,7 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         visible = _visible(scores, predicate)
         visible_t = None if visible is None else visible.mT
         s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
-        p = _exp(s, scores.unit, rows.lse[:, queries])  # Eq. 24
+        p = scores.probabilities(s, rows.lse[:, queries])  # Eq. 24
         if visible is not None:
             p.masked_fill_(~visible, 0.0)
         dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))  # Eq. 21
@@ -170,11 +170,6 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         accumulate(tile_dq, ds, k, visible)  # Eq. 26
         dq[:, :, i0:i1] += scores.split(tile_dq)
     return dk.view(*scores.lanes, *dk.shape[1:]), dv.view(*scores.lanes, *dv.shape[1:])
-
-
-def _exp(s: Tensor, unit: float, shift: Tensor) -> Tensor:
-    """exp(unit * s - ln2 * shift), in the memory of s."""
-    return torch.add(-shift, s, alpha=unit / LN2, out=s).exp2_()  # Eq. 37
 
 
 def _visible(scores: Scores, predicate: Predicate | None) -> Tensor | None:

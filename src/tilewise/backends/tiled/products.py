@@ -1,22 +1,53 @@
 """Matrix products in which a hidden pair contributes nothing, even where its other factor is NaN or infinite."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from tilewise.problem import Call
 
 # A CPU's matrix product adds the terms of an element one after another: over 256 rows that was 11 ulp, three times the naive formula's error,
 # on the values of keys that every query sees. Sums of 64 are added up instead (4 % of the time at seqlen 2048, AMD EPYC, 2026-11).
 _TERMS = 64
 _LIMIT = 1e9  # a product of three such values and the lengths stays far from the end of fp32
+_OVERFLOW = 1e30  # scores up to here, and their sums, stay far from it too
+_STEEP = 1e4  # exp2(s / ln2 - m) of the largest score is 1 within 1e-3 up to here
 
 
-def tame(bias: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether no product of a few of the values overflows or is NaN, so that hiding a pair may be adding -inf or multiplying by zero.
+class Care(NamedTuple):
+    """What the values of a call ask for beyond the plain arithmetic. NaN asks for everything."""
 
-    A bias may hold -inf: it hides pairs itself.
+    exact: bool  # values or scores near the end of fp32: hidden pairs are replaced, -inf is not added to them, nor are they multiplied by 0
+    steep: bool  # scores so large that rounding them to other units could move exp(s - m) away from 1 at the maximum
+
+
+def care(call: Call, *others: Tensor) -> Care:
+    """Bounds what can be hidden and how large a score can be from the largest q, k, v, bias, slope, sink and `others`.
+
+    A bias of -inf hides pairs itself, and is no reason to be exact.
     """
-    if bias is not None and bias.numel() and not bias.max() <= _LIMIT:
-        return False
-    return all(low >= -_LIMIT and high <= _LIMIT for low, high in (torch.aminmax(x) for x in tensors if x.numel()))
+    q, k, *rest = (_largest(x) for x in (call.q, call.k, call.v, *others))
+    product = abs(call.scale) * q * k * call.head_dim
+    low, high = (0.0, 0.0) if call.bias is None or not call.bias.numel() else (float(x) for x in torch.aminmax(call.bias))
+    exact = not (product <= _OVERFLOW and high <= _LIMIT and all(x <= _LIMIT for x in (q, k, *rest)))
+    scores = (min(product, call.softcap) if call.softcap else product, -low, high, _largest(call.sink), _largest_alibi(call))
+    return Care(exact, not all(x <= _STEEP for x in scores))
+
+
+def _largest(x: Tensor | None) -> float:
+    """max |x|, NaN where there is one; 0 for nothing."""
+    if x is None or not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x)
+    return float(torch.maximum(-low, high))
+
+
+def _largest_alibi(call: Call) -> float:
+    if call.alibi_slopes is None:
+        return 0.0
+    shift = abs(call.seqlen_k - call.seqlen_q) if call.diagonal is None else _largest(call.diagonal)
+    return _largest(call.alibi_slopes) * (shift + call.seqlen_q + call.seqlen_k)
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, visible: Tensor | None) -> None:

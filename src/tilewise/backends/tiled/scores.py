@@ -7,18 +7,22 @@ from torch import Tensor
 
 from tilewise import philox
 from tilewise.backends.tiled.parts import ALL, Part, Predicate, cut
+from tilewise.backends.tiled.products import Care
+
+LN2 = math.log(2.0)
 
 
 class Scores:
     """Score tiles of one part, (lanes, queries * group, keys)."""
 
-    def __init__(self, part: Part, dtype: torch.dtype, exact: bool) -> None:
-        """`exact` is for inputs with NaN, infinities or values near them: what is hidden is then replaced, never added to or multiplied."""
+    def __init__(self, part: Part, dtype: torch.dtype, care: Care) -> None:
         call = part.call
-        self.part, self.call, self.dtype, self.exact = part, call, dtype, exact
+        self.part, self.call, self.dtype, self.exact, self.steep = part, call, dtype, care.exact, care.steep
         # Where nothing but the mask follows q.k, the scale is left to the exponential, which multiplies anyway: a tile holds score / unit.
         bare = not call.softcap and call.bias is None and call.alibi_slopes is None and call.scale > 0.0
-        self.unit = call.scale if bare else 1.0
+        self.unit = call.scale if bare and not care.steep else 1.0
+        # Row statistics are in units of log2, the cheaper exponential's. Steep scores keep their own: s - m is then exact next to m.
+        self.m_unit = 1.0 if care.steep else LN2
         q = part.queries(call.q)
         self.lanes = q.shape[:2]  # (batch, heads_k)
         self.width = q.shape[3]  # query heads a lane serves
@@ -40,6 +44,15 @@ class Scores:
     def split(self, x: Tensor) -> Tensor:
         """A view (batch, heads_k, queries, group, columns) of packed rows (lanes, queries * group, columns)."""
         return x.view(*self.lanes, -1, self.width, x.shape[-1])
+
+    def exp(self, x: Tensor) -> Tensor:
+        """exp of x in units of m, in the memory of x."""
+        return x.exp_() if self.steep else x.exp2_()
+
+    def probabilities(self, s: Tensor, m: Tensor) -> Tensor:
+        """exp(s - m) of a tile of scores / unit, in the memory of s; m (lanes, rows, 1) is the rows' maximum or LSE in its units."""
+        torch.add(-m, s, alpha=self.unit / self.m_unit, out=s)  # Eq. 37
+        return self.exp(s.clamp_(max=0.0) if self.steep else s)  # the LSE is rounded: steep scores may exceed it by any amount
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, predicate: Predicate | None, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """Scores / unit of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope`, also the softcap's derivative."""
