@@ -159,12 +159,13 @@ def test_explain_draws_no_random_number():
 
 
 def test_explain_names_the_backend_the_tiles_and_the_others():
-    q, k, v = random(2, 300, 4, 8), random(2, 300, 2, 8), random(2, 300, 2, 8)
-    why = tw.explain(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, causal=True)
-    assert why.backend == "tiled" and set(why.reasons) == {"tiled", "reference"} and "asked for by name" in why.reasons["reference"][0]
+    q, k, v = (random(2, 300, heads, 8).float() for heads in (4, 2, 2))
+    why = tw.explain(q, k, v, causal=True)
+    assert why.backend == next(name for name, reasons in why.reasons.items() if not reasons) and set(why.reasons) == {"cpu", "tiled", "reference"}
+    assert "asked for by name" in why.reasons["reference"][0]
     assert why.pairs == 2 * 4 * 300 * 301 // 2 and why.flops == 4 * 8 * why.pairs
     text = str(why)
-    assert "backend: tiled" in text and "passed over: reference" in text and "skipped" in text and "GFLOP" in text
+    assert f"backend: {why.backend}" in text and "passed over: reference" in text and "skipped" in text and "GFLOP" in text
     named = tw.explain(q, k, v, backend="reference")
     assert named.backend == "reference" and named.tiles is None and "another backend was asked for" in named.reasons["tiled"][0]
     strided = tw.explain(q.transpose(2, 3).contiguous().transpose(2, 3), k, v)

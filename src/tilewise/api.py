@@ -70,11 +70,11 @@ def attention(
     q, k, v, bias = _autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)
-    operands = _operands(
+    given = operands(
         q,
         k,
         v,
-        _combine(causal, mask),
+        combine(causal, mask),
         scale=scale,
         softcap=softcap,
         bias=bias,
@@ -84,7 +84,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    o, lse = ops.attend(operands)
+    o, lse = ops.attend(given)
     return (o, lse) if return_lse else o
 
 
@@ -136,7 +136,7 @@ def attention_varlen(
             "mask of packed documents must be one Mask for all heads, got a mapping of head ranges; call attention_varlen per range"
         )
     errors.check_flag("return_lse", return_lse)
-    operands = _operands(
+    given = operands(
         q[None],
         k[None],
         v[None],
@@ -150,9 +150,9 @@ def attention_varlen(
         backend=backend,
     )
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    text = f"Documents(#0,#1,inner={_combine(causal, mask).text(mask_tensors)})"
+    text = f"Documents(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse = ops.attend(operands._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
+    o, lse = ops.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
     return (o[0], lse[0]) if return_lse else o[0]
 
 
@@ -171,19 +171,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     known = attention.__kwdefaults__
     if unknown := options.keys() - known.keys():
         raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(known)}")
-    given = known | options
-    errors.check_flag("return_lse", given["return_lse"])
-    seed = 0 if given["dropout_seed"] is None else given["dropout_seed"]  # nothing is drawn from torch's generator
-    dropout = given["dropout_p"], seed, given["dropout_offset"]
-    q, k, v, given["bias"] = _autocast(q, k, v, given["bias"])
+    wanted = known | options
+    errors.check_flag("return_lse", wanted["return_lse"])
+    seed = 0 if wanted["dropout_seed"] is None else wanted["dropout_seed"]  # nothing is drawn from torch's generator
+    dropout = wanted["dropout_p"], seed, wanted["dropout_offset"]
+    q, k, v, wanted["bias"] = _autocast(q, k, v, wanted["bias"])
     errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
-    operands = _operands(q, k, v, _combine(given["causal"], given["mask"]), dropout=dropout, **{name: given[name] for name in names})
+    given = operands(q, k, v, combine(wanted["causal"], wanted["mask"]), dropout=dropout, **{name: wanted[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
-    return describe(ops.call_of(operands), operands.backend, copied)
+    return describe(ops.call_of(given), given.backend, copied)
 
 
-def _operands(
+def operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -237,7 +237,8 @@ def _operands(
     )
 
 
-def _combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
+def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
+    """One mask from `causal` and `mask`; both must allow a pair."""
     errors.check_flag("causal", causal)
     if isinstance(mask, Mapping):
         mask = PerHead(mask)

@@ -1,13 +1,13 @@
-"""Attention of a few new tokens against a key/value cache, plain or paged; the plain path: one attention call a sequence."""
+"""Attention of a few new tokens against a key/value cache, plain or paged: in place where the backend can, else a call a sequence."""
 
 import torch
 from torch import Tensor
 
-from tilewise.api import INDEX_DTYPES, attention
+from tilewise.api import INDEX_DTYPES, attention, combine, operands
+from tilewise.dispatch import choose
 from tilewise.errors import (
     ShapeError,
     UnsupportedError,
-    check_alibi,
     check_flag,
     check_head_dim,
     check_heads,
@@ -17,6 +17,7 @@ from tilewise.errors import (
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
+from tilewise.ops import Operands, call_of
 
 
 def decode(
@@ -76,24 +77,46 @@ def decode(
     capacity = _capacity(k_cache, page_table, batch)
     lengths = _lengths(cache_seqlens, batch, capacity)
     pages = None if page_table is None else _pages(page_table, lengths, k_cache.shape[0], k_cache.shape[1])
+    given = operands(
+        q,
+        k_cache,
+        v_cache,
+        combine(causal, mask),
+        dropout=(0.0, None, 0),
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        deterministic=False,
+        backend=backend,
+    )
+    call = call_of(given)
+    in_place = getattr(choose(call.problem, backend), "decode", None)
+    if in_place is not None and batch and call.mask.kind != "bitmap" and call.mask.extent == (1, 1):
+        options = {"mask": call.mask, "scale": call.scale, "softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": sink}
+        o, lse = in_place(call.q, call.k, call.v, lengths, page_table, **options)
+    else:
+        o, lse = _one_by_one(given, lengths, pages, causal, _masks(mask, lengths, capacity))
+    return (o, lse) if return_lse else o
+
+
+def _one_by_one(given: Operands, lengths: list[int], pages: list[Tensor] | None, causal: bool, masks: list) -> tuple[Tensor, Tensor]:
+    """The plain path: a call of `attention` for each sequence."""
+    q, k_cache, v_cache = given.q, given.k, given.v
 
     def sequence(cache: Tensor, b: int) -> Tensor:
         rows = cache[b] if pages is None else cache[pages[b].to(cache.device)].flatten(0, 1)
         return rows[None, : lengths[b]]
 
-    if isinstance(alibi_slopes, Tensor):
-        check_alibi(alibi_slopes, q, batch, q.shape[2])
-    options = {"causal": causal, "scale": scale, "softcap": softcap, "sink": sink, "backend": backend, "return_lse": True}
-    if batch == 0:
-        o, lse = attention(q, k_cache[:0, :0], v_cache[:0, :0], mask=mask, alibi_slopes=alibi_slopes, **options)
-        return (o, lse) if return_lse else o
-    masks, parts = _masks(mask, lengths, capacity), []
-    for b in range(batch):
-        slopes = alibi_slopes[b] if isinstance(alibi_slopes, Tensor) and alibi_slopes.shape[:-1] == (batch,) else alibi_slopes
-        options |= {"alibi_slopes": slopes, "mask": masks[b]}
+    options = {"causal": causal, "scale": given.scale, "softcap": given.softcap, "sink": given.sink, "backend": given.backend, "return_lse": True}
+    if not lengths:
+        return attention(q, k_cache[:0, :0], v_cache[:0, :0], **options)
+    slopes, parts = given.alibi_slopes, []
+    for b in range(len(lengths)):
+        options |= {"mask": masks[b], "alibi_slopes": None if slopes is None else slopes[min(b, slopes.shape[0] - 1)]}
         parts.append(attention(q[b : b + 1], sequence(k_cache, b), sequence(v_cache, b), **options))
     o, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-    return (o, lse) if return_lse else o
+    return o, lse
 
 
 def _masks(mask: Mask | None, lengths: list[int], capacity: int) -> list[Mask | None]:

@@ -12,10 +12,11 @@ CHOSEN_ONLY_BY_NAME = ("reference",)
 @cache
 def backends() -> tuple[Backend, ...]:
     """Every backend of this installation, in order of preference."""
+    from tilewise.backends.cpu import Cpu
     from tilewise.backends.reference import Reference
     from tilewise.backends.tiled import Tiled
 
-    return (Tiled(), Reference())
+    return (Cpu(), Tiled(), Reference())
 
 
 def named(name: str) -> Backend:

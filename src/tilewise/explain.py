@@ -42,9 +42,10 @@ class Explanation:
     estimate: Estimate
     score_matrix_bytes: int
     notes: tuple[str, ...]
+    runs_on: str = ""  # what the backend says of itself: instruction set, threads
 
     def __str__(self) -> str:
-        lines = [f"backend: {self.backend}"]
+        lines = [f"backend: {self.backend}{f' ({self.runs_on})' if self.runs_on else ''}"]
         lines += [f"passed over: {name} ({'; '.join(why)})" for name, why in self.reasons.items() if why]
         lines.append(f"tiles: {self.tiles}" if self.tiles else "tiles: none (the whole score matrix at once)")
         lines.append(f"visible pairs: {self.pairs:,}")
@@ -84,6 +85,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
         estimate=estimate(shape, machine=machine, tile=None if tile is None else Tile(tile_m=tile[0], tile_n=tile[1])),
         score_matrix_bytes=score_matrix_bytes(shape, torch.float32.itemsize),
         notes=tuple(notes),
+        runs_on=chosen.describe() if hasattr(chosen, "describe") else "",
     )
 
 

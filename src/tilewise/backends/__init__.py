@@ -8,7 +8,11 @@ from tilewise.problem import Call, Gradients, Problem
 
 
 class Backend(Protocol):
-    """One way to compute attention. Backends never import each other."""
+    """One way to compute attention. Backends never import each other.
+
+    A backend may also have `decode` (few queries against a cache read in place; see `backends.cpu.cache.decode`) and `describe() -> str`
+    (what it runs on here, in a few words).
+    """
 
     name: str
 

@@ -1,0 +1,104 @@
+"""The native CPU backend: FlashAttention-2 in C++ (csrc/), called through ctypes with pointers and strides.
+
+Inside everything is fp32; on processors with AVX512_BF16 the products of bf16 inputs use its instruction, with P and dS rounded to bf16.
+Threads are torch's own, as many as torch.get_num_threads() says, and results do not depend on how many.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.cpu import abi
+from tilewise.backends.cpu.arguments import DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
+from tilewise.backends.cpu.cache import decode
+from tilewise.backends.cpu.native import Library, library, problem, run
+from tilewise.backends.cpu.planes import TILE_N
+from tilewise.problem import Call, Gradients, Problem
+
+__all__ = ["Cpu"]
+
+FEW_QUERIES = 8  # up to so many, every key is read once for all the rows of its head, and the keys are split over threads
+
+
+class Cpu:
+    """The native kernel. `isa` forces one instruction set ("avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        if isa is not None and isa not in abi.ISAS:
+            raise ValueError(f"isa must be one of {', '.join(map(repr, abi.ISAS))} or None, got {isa!r}")
+        self.isa = isa
+
+    def why_not(self, what: Problem) -> list[str]:
+        """Sentences that say why this backend cannot run the problem; empty when it can."""
+        if what.device != "cpu":
+            return [f"it computes on the CPU, the tensors are on {what.device}"]
+        reasons = [] if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
+        if missing := problem():
+            reasons.append(missing)
+        elif self.isa not in (None, "auto", *library().isas):
+            reasons.append(f"instruction set {self.isa!r} is not available here; there are {', '.join(library().isas)}")
+        return reasons
+
+    def tile(self, call: Call) -> tuple[int, int]:
+        """(queries, keys) by which the kernel looks a mask up; within them it crops to the panel in hand."""
+        return abi.ROW_BLOCK, TILE_N
+
+    def describe(self) -> str:
+        """The instruction set that runs, and how threads are had; for `explain` and `doctor`."""
+        found = library()
+        return f"{abi.ISAS[self._isa(found)]} ({'torch' if found.shared_pool else 'own'} threads: {torch.get_num_threads()})"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
+        batch, seqlen_q, heads_q, _ = call.q.shape
+        o = torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype)
+        lse = torch.empty((batch, heads_q, seqlen_q))
+        if lse.numel() == 0:
+            return o, lse
+        found = library()
+        args, keep = arguments_of(call, self._isa(found))
+        set_tensor(args.o, o)
+        args.lse = lse.data_ptr()
+        if seqlen_q <= FEW_QUERIES and call.dropout is None and call.mask.kind != "bitmap":
+            keep.append(add_workspace(args, found.functions.tw_decode_workspace))
+            run(found.functions.tw_decode, args)
+        else:
+            run(found.functions.tw_forward, args)
+        del keep
+        return o, lse
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
+        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        found = library()
+        args, keep = arguments_of(call, self._isa(found))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (call.q, call.k, call.v))
+        d_sink = None if call.sink is None else torch.zeros(call.heads_q)
+        d_bias = torch.zeros(call.bias.shape) if bias_grad and call.bias is not None else None
+        o, d_o, lse = rows(o), rows(d_o), lse.contiguous()
+        for field, x in ((args.o, o), (args.d_o, d_o), (args.dq, dq), (args.dk, dk), (args.dv, dv)):
+            set_tensor(field, x)
+        args.lse = lse.data_ptr()
+        if d_lse is not None:
+            d_lse = d_lse.float().contiguous()
+            args.d_lse = d_lse.data_ptr()
+        if d_sink is not None:
+            args.dsink = d_sink.data_ptr()
+        if d_bias is not None:
+            set_broadcast(args.dbias, d_bias)
+        if call.batch and call.heads_q:
+            keep.append(add_workspace(args, found.functions.tw_backward_workspace))
+            run(found.functions.tw_backward, args)
+        del keep
+        d_bias = None if d_bias is None else d_bias.to(call.bias.dtype)
+        return Gradients(dq, dk, dv, d_bias, None if d_sink is None else d_sink.to(call.sink.dtype))
+
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths, page_table: Tensor | None = None, **options
+    ) -> tuple[Tensor, Tensor]:
+        """A few new queries against a cache, plain or paged, read in place; see `cache.decode`."""
+        found = library()
+        return decode(found, self._isa(found), q, k_cache, v_cache, lengths, page_table, **options)
+
+    def _isa(self, found: Library) -> int:
+        return abi.ISAS.index(self.isa or found.isa)

@@ -1,0 +1,115 @@
+"""A call's tensors and numbers as the kernel's argument struct."""
+
+import ctypes
+import threading
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.cpu import abi
+from tilewise.backends.cpu.planes import planes_of
+from tilewise.philox import keep_scale, threshold
+from tilewise.problem import Call
+
+DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
+_WORD = 0xFFFFFFFF
+
+
+def arguments_of(call: Call, isa: int) -> tuple[abi.Args, list]:
+    """The call's inputs as the kernel's arguments, and what must stay alive while it runs."""
+    q, k, v = rows(call.q), rows(call.k), rows(call.v)
+    batch, seqlen_q, heads_q, _ = q.shape
+    planes = planes_of(call.mask, seqlen_q, k.shape[1], batch, heads_q)
+    args = plain(q, k, v, call.scale, call.softcap, isa)
+    args.planes, args.plane_of = planes.planes, planes.plane_of
+    keep = [q, k, v, planes]
+    if call.bias is not None:
+        bias = rows(call.bias if call.bias.dtype in DTYPES else call.bias.float())
+        set_broadcast(args.bias, bias)
+        args.bias_dtype = DTYPES[bias.dtype]
+        keep.append(bias)
+    if call.diagonal is not None:
+        diagonal = call.diagonal.long().contiguous()
+        args.diagonal = diagonal.data_ptr()
+        keep.append(diagonal)
+    add_per_head(args, call.alibi_slopes, call.sink, keep)
+    if call.dropout is not None:
+        p, seed, offset = call.dropout
+        args.dropout_key[:] = seed & _WORD, seed >> 32 & _WORD
+        args.dropout_offset = offset & _WORD
+        args.dropout_threshold = min(threshold(p), _WORD)
+        args.dropout_rescale = keep_scale(p)
+    return args, keep
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, isa: int) -> abi.Args:
+    """Arguments for q (batch, seqlen_q, heads_q, head_dim), k (batch or pages, seqlen_k or page, heads_k, head_dim) and v, nothing else."""
+    args = abi.Args.from_buffer_copy(_template(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, scale, softcap, isa))
+    args.threads = torch.get_num_threads()
+    args.q.data, args.k.data, args.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    return args
+
+
+@lru_cache(maxsize=256)
+def _template(
+    q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, dtype: torch.dtype, scale: float, softcap: float, isa: int
+) -> abi.Args:
+    """What does not change from call to call of one shape; copying it is cheaper than filling thirty fields."""
+    batch, seqlen_q, heads_q, head_dim = q_shape
+    args = abi.Args(
+        abi.ABI_VERSION, isa, DTYPES[dtype], 1, batch, seqlen_q, k_shape[1], heads_q, k_shape[2], head_dim, v_shape[3], scale, softcap
+    )  # fmt: skip
+    for field, stride in ((args.q, q_stride), (args.k, k_stride), (args.v, v_stride)):
+        field.batch, field.seq, field.head, _ = stride
+    return args
+
+
+def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | None, keep: list) -> None:
+    """ALiBi slopes (batch or 1, heads_q) and the sink (heads_q,), in fp32."""
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.float().contiguous()
+        args.alibi_slopes, args.alibi_batch = slopes.data_ptr(), args.heads_q if slopes.shape[0] > 1 else 0
+        keep.append(slopes)
+    if sink is not None:
+        sink = sink.detach().float().contiguous()
+        args.sink = sink.data_ptr()
+        keep.append(sink)
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def set_tensor(field: abi.TensorArg, x: Tensor) -> None:
+    field.data = x.data_ptr()
+    field.batch, field.seq, field.head, _ = x.stride()
+
+
+def set_broadcast(field: abi.TensorArg, bias: Tensor) -> None:
+    """A bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): stride 0 along what it broadcasts over."""
+    field.data = bias.data_ptr()
+    field.batch, field.head, field.seq = (0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+
+
+class _Kept(threading.local):
+    """The last workspace of this thread: fresh pages cost more than the kernel's work on short sequences."""
+
+    workspace: Tensor | None = None
+
+
+_kept = _Kept()
+KEEP_BYTES = 16 << 20
+
+
+def add_workspace(args: abi.Args, size) -> Tensor:
+    """The memory that a function wants, 64-byte aligned in args.workspace; it must stay alive while that runs."""
+    wanted = size(ctypes.byref(args)) + 64
+    workspace = _kept.workspace
+    if workspace is None or workspace.shape[0] < wanted:
+        workspace = torch.empty(wanted, dtype=torch.uint8)
+        if wanted <= KEEP_BYTES:
+            _kept.workspace = workspace
+    args.workspace = -(-workspace.data_ptr() // 64) * 64
+    return workspace

@@ -1,0 +1,94 @@
+// The exported functions: pick the kernels for this processor (CPUID), or the ones asked for.
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#if defined(__x86_64__)
+namespace tw_avx512_bf16 { extern const tw_kernels kernels; }
+namespace tw_avx512 { extern const tw_kernels kernels; }
+namespace tw_avx2 { extern const tw_kernels kernels; }
+#endif
+namespace tw_generic { extern const tw_kernels kernels; }
+
+namespace {
+
+uint32_t detect() {
+  uint32_t isas = 1u << TW_ISA_GENERIC;
+#if defined(__x86_64__)
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return isas;
+  const bool fma_f16c = (c & bit_FMA) && (c & bit_F16C);
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  (void)high;
+  if ((low & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return isas;
+  if ((b & bit_AVX2) && fma_f16c) isas |= 1u << TW_ISA_AVX2;
+  const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+  if ((low & 0xe6) != 0xe6 || (b & avx512) != avx512 || !fma_f16c) return isas;
+  isas |= 1u << TW_ISA_AVX512;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5))) isas |= 1u << TW_ISA_AVX512_BF16;
+#endif
+  return isas;
+}
+
+const uint32_t isas_here = detect();
+const int best_here = 31 - __builtin_clz(isas_here);
+
+// The kernels for arguments of a dtype, or null where this processor has no such instruction set.
+const tw_kernels* pick(int isa, int dtype) {
+  if (isa == TW_ISA_AUTO) isa = best_here;
+  if (isa < 0 || isa > 31 || !(isas_here & (1u << isa))) return nullptr;
+#if defined(__x86_64__)
+  if (isa == TW_ISA_AVX512_BF16 && dtype == TW_BF16) return &tw_avx512_bf16::kernels;
+  if (isa == TW_ISA_AVX512_BF16 || isa == TW_ISA_AVX512) return &tw_avx512::kernels;
+  if (isa == TW_ISA_AVX2) return &tw_avx2::kernels;
+#endif
+  return &tw_generic::kernels;
+}
+
+}  // namespace
+
+int tw_forward(const tw_args* a) {
+  if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
+  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  return kernels ? kernels->forward(*a) : TW_BAD_ISA;
+}
+
+int64_t tw_backward_workspace(const tw_args* a) {
+  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  return kernels ? kernels->backward_workspace(*a) : 0;
+}
+
+int tw_backward(const tw_args* a) {
+  if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
+  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  return kernels ? kernels->backward(*a) : TW_BAD_ISA;
+}
+
+// Decoding has no matrix products: the bf16 instructions do not serve it.
+int64_t tw_decode_workspace(const tw_args* a) {
+  const tw_kernels* kernels = pick(a->isa, TW_FP32);
+  return kernels ? kernels->decode_workspace(*a) : 0;
+}
+
+int tw_decode(const tw_args* a) {
+  if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
+  const tw_kernels* kernels = pick(a->isa, TW_FP32);
+  return kernels ? kernels->decode(*a) : TW_BAD_ISA;
+}
+
+void tw_set_pool(void* gomp_parallel) { tw_set_gomp_parallel(gomp_parallel); }
+
+void tw_info(tw_info_t* info) {
+  memset(info, 0, sizeof *info);
+  info->abi_version = TW_ABI_VERSION;
+  info->sizeof_args = (int32_t)sizeof(tw_args);
+  info->sizeof_plane = (int32_t)sizeof(tw_plane);
+  info->sizeof_tensor = (int32_t)sizeof(tw_tensor);
+  info->best_isa = best_here;
+  info->isas = isas_here;
+  info->shared_pool = tw_has_shared_pool();
+}

@@ -1,0 +1,307 @@
+// O and LSE: FlashAttention-2's forward (Dao, arXiv:2307.08691, Algorithm 1) on panels of query rows.
+//
+// A panel is kPanel query rows, one a lane, so that scores are S^T[key][row]: K is only broadcast, row maxima and sums are plain vector
+// operations, and a mask is a lane compare. Per panel and block of keys: S = K Q^T; m' = max(m, max S); P = exp(S - m'); l = l exp(m - m') + sum P;
+// O = O exp(m - m') + P^T V, with O as rows (lanes = head dimension). Where blocks of keys start depends on seqlen_k alone, so a row's
+// result does not depend on how rows are shared out.
+#pragma once
+#include "products.h"
+#include "scores.h"
+
+namespace TW_NAMESPACE {
+
+constexpr int64_t kKeyBlock = 128;  // most keys of a block
+
+// The keys of a block when `keys` are divided evenly into blocks of at most `most`, a multiple of 8 (full register tiles).
+TW_INLINE int64_t even_blocks(int64_t keys, int64_t most) {
+  const int64_t blocks = max_of((keys + most - 1) / most, (int64_t)1);
+  return max_of(round_up((keys + blocks - 1) / blocks, 8), (int64_t)8);
+}
+
+// One block of keys as operands, loaded when first needed.
+template <class Op>
+struct KeyBlock {
+  const Head& head;
+  float *k_scratch, *v_scratch;
+  int64_t key = 0, keys = 0;
+  bool loaded = false;
+  int finite = -1;  // of V; -1: not looked yet
+  Operand k = {}, v = {};
+
+  void move_to(int64_t first, int64_t most) {
+    key = first;
+    keys = min_of(most, head.args.seqlen_k - first);
+    loaded = false;
+    finite = -1;
+  }
+  void load() {
+    if (loaded) return;
+    loaded = true;
+    const tw_args& a = head.args;
+    k = Op::broadcast_rows(k_scratch, head.k(key), a.k.seq, keys, a.head_dim, a.dtype);
+    v = Op::vector_rows(v_scratch, head.v(key), a.v.seq, keys, a.head_dim_v, a.dtype);
+  }
+  bool v_finite() {
+    if (finite < 0) finite = rows_finite(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);
+    return finite;
+  }
+};
+
+struct Panel {
+  int64_t row, rows;
+  float *q, *o, *m, *l;  // q: panel operand; o: rows x padded head_dim_v; m, l: row maxima and sums
+};
+
+// S[key][row] of a register tile, and the running maximum of each row.
+template <class Op, int W>
+struct ScoreTile {
+  float* s;
+  int64_t lds;
+  Operand k;
+  const float* q;
+  int64_t depth;
+  float factor;
+  vf* top;
+  template <int M>
+  TW_INLINE void run(const ScoreTile& t, int64_t r) {
+    tile_product<Op, M, W>(t.k.words + r * t.k.stride, t.k.stride, 1, t.q, kPanel, t.depth, [&](vf(&acc)[M][W]) {
+      TW_UNROLL for (int x = 0; x < M; x++) TW_UNROLL for (int w = 0; w < W; w++) {
+        const vf s = acc[x][w] * t.factor;
+        store(t.s + (r + x) * t.lds + w * L, s);
+        t.top[w] = maximum(t.top[w], s);
+      }
+    });
+  }
+};
+
+template <int W>
+TW_INLINE void row_maxima(const float* s, int64_t keys, vf* top) {
+  TW_UNROLL for (int w = 0; w < W; w++) top[w] = splat(-kInf);
+  for (int64_t j = 0; j < keys; j++) TW_UNROLL for (int w = 0; w < W; w++) top[w] = maximum(top[w], load(s + j * kPanel + w * L));
+}
+
+// P = exp(S - center) for R keys, added to sum; to `pairs` as interleaved bf16, or in place.
+template <class Op, int W, int R, bool InPlace>
+TW_INLINE void exp_keys(float* s, float* pairs, const vf* center, vf* sum) {
+  vf x[R * W];
+  TW_UNROLL for (int u = 0; u < R * W; u++) x[u] = load(s + u / W * kPanel + u % W * L) - center[u % W];
+  exp_each<R * W>(x);
+  TW_UNROLL for (int u = 0; u < R * W; u++) sum[u % W] += x[u];
+  if constexpr (InPlace) {
+    TW_UNROLL for (int u = 0; u < R * W; u++) store(s + u / W * kPanel + u % W * L, x[u]);
+  } else {
+    TW_UNROLL for (int w = 0; w < W; w++) store(pairs + w * L, Op::interleave(x[w], x[W + w]));
+  }
+}
+
+template <class Op, int W, bool InPlace>
+TW_INLINE void exp_block(float* s, float* pairs, int64_t keys, const vf* center, vf* sum) {
+  constexpr int R = L == 16 ? 2 : 1;  // keys in flight: what 32, or 16, registers hold
+  int64_t j = 0;
+  for (; j + R <= keys; j += R) exp_keys<Op, W, R, InPlace>(s + j * kPanel, pairs + j / 2 * kPanel, center, sum);
+  if constexpr (InPlace)
+    for (; j < keys; j++) exp_keys<Op, W, 1, true>(s + j * kPanel, pairs, center, sum);
+}
+
+// O += P V pair by pair, over what is visible only: where V holds a NaN or an infinity, 0 * V of a hidden key must not be added.
+static void add_visible_values(const Panel& p, const Head& h, const BandList& bands, int64_t x, const Crop& c, const float* s, const float* rescale) {
+  const tw_args& a = h.args;
+  const int64_t ldo = round_up(a.head_dim_v, kPad);
+  for (int64_t i = 0; i < p.rows; i++) {
+    float* o = p.o + i * ldo;
+    for (int64_t e = 0; e < a.head_dim_v; e++) o[e] *= rescale[i];
+    for (int64_t j = c.key_begin; j < c.key_end; j++) {
+      if (!visible(bands, x, p.row + i, j)) continue;
+      const float weight = s[(j - c.key_begin) * kPanel + i];
+      for (int64_t e = 0; e < a.head_dim_v; e++) o[e] += weight * load_one(element(h.v(j), e, a.dtype), a.dtype);
+    }
+  }
+}
+
+struct ForwardBuffers {
+  float *s, *pairs, *factors;
+};
+
+// One online-softmax step: a panel with W vectors of rows in use, against the keys of a crop.
+template <class Op, int W>
+static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, const BandList& bands, int64_t x, const Crop& c,
+                         const ForwardBuffers& buffer) {
+  const tw_args& a = h.args;
+  block.load();
+  const int64_t first = c.key_begin - block.key, keys = c.key_end - c.key_begin, depth = (a.head_dim + Op::kPack - 1) / Op::kPack;
+  float* s = buffer.s;
+  vf top[W];
+  TW_UNROLL for (int w = 0; w < W; w++) top[w] = splat(-kInf);
+  for_row_tiles<Op, W>(keys, ScoreTile<Op, W>{s, kPanel, block.k.from(first), p.q, depth, score_factor(a), top});
+  if (h.adjusts()) adjust_scores(s, nullptr, kPanel, h, c, W);
+  if (c.partial) hide(s, kPanel, bands, x, c, W, splat(-kInf));
+  if (h.adjusts() || c.partial) row_maxima<W>(s, keys, top);
+
+  vf center[W], rescale[W], sum[W];
+  alignas(64) float rescale_rows[kPanel];
+  TW_UNROLL for (int w = 0; w < W; w++) {
+    const vf m = load(p.m + w * L), m_new = maximum(m, top[w]);
+    center[w] = m_new == splat(-kInf) ? vf{} : m_new;
+    rescale[w] = exp_of(m - center[w]);
+    sum[w] = vf{};
+    store(p.m + w * L, m_new);
+    store(rescale_rows + w * L, rescale[w]);
+  }
+  const bool exact = c.partial && !block.v_finite(), dropout = a.dropout_rescale > 0;
+  const float* weights = s;
+  if (Op::kPack == 2 && !exact && !dropout) {
+    exp_block<Op, W, Op::kPack == 1>(s, buffer.pairs, keys, center, sum);
+    weights = buffer.pairs;
+  } else {
+    exp_block<Op, W, true>(s, nullptr, keys, center, sum);
+    if (dropout) {
+      dropout_factors(buffer.factors, kPanel, h, c, W);
+      for (int64_t j = 0; j < keys; j++)
+        TW_UNROLL for (int w = 0; w < W; w++) {
+          float* q = s + j * kPanel + w * L;
+          store(q, load(q) * load(buffer.factors + j * kPanel + w * L));
+        }
+    }
+    if constexpr (Op::kPack == 2) {
+      for (int64_t j = 0; j < keys; j += 2)
+        TW_UNROLL for (int w = 0; w < W; w++)
+          store(buffer.pairs + j / 2 * kPanel + w * L, Op::interleave(load(s + j * kPanel + w * L), load(s + (j + 1) * kPanel + w * L)));
+      weights = buffer.pairs;
+    }
+  }
+  TW_UNROLL for (int w = 0; w < W; w++) store(p.l + w * L, load(p.l + w * L) * rescale[w] + sum[w]);
+  if (exact) return add_visible_values(p, h, bands, x, c, s, rescale_rows);
+  const int64_t columns = round_up(a.head_dim_v, kPad);
+  update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, block.v.from(first / Op::kPack), keys / Op::kPack, rescale_rows, 1.f);
+}
+
+// O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).
+static void finish_panel(const Panel& p, const Head& h) {
+  const tw_args& a = h.args;
+  alignas(64) float factors[kPanel], lse[kPanel];
+  for (int w = 0; w < kPanelVectors; w++) {
+    vf m = load(p.m + w * L), l = load(p.l + w * L), factor = splat(1.f);
+    if (a.sink) {
+      const vf sink = splat(a.sink[h.head]), m_all = maximum(sink, m), center = m_all == splat(-kInf) ? vf{} : m_all;
+      factor = exp_of(m - center);
+      l = l * factor + exp_of(sink - center);
+      m = m_all;
+    }
+    store(factors + w * L, l == splat(0.f) ? vf{} : factor / l);
+    store(lse + w * L, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
+  }
+  store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, round_up(a.head_dim_v, kPad), p.rows, a.head_dim_v, factors, 1, a.dtype);
+  memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
+}
+
+constexpr int kMaxPanels = 8;
+
+// Threads that are worth waking: about one for each 2^21 multiplications, ten microseconds or so. (Results do not depend on their number.)
+static int useful_threads(const tw_args& a) {
+  const double work = (double)(a.batch * a.heads_q) * (double)a.seqlen_q * (double)a.seqlen_k * (double)(a.head_dim + a.head_dim_v);
+  return (int)min_of((double)a.threads, 1 + work / (1 << 21));
+}
+
+struct ForwardPlan {
+  const tw_args& args;
+  int64_t panels;  // in a tile
+  int64_t tiles;   // of a head
+  int64_t block;   // keys
+};
+
+// Tiles of as many panels as share one pass over K and V and stay in the L2 cache, but enough tiles for the threads.
+static ForwardPlan plan_forward(const tw_args& a) {
+  const int64_t all = (a.seqlen_q + kPanel - 1) / kPanel;
+  const int64_t panel_bytes = kPanel * (round_up(a.head_dim, kPad) + round_up(a.head_dim_v, kPad)) * 4;
+  int64_t panels = max_of(min_of((int64_t)kMaxPanels, (int64_t)(400 << 10) / panel_bytes), (int64_t)1);
+  while (panels > 1 && a.threads > 1 && a.batch * a.heads_q * ((all + panels - 1) / panels) < 4 * a.threads) panels--;
+  return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kKeyBlock)};
+}
+
+// Scratch memory handed out in 64-byte aligned pieces; with a null base it only counts.
+struct Arena {
+  char* base;
+  size_t used = 0;
+  float* floats(int64_t n) {
+    float* p = (float*)(base + used);
+    used += (size_t)round_up(n * 4, 64);
+    return p;
+  }
+};
+
+template <class Op>
+struct ForwardScratch {
+  ForwardBuffers buffers;
+  float *k, *v, *q, *o, *m, *l;
+  ForwardScratch(Arena& arena, const ForwardPlan& plan) {
+    const int64_t dim = round_up(plan.args.head_dim, kPad), dim_v = round_up(plan.args.head_dim_v, kPad);
+    q = arena.floats(plan.panels * kPanel * dim);
+    o = arena.floats(plan.panels * kPanel * dim_v);
+    m = arena.floats(plan.panels * kPanel);
+    l = arena.floats(plan.panels * kPanel);
+    k = arena.floats(kKeyBlock * dim);
+    v = arena.floats(kKeyBlock * dim_v);
+    buffers.s = arena.floats(kKeyBlock * kPanel);
+    buffers.pairs = arena.floats(kKeyBlock * kPanel / 2);
+    buffers.factors = arena.floats(plan.args.dropout_rescale > 0 ? kKeyBlock * kPanel : 0);
+  }
+};
+
+// A tile of query rows of one head, against all the keys that its bands show it.
+template <class Op>
+static void forward_tile(const void* context, int64_t item, char* memory) {
+  const ForwardPlan& plan = *(const ForwardPlan*)context;
+  const tw_args& a = plan.args;
+  Arena arena = {memory};
+  const ForwardScratch<Op> scratch(arena, plan);
+  const int64_t tile = plan.tiles - 1 - item % plan.tiles, head = item / plan.tiles;  // causal: longest first
+  const Head h(a, head / a.heads_q, head % a.heads_q);
+  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), row0 = tile * plan.panels * kPanel;
+  const int64_t panels = min_of(plan.panels, (a.seqlen_q - row0 + kPanel - 1) / kPanel);
+  Panel panel[kMaxPanels];
+  int64_t key_begin = a.seqlen_k, key_end = 0;
+  for (int64_t x = 0; x < panels; x++) {
+    Panel& p = panel[x];
+    const int64_t row = row0 + x * kPanel;
+    p = {row, min_of((int64_t)kPanel, a.seqlen_q - row), scratch.q + x * kPanel * dim, scratch.o + x * kPanel * dim_v, scratch.m + x * kPanel,
+         scratch.l + x * kPanel};
+    Op::panel(p.q, h.q(row), a.q.seq, p.rows, a.head_dim, a.dtype);
+    memset(p.o, 0, (size_t)(kPanel * dim_v) * 4);
+    memset(p.l, 0, kPanel * 4);
+    for (int i = 0; i < kPanel; i++) p.m[i] = -kInf;
+    const BandList bands = bands_at(h.plane, row);
+    for (int64_t b = bands.begin; b < bands.end; b++) {
+      const Crop c = crop(bands, b, row, p.rows, 0, a.seqlen_k, 1);
+      if (!c.empty()) key_begin = min_of(key_begin, c.key_begin), key_end = max_of(key_end, c.key_end);
+    }
+  }
+  KeyBlock<Op> block = {h, scratch.k, scratch.v};
+  for (int64_t key = key_begin / plan.block * plan.block; key < key_end; key += plan.block) {
+    block.move_to(key, plan.block);
+    for (int64_t x = 0; x < panels; x++) {
+      const Panel& p = panel[x];
+      const BandList bands = bands_at(h.plane, p.row);
+      for (int64_t b = bands.begin; b < bands.end; b++) {
+        const Crop c = crop(bands, b, p.row, p.rows, key, block.keys, Op::kPack);
+        if (c.empty()) continue;
+        const int vectors = (int)((p.rows + L - 1) / L);
+        if (vectors == 1) forward_step<Op, 1>(p, h, block, bands, b, c, scratch.buffers);
+        if (vectors == 2) forward_step<Op, 2>(p, h, block, bands, b, c, scratch.buffers);
+        if (vectors == 3) forward_step<Op, 3>(p, h, block, bands, b, c, scratch.buffers);
+      }
+    }
+  }
+  for (int64_t x = 0; x < panels; x++) finish_panel(panel[x], h);
+}
+
+template <class Op>
+static int forward(const tw_args& a) {
+  const ForwardPlan plan = plan_forward(a);
+  Arena size = {nullptr};
+  ForwardScratch<Op> measure(size, plan);
+  (void)measure;
+  const tw_phase phase = {forward_tile<Op>, a.batch * a.heads_q * plan.tiles};
+  return tw_run(&phase, 1, useful_threads(a), size.used, &plan);
+}
+
+}  // namespace TW_NAMESPACE

@@ -1,0 +1,243 @@
+// One step of the backward: a block of query rows against a block of keys. backward.h walks over them.
+//
+//   S = K Q^T, P = exp(S - lse), dP = V dO^T, dS = P (dP - delta), dV += P dO, dK += dS Q, dQ += dS^T K
+#pragma once
+#include <sched.h>
+
+#include "forward.h"
+
+namespace TW_NAMESPACE {
+
+constexpr int64_t kQueryBlock = 2 * kPanel;  // rows between two turns; divides TW_ROW_BLOCK
+static_assert(TW_ROW_BLOCK % kQueryBlock == 0, "a block of rows lies in one list of bands");
+
+// Rows of dQ, which a step adds to.
+struct RowsF32 {
+  float* data;
+  int64_t stride;
+};
+// Who may add to dQ: chunk c at step s (a fixed enumeration of head and rows, the same for every chunk) waits until the chunks before it are past s.
+// Items are handed out in ascending order, so whoever is waited for has been started.
+struct Turns {
+  int64_t* past;  // per (chunk, group): every step below is finished
+  int64_t group, groups, chunk, finished = 0;
+
+  void publish(int64_t step) const { __atomic_store_n(&past[chunk * groups + group], step, __ATOMIC_RELEASE); }
+  int64_t progress(int64_t c) const { return __atomic_load_n(&past[c * groups + group], __ATOMIC_ACQUIRE); }
+  void wait(int64_t step) {
+    while (finished < chunk && progress(finished) == INT64_MAX) finished++;
+    for (int64_t c = finished; c < chunk; c++)
+      for (int spins = 0; progress(c) <= step; spins++) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+        if (spins % 256 == 255) sched_yield();
+      }
+  }
+};
+
+// Keys of one key/value head as operands, with their gradients.
+struct KeyChunk {
+  int64_t key, keys;
+  Operand k, v;        // broadcast rows
+  Operand k_vectors;   // vector rows
+  float *dk, *dv;      // keys x padded dims
+  int k_finite;        // -1: not looked yet
+};
+
+// kQueryBlock rows of one query head as operands.
+struct QueryBlock {
+  int64_t row, rows;
+  float *q, *d_o;      // panels
+  Operand q_vectors, d_o_vectors;
+  float *lse, *delta;  // lse is +inf where the row saw nothing, so that P = 0
+  bool dead_rows;      // some row saw nothing
+  int finite;          // of Q and dO; -1: not looked yet
+};
+
+// [key][kQueryBlock]: S then P, and dS; for Pairs also as bf16, P and dS paired along rows and dS along keys.
+struct GradBuffers {
+  float *p, *ds;
+  float *p_rows, *ds_rows, *ds_keys;
+  float *dropout, *cap;  // factors of dropout; 1 - tanh^2 of the softcap, then dS before it where the bias's gradient is wanted
+};
+
+// dP of a register tile becomes dS in its registers. General: masks, score modifiers, dropout.
+template <class Op, int W, bool General>
+struct GradTile {
+  Operand v;
+  const float* d_o;
+  int64_t depth;
+  const vf *lse, *delta;
+  GradBuffers b;  // already at this tile's panel
+  bool keep_uncapped;
+
+  template <int M>
+  TW_INLINE void run(const GradTile& t, int64_t r) {
+    tile_product<Op, M, W>(t.v.words + r * t.v.stride, t.v.stride, 1, t.d_o, kPanel, t.depth, [&](vf(&acc)[M][W]) {
+      TW_UNROLL for (int x = 0; x < M; x++) {
+        const int64_t at = (r + x) * kQueryBlock;
+        vf s[W], p[W];
+        TW_UNROLL for (int w = 0; w < W; w++) s[w] = load(t.b.p + at + w * L);
+        TW_UNROLL for (int w = 0; w < W; w++) p[w] = s[w] - t.lse[w];
+        exp_each<W>(p);
+        TW_UNROLL for (int w = 0; w < W; w++) {
+          if constexpr (General) {
+            const vf kept = t.b.dropout ? load(t.b.dropout + at + w * L) : splat(1.f);
+            const vi hidden = ((vi)s[w] == splat(kHiddenBits)) | (t.lse[w] == splat(kInf));  // not even a NaN in lse, delta or dP matters
+            const vf ds = hidden ? vf{} : p[w] * (acc[x][w] * kept - t.delta[w]);
+            p[w] = hidden ? vf{} : p[w] * kept;
+            acc[x][w] = ds;
+            if (t.b.cap) {
+              acc[x][w] *= load(t.b.cap + at + w * L);
+              if (t.keep_uncapped) store(t.b.cap + at + w * L, ds);
+            }
+          } else {
+            acc[x][w] = p[w] * (acc[x][w] - t.delta[w]);
+          }
+          if (Op::kPack == 1 || General) {
+            store(t.b.p + at + w * L, p[w]);
+            store(t.b.ds + at + w * L, acc[x][w]);
+          }
+          if constexpr (Op::kPack == 2) {
+            Op::store_halves(t.b.p_rows + (at + w * L) / 2, p[w]);
+            Op::store_halves(t.b.ds_rows + (at + w * L) / 2, acc[x][w]);
+          }
+        }
+      }
+      if constexpr (Op::kPack == 2)
+        TW_UNROLL for (int x = 0; x < M; x += 2) TW_UNROLL for (int w = 0; w < W; w++)
+          store(t.b.ds_keys + (r + x) / 2 * kQueryBlock + w * L, Op::interleave(acc[x][w], acc[x + 1][w]));
+    });
+  }
+};
+
+// P and dS of a panel with W vectors of rows in use, for the keys of a crop; `first` is the crop's first key counted from the buffers' first.
+template <class Op, int W>
+static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x, const Crop& c,
+                        int64_t first, const GradBuffers& buffers) {
+  const tw_args& a = h.args;
+  const int64_t at = first * kQueryBlock + panel * kPanel, n = c.key_end - c.key_begin;
+  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
+  GradBuffers b = buffers;
+  b.p += at, b.ds += at;
+  b.p_rows += at / 2, b.ds_rows += at / 2, b.ds_keys += first / 2 * kQueryBlock + panel * kPanel;
+  if (b.dropout) b.dropout += at;
+  if (b.cap) b.cap += at;
+  vf top[W], lse[W], delta[W];
+  TW_UNROLL for (int w = 0; w < W; w++) {
+    top[w] = vf{};
+    lse[w] = load(queries.lse + panel * kPanel + w * L);
+    delta[w] = load(queries.delta + panel * kPanel + w * L);
+  }
+  const int64_t offset = c.key_begin - keys.key;
+  const int64_t depth = (a.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (a.head_dim_v + Op::kPack - 1) / Op::kPack;
+  for_row_tiles<Op, W>(n, ScoreTile<Op, W>{b.p, kQueryBlock, keys.k.from(offset), queries.q + panel * kPanel * dim, depth, score_factor(a), top});
+  const bool general = h.adjusts() || c.partial || b.dropout;
+  if (h.adjusts()) adjust_scores(b.p, b.cap, kQueryBlock, h, c, W);
+  if (c.partial) hide(b.p, kQueryBlock, bands, x, c, W, (vf)splat(kHiddenBits));
+  if (b.dropout) dropout_factors(b.dropout, kQueryBlock, h, c, W);
+  const float* d_o = queries.d_o + panel * kPanel * dim_v;
+  const bool keep_uncapped = a.dbias.data && b.cap;
+  if (general)
+    for_row_tiles<Op, W>(n, GradTile<Op, W, true>{keys.v.from(offset), d_o, depth_v, lse, delta, b, keep_uncapped});
+  else
+    for_row_tiles<Op, W>(n, GradTile<Op, W, false>{keys.v.from(offset), d_o, depth_v, lse, delta, b, false});
+  if (a.dbias.data) add_bias_gradient(keep_uncapped ? b.cap : b.ds, kQueryBlock, h, c, W);
+}
+
+// dV += P dO and dK += dS Q for keys [begin, end) of the buffers and the rows of panels [from, to).
+template <class Op>
+static void update_key_gradients(const tw_args& a, const KeyChunk& keys, const QueryBlock& queries, int64_t offset, int64_t begin, int64_t end,
+                                 int from, int to, const GradBuffers& b) {
+  if (begin >= end) return;
+  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), row = from * kPanel;
+  const int64_t depth = (min_of(to * (int64_t)kPanel, queries.rows) - row + Op::kPack - 1) / Op::kPack;
+  const int64_t ld = kQueryBlock / Op::kPack, at = begin * ld + row / Op::kPack;
+  const float *p = (Op::kPack == 2 ? b.p_rows : b.p) + at, *ds = (Op::kPack == 2 ? b.ds_rows : b.ds) + at;
+  update_rows<Op, Update::kAccumulate>(keys.dv + (offset + begin) * dim_v, dim_v, end - begin, dim_v, p, ld, 1,
+                                       queries.d_o_vectors.from(row / Op::kPack), depth, nullptr, 1.f);
+  update_rows<Op, Update::kAccumulate>(keys.dk + (offset + begin) * dim, dim, end - begin, dim, ds, ld, 1, queries.q_vectors.from(row / Op::kPack),
+                                       depth, nullptr, 1.f);
+}
+
+// The three products pair by pair, over visible pairs only: where Q, K or dO holds a NaN or an infinity, 0 times it must not be added.
+static void add_visible_gradients(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
+                                  const Crop& c, int64_t first, const GradBuffers& b, RowsF32 dq) {
+  const tw_args& a = h.args;
+  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
+  for (int64_t i = 0; i < c.rows; i++) {
+    if (queries.lse[panel * kPanel + i] == kInf) continue;
+    const char *q = h.q(c.row + i), *d_o = h.out(a.d_o, c.row + i, h.head);
+    for (int64_t j = c.key_begin; j < c.key_end; j++) {
+      if (!visible(bands, x, c.row + i, j)) continue;
+      const int64_t at = (first + j - c.key_begin) * kQueryBlock + panel * kPanel + i, key = j - keys.key;
+      const float p = b.p[at], ds = b.ds[at];
+      for (int64_t e = 0; e < a.head_dim_v; e++) keys.dv[key * dim_v + e] += p * load_one(element(d_o, e, a.dtype), a.dtype);
+      for (int64_t e = 0; e < a.head_dim; e++) {
+        keys.dk[key * dim + e] += ds * load_one(element(q, e, a.dtype), a.dtype);
+        dq.data[i * dq.stride + e] += a.scale * ds * load_one(element(h.k(j), e, a.dtype), a.dtype);
+      }
+    }
+  }
+}
+
+static bool queries_finite(QueryBlock& queries, const Head& h) {
+  const tw_args& a = h.args;
+  if (queries.finite < 0)
+    queries.finite = rows_finite(h.q(queries.row), a.q.seq, queries.rows, a.head_dim, a.dtype) &&
+                     rows_finite(h.out(a.d_o, queries.row, h.head), a.d_o.seq, queries.rows, a.head_dim_v, a.dtype);
+  return queries.finite;
+}
+
+static bool keys_finite(KeyChunk& keys, const Head& h) {
+  if (keys.k_finite < 0) keys.k_finite = rows_finite(h.k(keys.key), h.args.k.seq, keys.keys, h.args.head_dim, h.args.dtype);
+  return keys.k_finite;
+}
+
+// One block of rows against one block of the chunk's keys, for one band.
+template <class Op>
+static void grad_step(KeyChunk& keys, QueryBlock& queries, const Head& h, const BandList& bands, int64_t x, int64_t key, int64_t n,
+                      const GradBuffers& buffers, RowsF32 dq, Turns& turns, int64_t step) {
+  const tw_args& a = h.args;
+  const int panels = (int)((queries.rows + kPanel - 1) / kPanel);
+  Crop c[2];
+  int64_t begin[2] = {0, 0}, end[2] = {0, 0};  // of each panel's fast updates, counted from `key`
+  bool exact[2] = {false, false};
+  for (int p = 0; p < panels; p++) {
+    const int64_t rows = min_of((int64_t)kPanel, queries.rows - p * kPanel);
+    c[p] = crop(bands, x, queries.row + p * kPanel, rows, key, n, Op::kPack);
+    if (c[p].empty()) continue;
+    c[p].partial |= queries.dead_rows;
+    exact[p] = c[p].partial && !(queries_finite(queries, h) && keys_finite(keys, h));
+    const int64_t first = c[p].key_begin - key;
+    const int vectors = (int)((rows + L - 1) / L);
+    if (vectors == 1) grad_scores<Op, 1>(keys, queries, p, h, bands, x, c[p], first, buffers);
+    if (vectors == 2) grad_scores<Op, 2>(keys, queries, p, h, bands, x, c[p], first, buffers);
+    if (vectors == 3) grad_scores<Op, 3>(keys, queries, p, h, bands, x, c[p], first, buffers);
+    if (!exact[p]) begin[p] = first, end[p] = c[p].key_end - key;
+  }
+  // Keys that both panels see take their rows in one go; the rest panel by panel.
+  const int64_t offset = key - keys.key, both_begin = max_of(begin[0], begin[1]), both_end = min_of(end[0], end[1]);
+  const bool both = both_begin < both_end;
+  if (both) update_key_gradients<Op>(a, keys, queries, offset, both_begin, both_end, 0, 2, buffers);
+  for (int p = 0; p < panels; p++) {
+    update_key_gradients<Op>(a, keys, queries, offset, begin[p], both ? both_begin : end[p], p, p + 1, buffers);
+    if (both) update_key_gradients<Op>(a, keys, queries, offset, both_end, end[p], p, p + 1, buffers);
+  }
+  for (int p = 0; p < panels; p++) {
+    if (c[p].empty()) continue;
+    turns.wait(step);
+    const RowsF32 rows = {dq.data + p * kPanel * dq.stride, dq.stride};
+    const int64_t first = c[p].key_begin - key;
+    if (exact[p]) {
+      add_visible_gradients(keys, queries, p, h, bands, x, c[p], first, buffers, rows);
+      continue;
+    }
+    const float* ds = (Op::kPack == 2 ? buffers.ds_keys : buffers.ds) + first / Op::kPack * kQueryBlock + p * kPanel;
+    update_rows<Op, Update::kAccumulate>(rows.data, rows.stride, c[p].rows, round_up(a.head_dim, kPad), ds, 1, kQueryBlock,
+                                         keys.k_vectors.from((offset + first) / Op::kPack), (end[p] - begin[p]) / Op::kPack, nullptr, a.scale);
+  }
+}
+
+}  // namespace TW_NAMESPACE

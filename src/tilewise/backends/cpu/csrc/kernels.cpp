@@ -1,0 +1,19 @@
+// Compiled once for each instruction set, with TW_NAMESPACE and TW_VECTOR_BYTES defined and the matching -m flags.
+#include "kernels.h"
+
+#include "backward.h"
+#include "forward.h"
+#if !defined(__AVX512BF16__)
+#include "decode.h"
+#endif
+
+namespace TW_NAMESPACE {
+
+extern const tw_kernels kernels;
+#if defined(__AVX512BF16__)
+const tw_kernels kernels = {forward<Pairs>, backward_workspace, backward<Pairs>, nullptr, nullptr};  // for bf16; all else is the AVX-512 build's
+#else
+const tw_kernels kernels = {forward<Single>, backward_workspace, backward<Single>, decode_workspace, decode};
+#endif
+
+}  // namespace TW_NAMESPACE

@@ -1,0 +1,101 @@
+// The C ABI of the CPU kernel: one plain struct of arguments, a handful of functions, no torch, no Python, no C++ in sight.
+//
+// Tensors are (batch, seqlen, heads, dim) with element strides for the first three; the last dimension is contiguous.
+// Every function returns TW_OK or a status; the caller has checked shapes (nothing here re-checks them).
+#pragma once
+#include <stdint.h>
+
+#define TW_ABI_VERSION 1
+
+#if defined(_WIN32)
+#define TW_EXPORT __declspec(dllexport)
+#else
+#define TW_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { TW_OK = 0, TW_NO_MEMORY = 1, TW_BAD_ABI = 2, TW_BAD_ISA = 3 };
+enum { TW_FP32 = 0, TW_BF16 = 1, TW_FP16 = 2 };
+enum { TW_ISA_AUTO = 0, TW_ISA_GENERIC = 1, TW_ISA_AVX2 = 2, TW_ISA_AVX512 = 3, TW_ISA_AVX512_BF16 = 4 };
+
+// Rows of `row_ptr` of a plane: one entry for each TW_ROW_BLOCK query rows.
+enum { TW_ROW_BLOCK = 96 };
+
+typedef struct {
+  const void* data;
+  int64_t batch, seq, head;  // strides in elements
+} tw_tensor;
+
+// The mask of some (batch, head) pairs: a union of disjoint bands. Row r of `bands` is q0 q1 k0 k1 lo hi and allows
+// the pairs with q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi. `row_ptr`/`row_bands` list the bands that touch each
+// block of TW_ROW_BLOCK rows, by ascending k0 (null: every block looks at all of them).
+// `in_bitmap[r]` != 0: of that rectangle only the pairs whose bit is set; bit i & 7 of byte (j * bits_stride + i / 8).
+typedef struct {
+  const int64_t* bands;
+  int64_t n_bands;
+  const int64_t* row_ptr;
+  const int32_t* row_bands;
+  const uint8_t* in_bitmap;
+  const uint8_t* bits;
+  int64_t bits_stride;
+} tw_plane;
+
+typedef struct {
+  int32_t abi_version, isa, dtype, threads;
+  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v;
+  float scale, softcap;  // softcap 0: none
+
+  const tw_plane* planes;
+  const int32_t* plane_of;  // (batch, heads_q), or null: plane 0 everywhere
+
+  tw_tensor q, k, v, o, d_o;
+  float* lse;          // (batch, heads_q, seqlen_q)
+  const float* d_lse;  // (batch, heads_q, seqlen_q) or null
+  tw_tensor dq, dk, dv;
+
+  tw_tensor bias;  // batch, seq = query, head strides, 0 where broadcast; data null: none
+  int32_t bias_dtype, pad0;
+  tw_tensor dbias;  // fp32, zeroed by the caller, strides as the bias's; data null: not wanted
+
+  const float* alibi_slopes;
+  int64_t alibi_batch;      // stride between batches: 0 or heads_q
+  const int64_t* diagonal;  // (seqlen_q,), or null: seqlen_k - seqlen_q
+  const float* sink;        // (heads_q,) or null
+  float* dsink;             // (heads_q,) or null
+
+  uint32_t dropout_key[2], dropout_offset;  // Philox key and last counter word
+  uint32_t dropout_threshold;               // a pair is kept iff its random word >= threshold
+  float dropout_rescale;                    // 1 / (1 - p); 0: no dropout
+  int32_t pad1;
+
+  // Decode only: valid keys of each batch (null: seqlen_k; the bands hold no others), and a page table (null: none), where page p of batch b
+  // starts at k.data + page_table[b * page_table_stride + p] * k.batch and holds page_size keys.
+  const int32_t* seqlens_k;
+  const int32_t* page_table;
+  int64_t page_size, page_table_stride;
+
+  void* workspace;  // tw_*_workspace(args) bytes, 64-byte aligned, uninitialised
+} tw_args;
+
+typedef struct {
+  int32_t abi_version, sizeof_args, sizeof_plane, sizeof_tensor;
+  int32_t best_isa;       // what TW_ISA_AUTO resolves to here
+  uint32_t isas;          // bit i set: ISA i was compiled in and this processor has it
+  int32_t shared_pool, reserved;  // 1: tw_set_pool was given a pool
+} tw_info_t;
+
+TW_EXPORT void tw_info(tw_info_t* info);
+// Hands over GOMP_parallel of the OpenMP runtime that the process already uses, so that both share one pool of threads. Null: own threads.
+TW_EXPORT void tw_set_pool(void* gomp_parallel);
+TW_EXPORT int tw_forward(const tw_args* args);
+TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
+TW_EXPORT int tw_backward(const tw_args* args);
+TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);
+TW_EXPORT int tw_decode(const tw_args* args);
+
+#ifdef __cplusplus
+}
+#endif

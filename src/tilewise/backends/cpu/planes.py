@@ -1,0 +1,104 @@
+"""A mask as the kernel reads it: for each plane a table of bands, the bands that touch each block of query rows, and bits where it must be.
+
+The kernel crops bands itself, to the panel and the block of keys in hand, so nothing here depends on tile sizes but the row blocks.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy import ndarray
+
+from tilewise.backends.cpu import abi
+from tilewise.band_tables import INF, expand
+from tilewise.bands import Bands
+from tilewise.bitmap import Bitmap
+from tilewise.expression import Mask, Plane
+from tilewise.tiles import Kind, lower
+
+FEW = 4  # so many bands are looked at one by one; above, they are listed by row block
+TILE_N = 96  # keys of a tile of a bitmap that is classified as a whole
+SLACK = 8  # bytes the kernel may read beyond the end of a row of bits
+
+_REVERSED = np.array([int(f"{byte:08b}"[::-1], 2) for byte in range(256)], dtype=np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """Addresses for `abi.Args`, and the arrays that must outlive them."""
+
+    planes: int
+    plane_of: int | None
+    kept: list = field(repr=False)
+
+
+def planes_of(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads_q: int) -> Planes:
+    """The mask's planes; made once for each mask and lengths, and kept with the region that they come from.
+
+    Raises ShapeError where the mask does not fit.
+    """
+    planes = mask.planes(seqlen_q, seqlen_k, batch, heads_q)
+    if len(planes) != 1:
+        return _many(planes, batch, heads_q)
+    region = planes[0].region
+    if "cpu" not in region.memo:
+        table = (abi.PlaneArg * 1)(table_of(region, kept := []))
+        region.memo["cpu"] = Planes(ctypes.addressof(table), None, [table, *kept])
+    return region.memo["cpu"]
+
+
+@lru_cache(maxsize=8)
+def _many(planes: tuple[Plane, ...], batch: int, heads_q: int) -> Planes:
+    kept: list = []
+    regions = list({id(plane.region): plane.region for plane in planes}.values())
+    order = {id(region): place for place, region in enumerate(regions)}
+    table = (abi.PlaneArg * len(regions))(*(table_of(region, kept) for region in regions))
+    index = np.zeros((batch, heads_q), dtype=np.int32)
+    for plane in planes:
+        index[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = order[id(plane.region)]
+    return Planes(ctypes.addressof(table), _address(index, kept), [table, planes, *kept])
+
+
+def table_of(region: Bands | Bitmap, kept: list) -> abi.PlaneArg:
+    """The tables of one region; the arrays that they point into are appended to `kept`."""
+    if isinstance(region, Bitmap):
+        return _bitmap_plane(region, kept)
+    plane = abi.PlaneArg(bands=_address(region.table, kept), n_bands=len(region))
+    if len(region) > FEW:
+        table = region.table
+        first = table[:, 0] // abi.ROW_BLOCK
+        band, place = expand((table[:, 1] - 1) // abi.ROW_BLOCK + 1 - first)
+        block = first[band] + place
+        order = np.lexsort((table[band, 2], block))
+        plane.row_ptr, plane.row_bands = _lists(block[order], band[order], region.seqlen_q, kept)
+    return plane
+
+
+def _bitmap_plane(region: Bitmap, kept: list) -> abi.PlaneArg:
+    """Every run of tiles is a rectangle; in those that are not full the bits decide."""
+    runs = lower(region, abi.ROW_BLOCK, TILE_N)
+    block = np.repeat(np.arange(runs.m_blocks), np.diff(runs.row_ptr))
+    q0, k0 = block * abi.ROW_BLOCK, runs.n0.astype(np.int64) * TILE_N
+    q1, k1 = np.minimum(q0 + abi.ROW_BLOCK, region.seqlen_q), np.minimum(runs.n1.astype(np.int64) * TILE_N, region.seqlen_k)
+    table = np.stack([q0, q1, k0, k1, np.full_like(q0, -INF), np.full_like(q0, INF)], axis=1)
+    plane = abi.PlaneArg(bands=_address(table, kept), n_bands=len(table))
+    plane.row_ptr, plane.row_bands = _lists(block, np.arange(len(table)), region.seqlen_q, kept)
+    plane.in_bitmap = _address((runs.kind == Kind.BITMAP).astype(np.uint8), kept)
+    columns = region.transpose().bits  # (seqlen_k, ceil(seqlen_q / 8)): the kernel's lanes are queries
+    bits = np.zeros((region.seqlen_k, columns.shape[1] + SLACK), dtype=np.uint8)
+    bits[:, : columns.shape[1]] = _REVERSED[columns]
+    plane.bits, plane.bits_stride = _address(bits, kept), bits.shape[1]
+    return plane
+
+
+def _lists(block: ndarray, band: ndarray, seqlen_q: int, kept: list) -> tuple[int, int]:
+    """Row pointers and band numbers, for entries that are ordered by block of rows."""
+    row_ptr = np.searchsorted(block, np.arange(-(-seqlen_q // abi.ROW_BLOCK) + 1)).astype(np.int64)
+    return _address(row_ptr, kept), _address(band.astype(np.int32), kept)
+
+
+def _address(array: ndarray, kept: list) -> int:
+    array = np.ascontiguousarray(array)
+    kept.append(array)
+    return array.ctypes.data

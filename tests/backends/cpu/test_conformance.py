@@ -1,0 +1,55 @@
+"""The kernel through the gate: every case at the one tolerance, in poisoned memory, for every instruction set of this processor."""
+
+import pytest
+
+from tilewise.backends.cpu import Cpu, abi
+from tilewise.errors import UnsupportedError
+from tilewise.testing.cases import FULL, QUICK
+from tilewise.testing.conformance import CLOSED_FORMS, run_case, run_hidden, run_spoiled
+
+RUNS = (run_case, run_hidden, run_spoiled)
+
+
+def _backend(isa: str) -> Cpu:
+    from tilewise.backends.cpu.native import library
+
+    if isa != "auto" and isa not in library().isas:
+        pytest.skip(f"this processor has no {isa}")
+    return Cpu(isa)
+
+
+def _gate(isa: str, runs, cases) -> None:
+    backend, ran = _backend(isa), 0
+    for case in cases:
+        for run in runs:
+            try:
+                run(backend, case)
+                ran += 1
+            except UnsupportedError as reason:
+                assert "fp64" in case.id, reason
+            except AssertionError as failure:
+                raise AssertionError(f"{case.id} ({run.__name__}): {failure}") from failure
+    assert ran
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_quick(run):
+    _gate("auto", (run,), QUICK)
+
+
+@pytest.mark.parametrize("isa", abi.ISAS[1:])
+def test_quick_by_instruction_set(isa):
+    _gate(isa, (run_case,), QUICK[:: 2 if isa == "generic" else 3])
+    _gate(isa, (run_hidden,), QUICK[1::4])
+
+
+@pytest.mark.parametrize("form", CLOSED_FORMS)
+@pytest.mark.parametrize("isa", abi.ISAS[1:])
+def test_closed_forms(isa, form):
+    CLOSED_FORMS[form](_backend(isa))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", abi.ISAS[1:])
+def test_full(isa):
+    _gate(isa, RUNS, FULL)
