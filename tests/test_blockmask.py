@@ -107,11 +107,34 @@ def test_a_mask_mod_is_evaluated_on_partial_blocks_only():
 def test_bad_input_is_named():
     with pytest.raises(ShapeError, match=r"block_mask must be a torch.nn.attention.flex_attention.BlockMask, got Tensor"):
         from_flex(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="block_size must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="block_size must be an integer, 1 or more, got 0"):
         to_flex(Causal(), 8, 8, block_size=0)
+    for bad in (2.5, True, "128"):
+        with pytest.raises(ValueError, match="block_size must be an integer, 1 or more, got"):
+            to_flex(Causal(), 8, 8, block_size=bad)
+    with pytest.raises(ValueError, match="mask must be a tilewise mask, got function"):
+        to_flex(causal, 8, 8)
+    with pytest.raises(ValueError, match="seqlen_k must be an integer, 0 or more, got -8"):
+        to_flex(Causal(), 8, -8)
     with pytest.raises(ShapeError, match="cu_seqlens_q reaches position 9"):
         to_flex(Documents([0, 9]), 8, 8)
     one = torch.ones(1, 1, 1, dtype=torch.int32)
     huge = BlockMask.from_kv_blocks(one, one[..., None] * 0, BLOCK_SIZE=1 << 20)
     with pytest.raises(UnsupportedError, match=r"1048576 x 1048576 is more than 65536 x 65536 pairs.*tilewise's own constructors"):
         from_flex(huge)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("mask", [Causal(), PerHead({(0, 1): Causal(), (1, 2): Full()})], ids=repr)
+def test_no_queries_or_no_keys(mask, seqlen_q, seqlen_k):
+    block_mask = to_flex(mask, seqlen_q, seqlen_k, 4)
+    assert block_mask.seq_lengths == (seqlen_q, seqlen_k)
+    assert torch.equal(from_flex(block_mask).dense(seqlen_q, seqlen_k), mask.dense(seqlen_q, seqlen_k))
+
+
+def test_the_default_device_is_not_asked():
+    mask = SlidingWindow(20, 3) | FirstKeys(5)
+    with torch.device("meta"):  # as under torch.set_default_device
+        block_mask = to_flex(mask, 200, 190, 64)
+        dense = from_flex(block_mask).dense(200, 190)
+    assert torch.equal(dense, mask.dense(200, 190))

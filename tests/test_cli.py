@@ -1,12 +1,16 @@
 """The command line, in this process, with small settings: what it prints, what it writes, and what it returns."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from tilewise import checks, cli, dispatch
+import tilewise
+from tilewise import bench, checks, cli, dispatch
 from tilewise.backends.reference import Reference
 from tilewise.demo import job, pictures, sweep
 from tilewise.errors import UnsupportedError
@@ -38,7 +42,9 @@ def test_defaults_of_the_demo_are_those_of_the_job():
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["paint"], ["demo", "--steps", "0"], ["demo", "--seqlens", "64,x"], ["demo", "--budget", "nan"], ["check", "--device", "toaster"]],
+    [[], ["paint"], ["demo", "--steps", "0"], ["demo", "--seqlens", "64,x"], ["demo", "--budget", "nan"], ["check", "--device", "toaster"]]
+    + [["bench", "--budget", budget] for budget in ("-1", "0", "nan", "inf", "soon")]
+    + [["doctor", "--threads", number] for number in ("0", "99999", str(8 * os.cpu_count() + 1))],
 )
 def test_wrong_usage_is_2(argv, capsys):
     assert cli.main(argv) == 2
@@ -49,7 +55,7 @@ def test_wrong_usage_is_2(argv, capsys):
     ("argv", "code", "sentence"),
     [
         (["check", "--case", "no such case"], 2, "tilewise check: --case 'no such case' is in no check's name"),
-        (["check", "--backend", "abacus"], 2, "tilewise check: backend must be one of 'tiled', 'reference' or None, got 'abacus'"),
+        (["check", "--backend", "abacus"], 2, "tilewise check: backend must be one of "),
         (["check", "--device", "meta"], 3, "tilewise check: there is no device meta here"),
         (["bench", "--mask", "window"], 2, "tilewise bench: mask is 'window'"),
         (["bench", "--impl", "abacus"], 2, "tilewise bench: impl is 'abacus'"),
@@ -66,16 +72,65 @@ def test_errors_are_one_sentence(argv, code, sentence, capsys, tmp_path, monkeyp
     assert said.startswith(sentence) and said.count("\n") == 1
 
 
+def test_too_many_threads_are_refused_in_a_sentence(capsys):
+    assert cli.main(["explain", "--threads", "99999"]) == 2
+    cores = os.cpu_count()
+    sentence = f"argument --threads: 99999 is too many; this machine's {cores} cores take up to {8 * cores}, 8 for each\n"
+    assert capsys.readouterr().err.endswith(sentence)
+
+
+def test_as_many_threads_as_are_allowed():
+    most = str(8 * os.cpu_count())
+    done = subprocess.run([sys.executable, "-m", "tilewise", "explain", "--threads", most], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+@pytest.mark.parametrize("out", ["a folder", "a file/report", "/proc/no such place/report"])
+def test_where_nothing_can_be_written_is_said_before_the_work(command, out, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a folder").mkdir()
+    Path("a file").write_text("kept")
+    for module, work in ((job, "run"), (bench, "run")):
+        monkeypatch.setattr(module, work, lambda *args, **kwargs: pytest.fail("it worked before it looked"))
+    assert cli.main([command, "--out", out]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith(f"tilewise {command}: ") and said.count("\n") == 1 and out.split("/report")[0] in said
+    assert Path("a file").read_text() == "kept" and not list(Path("a folder").iterdir())
+
+
+def test_looking_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", interrupt)
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.write_text("a row\n")
+    assert [cli.main(["bench", "--out", str(path)]) for path in (new, old)] == [130, 130]
+    assert not new.exists() and old.read_text() == "a row\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize("argv", [["doctor"], ["doctor", "--json"], ["explain"], ["check", "--list"], ["bench", "--list"]])
+def test_output_that_nobody_reads_is_no_failure(argv):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "tilewise", *argv], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_traceback_on_demand():
     with pytest.raises(ValueError, match="is in no check's name"):
         cli.main(["check", "--case", "no such case", "--traceback"])
 
 
-def test_interruption_is_130(monkeypatch, capsys):
+def test_interruption_is_130(tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "run", interrupt)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
@@ -94,9 +149,24 @@ def test_demo_writes_its_page_and_says_what_ran(tmp_path, monkeypatch, capsys):
     page = tmp_path / "new folder" / "report.html"
     assert cli.main(["demo", *TINY, "--out", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "The two trainings agree: at each of 2 steps" in out and "backend: " in out and "report.html" in out
+    assert "The two trainings agree: at each of 2 steps" in out and "report.html" in out
+    q = torch.empty(1, 64, 4, 64, requires_grad=True)
+    backend = tilewise.explain(q, *(torch.empty(1, 64, 2, 64) for _ in "kv"), causal=True).backend
     text = page.read_text(encoding="utf-8")
+    assert f"backend: {backend}\n" in out and f"backend: {backend}\n" in text
     assert text.startswith("<!doctype html>") and text.count("<svg") == 9 + len(pictures.MASKS)
+
+
+def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
+    config = job.GPTConfig(context=64)
+    chosen = dispatch.named(job.tilewise.explain(*(torch.empty(1, 64, heads, 64) for heads in (4, 2, 2)), causal=True).backend)
+    monkeypatch.setattr(type(chosen), "describe", lambda self: "for the [abacus] of 12 rods", raising=False)
+    assert job.explain(config, 1).endswith("\nwhat runs: for the [abacus] of 12 rods")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["doctor"]) == 0
+    assert "for the [abacus] of 12 rods" in capsys.readouterr().out
+    monkeypatch.setattr(type(chosen), "describe", None)
+    assert "what runs" not in job.explain(config, 1)
 
 
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):
@@ -185,6 +255,29 @@ def test_bench_writes_rows_that_report_turns_into_tables_plots_and_a_page(tmp_pa
     capsys.readouterr()
 
 
+BLIND = ["bench", "--mask", "documents:5:6", "--seqlen", "100", "--budget", "0.01", "--no-memory"]
+
+
+def test_rows_that_see_nothing_are_right_in_the_formula_too(capsys):
+    assert cli.main([*BLIND, "--impl", "tilewise,naive"]) == 0
+    assert "wrong" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("naive", 0), ("tilewise", 1), ("tilewise:reference", 1)])
+def test_only_results_of_tilewise_decide_how_bench_ends(wrong, code, monkeypatch, capsys):
+    spoiled = bench.known()[wrong]
+    right = type(spoiled).prepare
+
+    def prepare(self, workload, device):
+        attend = right(self, workload, device)
+        return (lambda q, k, v: 1.5 * attend(q, k, v)) if self.name == wrong else attend
+
+    monkeypatch.setattr(type(spoiled), "prepare", prepare)
+    assert cli.main([*BLIND, "--impl", "tilewise,tilewise:reference,naive"]) == code
+    out = capsys.readouterr().out
+    assert out.count(" wrong") == 1 and f"{wrong}: missed the tolerance: o[" in out
+
+
 def test_bench_lists_its_contenders(capsys):
     assert cli.main(["bench", "--list"]) == 0
     assert {"tilewise", "sdpa", "naive"} <= set(capsys.readouterr().out.split())
@@ -200,11 +293,12 @@ def test_explain_names_the_backend(mask, capsys):
 def test_doctor_reports_packages_and_backends(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "torch" in out and "tiled" in out and "nvidia-cutlass-dsl" in out
+    assert "torch" in out and "nvidia-cutlass-dsl" in out and all(backend.name in out for backend in dispatch.backends())
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["torch"] and found["packages"]["numpy"]
-    assert {"name": "tiled", "device": "cpu", "reasons": []} in found["backends"]
+    assert [status["name"] for status in found["backends"] if status["device"] == "cpu"] == [each.name for each in dispatch.backends()]
+    assert any(not status["reasons"] and status["description"] == "" for status in found["backends"])
 
 
 def test_doctor_without_a_usable_backend_is_3(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tilewise.bitmap import Bitmap
+from tilewise.dense_masks import Packed
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import (
     Causal,
@@ -76,12 +77,33 @@ BAD = [
     (lambda: PerHead({(0, 1): "causal"}), ValueError, r"need a mask that is the same for every head, got 'causal'"),
     (lambda: PerHead({(0, 1): PerHead({(0, 2): Causal()})}), ValueError, r"need a mask that is the same for every head"),
     (lambda: PerHead({0: Causal()}), ValueError, r"half-open head ranges \(first, last\)"),
+    (lambda: PerHead({("a", 2): Causal()}), ValueError, r"PerHead: expected masks by .* of integers, got \('a', 2\) for a range"),
+    (lambda: PerHead({(0, 2.5): Causal()}), ValueError, r"PerHead: .*got \(0, 2.5\)"),
+    (lambda: PerHead({(0, True): Causal()}), ValueError, r"PerHead: .*got \(0, True\)"),
+    (lambda: PerHead({(0, 1, 2): Causal()}), ValueError, r"PerHead: .*got \(0, 1, 2\)"),
+    (lambda: PerHead([1, 2]), ValueError, r"PerHead: .*got 1 for a range"),
+    (lambda: PerHead([()]), ValueError, r"PerHead: .*got \(\) for a range"),
+    (lambda: PerHead("ab"), ValueError, r"PerHead: .*got 'a' for a range"),
     (lambda: PerHead(5), ValueError, r"half-open head ranges \(first, last\)"),
     (lambda: PerHead({(0, 2): Causal()}).planes(4, 4, heads=8), ShapeError, r"made for heads 2, the call has heads 8"),
     (lambda: PerHead({(0, 1): Causal()}).planes(4, 4, heads=8), ShapeError, r"cover 1 heads, the call has heads 8"),
     (lambda: PerHead({(0, 2): Causal()}).pairs(4, 4), ShapeError, r"made for heads 2, the call has heads 1"),
     (lambda: Causal().planes(-1, 4), ValueError, r"seqlen_q must be an integer, 0 or more, got -1"),
     (lambda: Causal().pairs(4, 4, batch=-1), ValueError, r"batch must be an integer, 0 or more, got -1"),
+    (lambda: Causal().pairs([1], 3), ValueError, r"seqlen_q must be an integer, 0 or more, got \[1\]"),
+    (lambda: Causal().pairs(4, 4.0), ValueError, r"seqlen_k must be an integer, 0 or more, got 4.0"),
+    (lambda: Slices.from_mask(3, 4, 4), ValueError, r"from_mask: mask must be a mask, got int 3"),
+    (
+        lambda: Dense(torch.nested.nested_tensor([torch.ones(2, 2, dtype=torch.bool)])),
+        ShapeError,
+        r"expected a strided bool tensor, got torch.bool, nested",
+    ),
+    (lambda: parse("Packed(#0,1.5)", [torch.zeros(1, 1, 2, 1, dtype=torch.uint8)]), ValueError, r"1.5"),
+    (
+        lambda: Packed(torch.zeros(1, 1, 2, 1, dtype=torch.uint8), "9"),
+        ValueError,
+        r"Packed: seqlen_k must be an integer, 0 or more, got '9'",
+    ),
     (lambda: Causal().dense(4, 4.5), ValueError, r"seqlen_k must be an integer, 0 or more, got 4.5"),
     (lambda: Dense(torch.ones(2, 2, dtype=torch.bool, device="meta")).resolve(2, 2), ShapeError, r"on the meta device has no values"),
     (lambda: Dense(torch.ones(2, 2, dtype=torch.bool)).slices(2, 2), ShapeError, r"slices cannot describe"),
@@ -103,6 +125,7 @@ BAD = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("make, error, message", BAD, ids=[f"{at}" for at in range(len(BAD))])
 def test_bad_input_is_named(make, error, message):
     with pytest.raises(error, match=message):

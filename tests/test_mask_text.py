@@ -116,3 +116,39 @@ def test_masks_are_built_and_written_inside_a_traced_graph():
     compiled, texts = texts, []
     traced(torch.zeros(1), held)
     assert compiled == texts and len(texts) == 4
+
+
+def test_the_default_of_documents_is_traced():
+    def traced(x):
+        return x, Documents([0, 12]).source
+
+    assert torch.compile(traced, fullgraph=True, backend="aot_eager")(torch.zeros(1))[1] == "Documents([0,12])"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: SlidingWindow(n, 0),
+        lambda n: SlidingWindow(0, n, align="top_left"),
+        lambda n: FirstKeys(n),
+        lambda n: PrefixLM(n),
+        lambda n: ChunkedCausal(n),
+        lambda n: Documents([0, n]),
+        lambda n: Slices([[0, n]], [[1, n]], [0]),
+        lambda n: PerHead({(0, n): Causal()}),
+        lambda n: SlidingWindow(n, 0) | FirstKeys(n + 1),
+    ],
+)
+def test_integers_that_change_from_call_to_call_are_traced(make):
+    """torch.compile traces an integer argument as a symbol from its second value on."""
+    torch._dynamo.reset()
+    traced = torch.compile(lambda x, n: (x + 1, make(n).source), fullgraph=True, backend="aot_eager")
+    for n in (3, 4, 7):
+        assert traced(torch.zeros(1), n)[1] == make(n).source
+
+
+def test_text_that_nests_too_deep_is_named():
+    with pytest.raises(ValueError, match=r"^mask text"):
+        parse("~" * 5000 + "Causal()")
+    with pytest.raises(ValueError, match=r"^mask text"):
+        parse("(" * 500 + "Causal()" + ")" * 500)

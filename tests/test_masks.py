@@ -1,7 +1,11 @@
 """What each mask means, pair by pair; planes, kinds, identity, and what a million tokens cost."""
 
+import functools
+import gc
+import operator
 import pickle
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilewise.bitmap import Bitmap, Recent
+from tilewise.dense_masks import Packed
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
@@ -22,6 +28,7 @@ from tilewise.masks import (
     SlidingWindow,
     parse,
 )
+from tilewise.tiles import lower
 
 
 def causal(sq, sk, i, j):
@@ -178,7 +185,94 @@ def test_a_written_tensor_is_read_again():
     given[0] = True
     assert Dense(given).pairs(3, 3) == 3
     with torch.inference_mode():
-        assert Dense(torch.ones(2, 2, dtype=torch.bool)).pairs(2, 2) == 4
+        given[1] = True
+        assert Dense(given).pairs(3, 3) == 6
+    given.data = torch.ones(3, 3, dtype=torch.bool)
+    assert Dense(given).pairs(3, 3) == 9
+
+
+def test_a_written_inference_tensor_is_read_again():
+    """Inference tensors count no writes; equality and hash, the bits, and what was resolved before all follow the values."""
+    with torch.inference_mode():
+        given = torch.ones(2, 2, dtype=torch.bool)
+        mask = Dense(given)
+        both = mask & Causal()
+        assert (mask.pairs(2, 2), both.pairs(2, 2)) == (4, 3) and mask == Dense(torch.ones(2, 2, dtype=torch.bool))
+        given[0] = False
+        assert (mask.pairs(2, 2), both.pairs(2, 2)) == (2, 2) and mask != Dense(torch.ones(2, 2, dtype=torch.bool))
+        packed = torch.full((1, 1, 2, 1), 0b11000000, dtype=torch.uint8)
+        assert Packed(packed, 2).pairs(2, 2) == 4
+        packed[..., 1, :] = 0
+        assert Packed(packed, 2).pairs(2, 2) == 2
+
+
+@pytest.mark.parametrize("around", [lambda mask: mask, lambda mask: PerHead({(0, 1): mask & Causal()}), lambda mask: ~mask.transpose()])
+def test_what_was_resolved_does_not_keep_the_tensor(around):
+    given = torch.rand(40, 40) > 0.5
+    mask = around(Dense(given))
+    mask.pairs(40, 40)
+    equal, planes, gone = Dense(given.clone()), mask.planes(40, 40), weakref.ref(given)
+    del mask, given
+    gc.collect()
+    assert gone() is None
+    assert around(equal).planes(40, 40) is planes
+
+
+def test_bitmaps_are_kept_by_their_bytes():
+    made = []
+    recent = Recent(4, 1000, Bitmap.nbytes)
+
+    def get(key, rows):
+        return recent.get(key, lambda: made.append(key) or Bitmap(np.zeros((rows, 8), np.uint8), rows, 64))
+
+    small = get("a", 25)
+    assert small.nbytes() == 200 and get("a", 25) is small and made == ["a"]
+    get("b", 50)
+    get("a", 25)
+    get("c", 50)  # 1000 bytes together
+    assert list(recent.values) == ["b", "a", "c"]
+    get("d", 1)
+    assert list(recent.values) == ["a", "c", "d"]
+    small.transpose()
+    assert small.nbytes() == 200 + 64 * 4
+    lower(small, 16, 64)
+    tiles = lower(small.transpose(), 64, 16).bitmaps.nbytes + lower(small, 16, 64).bitmaps.nbytes
+    assert small.nbytes() == 200 + 64 * 4 + tiles
+    get("e", 200)
+    assert list(recent.values) == ["e"]
+    get("f", 0), get("g", 0), get("h", 0), get("i", 0)
+    assert len(recent.values) <= 4 and "i" in recent.values
+
+
+def test_chains_longer_than_the_stack():
+    windows = [Slices([[i, i + 1]], [[i, i + 2]], [0]) for i in range(1000)]
+    held = Dense(torch.zeros(1000, 1001, dtype=torch.bool))
+    for first in (FirstKeys(0), held):
+        mask = functools.reduce(operator.or_, windows, first)
+        tensors = []
+        text = mask.text(tensors)
+        assert "((" not in text and text.count("|") == 1000
+        again = parse(text, tensors)
+        assert again == mask and pickle.loads(pickle.dumps(mask)) == mask
+        assert again.pairs(1000, 1001) == 2000 and mask.transpose().pairs(1001, 1000) == 2000
+
+
+def test_only_a_left_operand_of_the_same_operation_goes_without_brackets():
+    a, b, c = FirstKeys(1), FirstKeys(2), FirstKeys(3)
+    texts = [(a | b | c), (a - b - c), (a & b | c), (a | b) & c, a - (b - c), a | (b | c), (a - b - c) | a | b]
+    assert [mask.source.replace("FirstKeys", "") for mask in texts] == [
+        "(1)|(2)|(3)", "(1)-(2)-(3)", "((1)&(2))|(3)", "((1)|(2))&(3)", "(1)-((2)-(3))", "(1)|((2)|(3))", "((1)-(2)-(3))|(1)|(2)",
+    ]  # fmt: skip
+    for mask in texts:
+        assert parse(mask.source) == mask and torch.equal(parse(mask.source).dense(4, 4), mask.dense(4, 4))
+
+
+def test_sizes_are_plain_integers_on_the_cpu():
+    assert SlidingWindow(np.int64(3), np.int32(0)).source == "SlidingWindow(3,0)" and type(SlidingWindow(np.int64(3), 0).left) is int
+    assert PerHead([([np.int64(0), 2], Causal())]).masks == (((0, 2), Causal()),)
+    assert Causal().pairs(np.int64(4), 4) == 10
+    with torch.device("meta"):  # as under torch.set_default_device
+        assert Causal().dense(4, 4).device.type == "cpu"
 
 
 def test_kind_is_known_without_lengths():

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -152,14 +152,17 @@ def _digest(tensor: Tensor, bits: ndarray) -> bytes:
 
 
 class Recent:
-    """Values made lately, by key; beyond `limit` bytes the one unused for longest goes first. The newest stays whatever its size."""
+    """Up to `count` values made lately, by key, of `limit` bytes together; the one unused for longest goes first.
 
-    def __init__(self, limit: int, size: Callable[[object], int]) -> None:
-        self.limit, self.size = limit, size
+    The newest stays whatever its size. `size` gives a value's bytes, which may grow with what is derived from it.
+    """
+
+    def __init__(self, count: int, limit: int, size: Callable[[Any], int]) -> None:
+        self.count, self.limit, self.size = count, limit, size
         self.values: OrderedDict = OrderedDict()
         self.lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], object]):
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The value of `key`, made where it is not there."""
         with self.lock:
             if key in self.values:
@@ -170,6 +173,6 @@ class Recent:
             made = self.values.setdefault(key, made)
             self.values.move_to_end(key)
             total = sum(map(self.size, self.values.values()))
-            while total > self.limit and len(self.values) > 1:
+            while (total > self.limit or len(self.values) > self.count) and len(self.values) > 1:
                 total -= self.size(self.values.popitem(last=False)[1])
         return made

@@ -10,6 +10,7 @@ from tilewise.bitmap import MAX_PAIRS
 from tilewise.dense_masks import Packed
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.expression import Mask
+from tilewise.mask_arguments import check_count
 from tilewise.tiles import FULL, Runs, lower
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _row_of_blocks(block_mask: "BlockMask", b: int, h: int, m_block: int) -> np.
     """The visible pairs of one row of blocks, bool (block size, seqlen_k)."""
     size_q, size_k = block_mask.BLOCK_SIZE
     seqlen_k = block_mask.seq_lengths[1]
-    out = torch.zeros(size_q, -(-seqlen_k // size_k), size_k, dtype=torch.bool)
+    out = torch.zeros(size_q, -(-seqlen_k // size_k), size_k, dtype=torch.bool, device="cpu")
     partial = block_mask.kv_indices[b, h, m_block, : block_mask.kv_num_blocks[b, h, m_block]].long()
     device = partial.device
     if len(partial):
@@ -66,20 +67,21 @@ def to_flex(mask: Mask, seqlen_q: int, seqlen_k: int, block_size: int = 128, dev
     """`mask` as a BlockMask of block_size x block_size blocks on `device`.
 
     Its mask_mod looks pairs up in the bits of the partial blocks, so it costs the same for every mask.
-    Raises ShapeError where the mask does not fit the lengths, ValueError for a block_size below 1.
+    Raises ShapeError where the mask does not fit the lengths, ValueError for a mask that is none, a length below 0 or a block_size below 1.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    if block_size < 1:
-        raise ValueError(f"block_size must be 1 or more, got {block_size}")
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a tilewise mask, got {type(mask).__name__} {mask!r:.100}")
+    block_size = check_count("block_size", block_size, least=1)
+    seqlen_q, seqlen_k = check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
     batch, heads = mask.extent
     planes = mask.planes(seqlen_q, seqlen_k, batch, heads)
     tiles = [np.zeros((block_size, block_size), dtype=bool), np.ones((block_size, block_size), dtype=bool)]
-    grid = torch.zeros(batch, heads, -(-seqlen_q // block_size), -(-seqlen_k // block_size), dtype=torch.int32)
+    grid = torch.zeros(batch, heads, -(-seqlen_q // block_size), -(-seqlen_k // block_size), dtype=torch.int32, device="cpu")
     for plane in planes:
-        grid[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = _grid(
-            lower(plane.region, block_size, block_size), tiles
-        )
+        blocks = _grid(lower(plane.region, block_size, block_size), tiles)
+        grid[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = blocks
     grid = grid.to(device)
     bits = torch.from_numpy(np.packbits(np.stack(tiles), axis=2)).to(device)
 
@@ -94,7 +96,7 @@ def to_flex(mask: Mask, seqlen_q: int, seqlen_k: int, block_size: int = 128, dev
 
 def _grid(runs: Runs, tiles: list[np.ndarray]) -> Tensor:
     """For each tile the index of its bits in `tiles`, int32 (m_blocks, n_blocks); the bits of partial tiles are appended."""
-    grid = torch.full((runs.m_blocks, runs.n_blocks), EMPTY_TILE, dtype=torch.int32)
+    grid = torch.full((runs.m_blocks, runs.n_blocks), EMPTY_TILE, dtype=torch.int32, device="cpu")
     for m_block in range(runs.m_blocks):
         for run in runs.row(m_block):
             if runs.kind[run] == FULL:

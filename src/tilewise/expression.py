@@ -21,7 +21,7 @@ from tilewise.bitmap import Bitmap, Recent, content
 from tilewise.errors import ShapeError
 from tilewise.mask_arguments import check_count
 
-KEPT_BYTES = 1 << 30  # of bitmaps that were resolved lately
+KEPT, KEPT_BYTES = 256, 1 << 30  # how many resolved masks are kept, and how many bytes of bitmaps
 OPERATIONS = {"&": operator.and_, "|": operator.or_, "-": operator.sub}
 
 
@@ -287,5 +287,5 @@ def _bytes(planes: tuple[Plane, ...]) -> int:
     return sum(plane.region.nbytes() for plane in planes if isinstance(plane.region, Bitmap))
 
 
-_band_planes = lru_cache(maxsize=256)(_resolved)
-_BITMAP_PLANES = Recent(KEPT_BYTES, _bytes)  # by text and content: a key that is the mask would keep its tensors alive
+_band_planes = lru_cache(maxsize=KEPT)(_resolved)
+_BITMAP_PLANES = Recent(KEPT, KEPT_BYTES, _bytes)  # by text and content: a key that is the mask would keep its tensors alive

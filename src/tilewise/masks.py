@@ -126,7 +126,7 @@ class ChunkedCausal(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """Packed documents: tokens see only their own document, and there what `inner` allows for that document's lengths.
+    """Packed documents: tokens see only their own document, and there what `inner` allows for that document's lengths (None: everything).
 
     cu_seqlens_q, cu_seqlens_k: the starts of the documents and the end of the last one, (documents + 1,) integers from 0 up (list, array or
     tensor); keys follow the queries where cu_seqlens_k is None. Tokens beyond the last document see nothing and are seen by nobody.
@@ -134,7 +134,7 @@ class Documents(Mask):
 
     cu_seqlens_q: tuple[int, ...]
     cu_seqlens_k: tuple[int, ...] | None = None
-    inner: Mask = Full()
+    inner: Mask | None = None
 
     def __post_init__(self) -> None:
         cu_q = cu_seqlens("cu_seqlens_q", self.cu_seqlens_q)
@@ -144,6 +144,8 @@ class Documents(Mask):
                 f"Documents: cu_seqlens_k describes {len(cu_k) - 1} documents and cu_seqlens_q {len(cu_q) - 1}; "
                 "they must describe the same documents (an absent document has length 0)"
             )
+        if self.inner is None:
+            object.__setattr__(self, "inner", Full())  # not a default value: torch.compile traces its construction only
         if not isinstance(self.inner, Mask):
             raise ValueError(f"Documents: inner must be a mask, got {type(self.inner).__name__} {self.inner!r}")
         if self.inner.kind == "bitmap" or self.inner.extent != (1, 1):

@@ -157,6 +157,15 @@ def test_backward_honours_the_lse_it_is_given():
     torch.testing.assert_close(torch.cat([half.v for half in halves], dim=1), whole.v)
 
 
+def test_a_rounded_lse_cannot_push_probabilities_above_one():
+    call = make(replace(SMALL, dtype="fp32", bias="q"))
+    call.bias[:] = -1e10  # LSE is rounded to a multiple of 1024
+    _, lse = Reference().forward(call)
+    p = linearise(call, lse).p
+    assert (p <= 1.0).all() and p.isfinite().all()
+    assert (linearise(call, lse - 1024.0).p == 1.0).all()
+
+
 @pytest.mark.parametrize("case", QUICK[::3], ids=lambda case: case.id)
 def test_hidden_nan_stays_hidden(case):
     conformance.run_hidden(Reference(), case)

@@ -4,6 +4,7 @@ import io
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,31 @@ def test_terminal_table():
     console.print(made)
     text = console.export_text()
     assert made.row_count == 4
+    assert text.startswith("attention, b8 h8/2 d64 Causal() fp32 fwd") and text.count("s512") == text.count("s1024") == 1
     assert "2.000" in text and "1.500 – 4.000" in text and "wrong" in text and "fa3: needs [CUDA]" in text
     assert "broken: missed the tolerance: o" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_table_fits_a_terminal_and_says_what_it_leaves_out(width):
+    from rich.console import Console
+
+    masks = ("Documents([0,5,11],inner=Causal())", "bitmap mask of 1600 pairs")
+    rows = [*ROWS, *(replace(OURS, impl="tilewise:reference", case={**CASE, "mask": mask}, median_s=1234.5) for mask in masks)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(report.table(rows, width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("1234500.000" in line and "tilewise:reference" in line for line in lines) == 2, "a row was wrapped"
+    assert any("bitmap mask of 1600 pairs" in line for line in lines)
+    (left_out,) = (line for line in lines if line.startswith("Not shown"))
+    assert "clock" in left_out and not any("wall" in line for line in lines)
+
+
+def test_a_case_alone_is_named_in_full():
+    made = report.table([OURS, THEIRS])
+    assert made.title == "attention, b8 h8/2 d64 fp32 fwd" and list(made.columns[0].cells) == ["s512 Causal()", ""]
+    assert report.table([UNABLE]).row_count == 0
 
 
 DOCUMENT = """# Speed
@@ -161,6 +185,49 @@ def test_every_metric_that_the_rows_have_is_drawn(tmp_path):
     assert [path.name for path in written] == ["time.svg", "throughput.svg", "memory.svg", "error.svg"]
     assert all(path.read_text().lstrip().startswith("<?xml") for path in written)
     assert plots.save([UNABLE], tmp_path / "none") == []
+
+
+def drawn_axes(monkeypatch, rows, metric):
+    """The axes of a chart, as its labels were when it was written."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure) or figure.draw_without_rendering())
+    plots.svg(rows, metric)
+    return figures[0].axes
+
+
+@pytest.mark.parametrize("metric", ["time", "throughput", "memory", "error"])
+@pytest.mark.parametrize("spread", [1.0, 1.1, 3.0, 40.0, 1e7])
+def test_labels_never_touch_and_always_tell_a_scale(monkeypatch, metric, spread):
+    lengths = (500, 512, 520, 1000, 1024, 2048, 2100, 4096)
+    rows = [
+        replace(
+            OURS,
+            case={**CASE, "seqlen_q": length, "seqlen_k": length, "direction": direction},
+            **{name: getattr(OURS, name) * factor for name in ("median_s", "p10_s", "p90_s", "flops_per_s", "error")},
+            peak_extra_bytes=int(OURS.peak_extra_bytes * factor),
+        )
+        for direction in ("fwd", "bwd", "fwd+bwd")
+        for length, factor in zip(lengths, (1.0, *[spread**0.5] * 6, spread), strict=True)
+    ]
+    panels = drawn_axes(monkeypatch, rows, metric)
+    assert len(panels) == 3
+    for axes in panels:
+        for axis, side in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            low, high = sorted(getattr(axes, f"get_{side}lim")())
+            boxes = [
+                tick.label1.get_window_extent()
+                for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+                if tick.label1.get_text() and tick.label1.get_visible() and low * 0.999 <= tick.get_loc() <= high * 1.001
+            ]
+            if boxes:  # of the panels of a line the first alone has labels
+                assert len(boxes) >= 2, f"{side}: {len(boxes)} labels"
+            boxes.sort(key=lambda box: getattr(box, f"{side}0"))
+            for one, after in pairwise(boxes):
+                assert getattr(one, f"{side}1") <= getattr(after, f"{side}0"), f"{side}: labels overlap"
+        assert axes.get_xticklabels()[-1].get_text() == "4k"
+    assert any(label.get_text() for label in panels[0].get_yticklabels())
 
 
 def test_charts_that_cannot_be_drawn():

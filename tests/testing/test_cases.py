@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.masks import Causal, Documents, SlidingWindow
-from tilewise.testing.cases import DTYPES, FULL, LAYOUTS, QUICK, Case, make, upstream
+from tilewise.testing.cases import DTYPES, FILLS, FULL, LAYOUTS, LOWEST, QUICK, Case, make, upstream
 
 
 def test_ids_are_readable_and_unique():
@@ -36,6 +36,20 @@ def test_quick_covers_everything():
         assert any(case.bias is not None for case in cases)
         assert any(case.heads_q > case.heads_k == 1 for case in cases) and any(case.heads_q > case.heads_k > 1 for case in cases)
         assert any(case.seqlen_q > case.seqlen_k for case in cases) and any(case.seqlen_q < case.seqlen_k for case in cases)
+
+
+def test_filled_biases_are_finite_and_leave_every_row_a_key():
+    filled = [case for case in FULL if case.bias_fill is not None]
+    assert {case.dtype for case in filled if case in QUICK} == {"fp32", "bf16", "fp16"} and {case.dtype for case in filled} == set(DTYPES)
+    assert Case(bias="q", **{"bias_fill": -1e30}).id.endswith("fp32-biasq-biasfill-1e30")
+    for case in filled:
+        call = make(case)
+        fill = torch.tensor(max(case.bias_fill, torch.finfo(call.bias.dtype).min), dtype=torch.float64).to(call.bias.dtype)
+        share = (call.bias == fill).double().mean()
+        assert call.bias.isfinite().all() and 0.25 < share < 0.4 and (call.bias[..., -1, : case.seqlen_k // 2] == fill).all()
+        seen = call.mask.dense(case.seqlen_q, case.seqlen_k) & (call.bias != fill)
+        assert seen.any(-1).all()
+    assert {fill["bias_fill"] for fill in FILLS} == {-1e30, LOWEST, -1e4}
 
 
 def test_random_inputs_are_reproducible_and_fresh():

@@ -18,6 +18,7 @@ FOUND_BY = {
     "key_order_is_irrelevant": "stale_stage",
     "halves_merge_to_the_whole": "lse_without_max",
     "one_key_is_copied": "ds_without_delta",
+    "huge_biases_keep_what_rounding_keeps": "lse_without_max",
 }
 
 

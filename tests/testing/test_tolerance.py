@@ -226,3 +226,11 @@ def test_a_healthy_kernel_passes_whatever_the_problem(lengths, heads, dims, dtyp
 def test_nothing_here_depends_on_assert_statements():
     """python -O drops assert statements, and with them a gate that is made of them."""
     assert "    assert " not in Path(tolerance.__file__).read_text()
+
+
+def test_masked_scores_do_not_loosen_the_tolerance():
+    """A bias of -1e30 beside ordinary scores; in so few rows the allowance grows with the largest score."""
+    call = make(Case(batch=1, seqlen_q=5, seqlen_k=40, heads_q=1, heads_k=1, bias="q"))
+    low = replace(call, bias=call.bias.clone())
+    low.bias[..., :20] = -1e30
+    assert expected(low).o.roundoff < 2.0 * expected(call).o.roundoff < 1e-5

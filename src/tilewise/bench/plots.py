@@ -1,6 +1,7 @@
 """Rows as charts (SVG): time, throughput, memory and error over sequence length, a line for each implementation."""
 
 import io
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tilewise.bench.store import Row, latest
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOGARITHMIC = ("time", "memory", "error")
+MOST_LABELS = 7  # along an axis of lengths; more would touch each other
+STEPS = (1, 2, 5)  # of a logarithmic axis that shows few decades
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tilewise",  # the same rows give the same file
@@ -54,7 +57,7 @@ def svg(rows: Iterable[Row], metric: str = "time") -> str:
             axes.set_title(title, fontsize=10, loc="left")
         if metric in LOGARITHMIC:
             for axes in grid[: len(panels) : columns]:  # one of each line, whose panels share the scale
-                axes.set_ylim(*_around(*axes.get_ylim()))
+                _logarithmic(axes)
         for axes in grid[len(panels) :]:
             axes.remove()
         handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -95,19 +98,41 @@ def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric)
         if metric == "time":
             low, high = ([getattr(row, end) * 1e3 for row in points] for end in ("p10_s", "p90_s"))
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    from matplotlib.ticker import LogLocator
-
     axes.set_xscale("log", base=2)
     lengths = apart({row.case["seqlen_k"] for row in rows})
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
-    if metric in LOGARITHMIC:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=STEPS, numticks=MOST_TICKS))
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()  # after the scales, which bring labelled ones where less than a decade is shown
-    if metric in LOGARITHMIC:
-        pass
-    else:
+    axes.minorticks_off()
+    if metric not in LOGARITHMIC:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("sequence length (keys)")
     axes.set_ylabel(f"{measure.title} ({measure.unit})")
+
+
+def apart(lengths: Iterable[int]) -> list[int]:
+    """Those of `lengths` that have room for a label on a logarithmic axis, in order, the longest among them."""
+    ordered = sorted(set(lengths))
+    room = math.log(ordered[-1] / ordered[0]) / MOST_LABELS
+    kept = ordered[-1:]
+    for length in reversed(ordered[:-1]):
+        if math.log(kept[-1] / length) >= room:
+            kept.append(length)
+    return kept[::-1]
+
+
+def _logarithmic(axes) -> None:
+    """A logarithmic y axis from one labelled tick to another, labels in plain numbers, and none between the ticks."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = STEPS if high / low < 1e3 else (1,)
+    axes.set_ylim(_tick_below(low, steps), 1 / _tick_below(1 / high, steps))
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.minorticks_off()  # after the scale, which brings labelled ones where it shows less than a decade
+
+
+def _tick_below(value: float, steps: tuple[int, ...]) -> float:
+    """The largest step of a decade that is at most `value`. The steps 1, 2 and 5 are their own reciprocals, a power of ten apart."""
+    decade = 10.0 ** math.floor(math.log10(value))
+    return decade * max(step for step in steps if step * decade <= value or step == 1)

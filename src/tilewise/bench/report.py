@@ -72,7 +72,7 @@ def table(rows: Iterable[Row], width: int | None = None) -> "Table":
     from rich.text import Text
 
     rows = list(rows)
-    reasons = list(dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None))
+    notes = list(dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None))
     wide = Console(width=10_000)
     left_out = 0
     made = _table(rows, ())
@@ -80,8 +80,8 @@ def table(rows: Iterable[Row], width: int | None = None) -> "Table":
         left_out += 1
         made = _table(rows, LEFT_OUT_FIRST[:left_out])
     if left_out:
-        reasons.append(f"Not shown, for want of {width} columns' room: {', '.join(LEFT_OUT_FIRST[:left_out])}.")
-    made.caption = Text("\n".join(reasons))
+        notes.append(f"Not shown, as {width} columns have no room for them: {', '.join(LEFT_OUT_FIRST[:left_out])}.")
+    made.caption = Text("\n".join(notes))
     return made
 
 
@@ -103,8 +103,8 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> "Table":
     columns = {heading: text for heading, text in columns.items() if heading not in without}
     shown = [row for row in rows if row.median_s is not None or row.passed is False]
     common, cases = _common([row.case for row in shown])
-    made = Table(title=f"attention, {common}" if common else "attention", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    made.caption_justify = "left"
+    style = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True, "header_style": "bold"}
+    made = Table(title=f"attention, {common}".rstrip(", "), title_justify="left", caption_justify="left", **style)
     made.add_column("case")
     made.add_column("impl", style="cyan")
     for heading in columns:

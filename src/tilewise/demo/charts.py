@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tilewise.bench.plots import apart
 from tilewise.demo.sweep import Sweep
 from tilewise.demo.train import SAME_LOSS, Training
 
@@ -135,7 +136,7 @@ def sweep_chart(sweep: Sweep, values: Callable[[str], Sequence[float | None]], y
             if known:
                 x, y = zip(*known, strict=True)
                 axes.plot(x, y, label=name, color=colour_of(name), marker="o", markersize=4, **LINE.get(name, {}))
-        seqlens = sorted({point.seqlen for point in sweep.points})
+        seqlens = apart({point.seqlen for point in sweep.points})
         axes.set(xlabel="sequence length (tokens)", ylabel=ylabel, xscale="log", yscale="log")
         axes.set_xticks(seqlens, [f"{seqlen:,}" for seqlen in seqlens])
         axes.set_ylim(*whole_decades(axes.get_ylim()))

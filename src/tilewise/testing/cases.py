@@ -31,6 +31,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 LAYOUTS = ("bshd", "bhsd", "sliced", "expanded", "inner")
 OPERATORS = {"&": ".and.", "|": ".or.", "-": ".minus.", "~": ".not."}
 SLUG_LIMIT = 60
+LOWEST = float(torch.finfo(torch.float32).min)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Case:
     softcap: float = 0.0
     bias: str | None = None  # the dimensions that it does not broadcast over, of "bhq"; "" broadcasts over all three
     bias_hides: bool = False  # some of the bias is -inf, one whole row of it included
+    bias_fill: float | None = None  # what hides keys instead, as additive masks do: finite, at most as low as the bias's dtype goes
     alibi: str | None = None  # "h" one slope a head, "bh" one a batch entry and head
     diagonal: bool = False
     sink: bool = False
@@ -71,7 +73,11 @@ class Case:
             self.dtype,
         ]
         parts += [f"{name}{getattr(self, name):g}" for name in ("scale", "softcap", "dropout") if getattr(self, name)]
-        parts += [f"{name}{getattr(self, name)}" for name in ("bias", "alibi") if getattr(self, name) is not None]
+        parts += [
+            f"{name}{getattr(self, name)}".replace("_", "").replace("+", "")
+            for name in ("bias", "bias_fill", "alibi")
+            if getattr(self, name) is not None
+        ]
         parts += [name.replace("_", "") for name in ("bias_hides", "diagonal", "sink", "wide", "lse_grad") if getattr(self, name)]
         return "-".join(parts + [self.layout] * (self.layout != "bshd"))
 
@@ -103,7 +109,7 @@ def make(case: Case, seed: int = 0, device: torch.device | str = "cpu", grad: bo
         mask=case.mask,
         scale=case.head_dim**-0.5 if case.scale is None else case.scale,
         softcap=case.softcap,
-        bias=None if case.bias is None else _bias(case, draw).to(aux).to(device),
+        bias=None if case.bias is None else _bias(case, draw, aux).to(device),
         alibi_slopes=None if case.alibi is None else draw.uniform(case.batch if "b" in case.alibi else 1, case.heads_q).to(device) / 4,
         sink=draw.normal(case.heads_q).to(aux).to(device) if case.sink else None,
         diagonal=draw.integers(case.seqlen_q).to(device) if case.diagonal else None,
@@ -152,12 +158,18 @@ class _Draw:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {self.case.layout!r}")
 
 
-def _bias(case: Case, draw: _Draw) -> Tensor:
+def _bias(case: Case, draw: _Draw, dtype: torch.dtype) -> Tensor:
+    """A filled row keeps unfilled keys at its end: of a row of -1e30 alone neither fp64 nor fp32 keeps a score, nor P = exp(s - LSE)."""
     sizes = zip("bhq", (case.batch, case.heads_q, case.seqlen_q), strict=True)
     bias = draw.normal(*(size if name in case.bias else 1 for name, size in sizes), case.seqlen_k)
     if case.bias_hides:
         bias[draw.uniform(*bias.shape) < 0.3] = -torch.inf
         bias[..., -1:, :] = -torch.inf
+    bias = bias.to(dtype)
+    if case.bias_fill is not None:
+        fill = max(case.bias_fill, torch.finfo(dtype).min)
+        bias[draw.uniform(*bias.shape) < 0.3] = fill
+        bias[..., -1:, : case.seqlen_k // 2] = fill
     return bias
 
 
@@ -210,6 +222,14 @@ FEATURES: tuple[dict, ...] = (
     {"bias": "b", "sink": True, "wide": True},
 )
 
+# Fills of additive masks. Every query must see a few dozen keys, of which some stay unfilled.
+FILLS: tuple[dict, ...] = (
+    {"bias": "bhq", "bias_fill": -1e30},
+    {"bias": "hq", "bias_fill": LOWEST, "wide": True},
+    {"bias": "bq", "bias_fill": -1e4, "lse_grad": True},
+    {"bias": "q", "bias_fill": LOWEST, "sink": True},
+)
+
 SHAPES: tuple[dict, ...] = (
     {"batch": 1, "seqlen_q": 1, "seqlen_k": 1, "heads_q": 1, "heads_k": 1, "head_dim": 1},
     {"batch": 1, "seqlen_q": 1, "seqlen_k": 300, "heads_q": 8, "heads_k": 1, "head_dim": 128},
@@ -253,6 +273,8 @@ def _quick() -> list[Case]:
     cases += [replace(base, dtype=dtype, **empty) for dtype in ("fp32", "bf16") for empty in EMPTY]
     layouts = ("bhsd", "sliced", "expanded")
     cases += [replace(base, mask=Causal(), dtype=dtype, layout=layout) for dtype in ("fp32", "bf16") for layout in layouts]
+    turns = _turns("fp32", "bf16", "fp16")
+    cases += [replace(base, mask=mask, dtype=next(turns), **fill) for mask, fill in zip((Causal(), Full()) * 2, FILLS, strict=True)]
     everything = FEATURES[-2]
     cases += [replace(base, dtype="fp64"), replace(base, dtype="fp64", mask=Causal(), **everything)]
     return cases
@@ -267,6 +289,7 @@ def _full() -> list[Case]:
             cases += [replace(shaped, mask=mask) for mask in masks(seqlen_q, seqlen_k)]
             picked = (Full(), Causal(), masks(seqlen_q, seqlen_k)[12], random_mask(seqlen_q, seqlen_k))
             cases += [replace(shaped, mask=mask, **feature) for mask in picked for feature in FEATURES]
+        cases += [Case(seqlen_q=100, seqlen_k=163, dtype=dtype, mask=mask, **fill) for mask in (Full(), Causal()) for fill in FILLS]
         cases += [Case(dtype=dtype, mask=Causal(), layout=layout) for layout in LAYOUTS[1:4]]
         cases += [Case(dtype=dtype, head_dim=head_dim, mask=Causal()) for head_dim in (1, 2, 7, 8, 16, 33, 80, 96, 112, 160, 255)]
         cases += [Case(dtype=dtype, **empty) for empty in EMPTY]

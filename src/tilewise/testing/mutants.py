@@ -152,7 +152,7 @@ class Mutant:
             keys = slice(n0, min(n0 + TILE, call.seqlen_k))
             k, v, visible, kept = x.k[:, :, keys], x.v[:, :, keys], x.visible[..., keys], _columns(x.kept, keys)
             s, chain = self.scores(call, x, keys)
-            p = (s - lse.masked_fill(lse == -INF, 0.0)).exp().masked_fill(~visible, 0.0)
+            p = (s - lse.masked_fill(lse == -INF, 0.0)).clamp(max=0.0).exp().masked_fill(~visible, 0.0)
             d_v[:, :, keys] = weigh((p * kept).mT, d_o, visible.mT)
             d_p = pair_products(d_o, v, visible) * kept
             d_s = (p * (d_p if self.fault == "ds_without_delta" else d_p - delta)).masked_fill(~visible, 0.0)

@@ -22,7 +22,7 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   or from fewer than 256 query rows, is chance. There it is at least the typical error to first order, relative to the magnitude: the
   unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
   products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
-  for a score and for the LSE about as large, which P = exp(s - LSE) passes on.
+  for a score and for the LSE about as large, which P = exp(s - LSE) passes on; scores that P is too small to notice do not count.
 """
 
 import math
@@ -70,7 +70,7 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
     exact = o, lse, grads = _reference(call, d_o, d_lse)
     o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, exact)
     o_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
-    steepest = _largest(reference.visible_scores(reference.cast(call, torch.float64)).s)
+    steepest = _steepest(call, lse)
     dtype, stats = call.q.dtype, reference.lse_dtype(call.q.dtype)
     score_error = (math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest) * torch.finfo(stats).eps / 2
     roundoff = score_error + torch.finfo(dtype).eps / 2
@@ -199,9 +199,11 @@ def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: T
     return o_terms, Gradients(*(None if g is None else g.sqrt() for g in grads))
 
 
-def _largest(scores: Tensor) -> float:
-    finite = scores[scores.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+def _steepest(call: Call, lse: Tensor) -> float:
+    """The largest |s| of the pairs that P notices in fp32; a bias of -1e30 is not among them."""
+    s = reference.visible_scores(reference.cast(call, torch.float64)).s
+    noticed = s[s.isfinite() & (s > lse.reshape(*s.shape[:-1], 1) - 100.0)]
+    return float(noticed.abs().max()) if noticed.numel() else 0.0
 
 
 def _rows(x: Tensor) -> Tensor:

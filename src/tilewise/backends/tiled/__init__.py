@@ -1,8 +1,7 @@
 """The derivation as a backend for any torch device: FlashAttention-2 forward and backward, on the tiles that the mask leaves visible.
 
 Equation numbers are those of docs/algorithm.md. Nothing of size seqlen_q x seqlen_k exists: one score tile lives at a time, and what
-outlives it is O(seqlen). Exponentials are exp2, the cheaper one, so statistics are in units of log2 until LSE is written; scores beyond
-1e4, which masks made of large negative biases bring about, keep their own units (`Scores.m_unit`).
+outlives it is O(seqlen). Differences of scores are exponents, never scores themselves: however large they are, the maximum's is exactly 0.
 The queries of a group's heads are interleaved, and one matrix product serves them all against the only copy of K and V.
 """
 
@@ -16,6 +15,7 @@ from tilewise.backends.tiled.products import accumulate, care
 from tilewise.backends.tiled.scores import Scores
 from tilewise.problem import Call, Gradients, Problem
 
+_EXCESS = 1e-2  # how far s may be above LSE: more than rounding makes of it where |s| < 1e4, so that a clamp changes nothing there
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,13 +82,13 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
     """O (batch, heads_k, queries, group, head_dim_v) and LSE (batch, heads_k, queries, group) of one block of queries."""
     span = block.start, block.stop
     rows = scores.q[:, scores.rows(*span)]
-    # m starts finite, so that rows without a visible key meet exp2(-inf), not exp2(inf - inf).
+    # m starts finite, so that rows without a visible key meet exp(-inf), not exp(inf - inf).
     m = rows.new_full((*rows.shape[:2], 1), torch.finfo(scores.dtype).min)
     l, acc_o = torch.zeros_like(m), rows.new_zeros((*rows.shape[:2], v.shape[-1]))
     for j0, j1, predicate in block.steps:
         s, _ = scores.tile(*span, j0, j1, predicate)
-        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True) * (scores.unit / scores.m_unit))  # Eq. 11
-        p = scores.probabilities(s, m_new)  # Eq. 12
+        m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))  # Eq. 11
+        p = scores.exp(s.sub_(m_new))  # Eq. 12
         rescale = scores.exp(m - m_new)  # Eq. 13
         l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))  # Eq. 14
         keep = scores.keep(*span, j0, j1)
@@ -98,17 +98,17 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     m, l, acc_o = scores.split(m), scores.split(l), scores.split(acc_o)
     if scores.call.sink is not None:
-        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / scores.m_unit
+        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / scores.unit
         m_new = torch.maximum(m, sink)
         rescale = scores.exp(m - m_new)
         m, l, acc_o = m_new, l * rescale + scores.exp(sink - m_new), acc_o * rescale  # Eq. 33
     wide = _statistics_dtype(l.device)
-    lse = m.to(wide) * scores.m_unit + l.to(wide).log()  # Eq. 18
+    lse = m.to(wide) * scores.unit + l.to(wide).log()  # Eq. 18
     return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)  # Eq. 17
 
 
 class Rows:
-    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE in units of m, delta."""
+    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE / unit, delta."""
 
     def __init__(self, scores: Scores, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
         part, sink = scores.part, scores.call.sink
@@ -127,10 +127,12 @@ class Rows:
             p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
             self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))  # Eq. 34
         # exp(s - inf) is 0 for every score, -inf included
-        shift = part.pack(lse.masked_fill(nothing, math.inf) / scores.m_unit, wide)
+        shift = part.pack(lse.masked_fill(nothing, math.inf) / scores.unit, wide)
         self.lse = shift.to(scores.dtype)
         # Rounding the shift multiplies a row of P by a known factor. Every gradient is linear in (dO, delta), which therefore undo it.
-        factor = scores.exp(self.lse - shift).masked_fill_(part.pack(nothing, torch.bool), 1.0).to(scores.dtype)
+        error = (self.lse - shift).masked_fill_(part.pack(nothing, torch.bool), 0.0)
+        excess = _EXCESS / scores.unit
+        factor = scores.exp(error.clamp_(-excess, excess)).to(scores.dtype)
         self.d_o = self.d_o * factor
         self.delta = part.pack(delta, scores.dtype) * factor
 
@@ -147,7 +149,8 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         visible = _visible(scores, predicate)
         visible_t = None if visible is None else visible.mT
         s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
-        p = scores.probabilities(s, rows.lse[:, queries])  # Eq. 24
+        s.sub_(rows.lse[:, queries])
+        p = scores.exp(s.clamp_(max=_EXCESS / scores.unit) if scores.steep else s)  # Eq. 24
         if visible is not None:
             p.masked_fill_(~visible, 0.0)
         dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))  # Eq. 21

@@ -12,26 +12,26 @@ from tilewise.problem import Call
 _TERMS = 64
 _LIMIT = 1e9  # a product of three such values and the lengths stays far from the end of fp32
 _OVERFLOW = 1e30  # scores up to here, and their sums, stay far from it too
-_STEEP = 1e4  # exp2(s / ln2 - m) of the largest score is 1 within 1e-3 up to here
+_STEEP = 1e4  # up to here, rounding a score and its row's LSE to fp32 changes P by less than 1 %
 
 
 class Care(NamedTuple):
     """What the values of a call ask for beyond the plain arithmetic. NaN asks for everything."""
 
     exact: bool  # values or scores near the end of fp32: hidden pairs are replaced, -inf is not added to them, nor are they multiplied by 0
-    steep: bool  # scores so large that rounding them to other units could move exp(s - m) away from 1 at the maximum
+    steep: bool  # scores so large that the rounding of LSE could make exp(s - LSE) overflow
 
 
 def care(call: Call, *others: Tensor) -> Care:
-    """Bounds what can be hidden and how large a score can be from the largest q, k, v, bias, slope, sink and `others`.
+    """Bounds what can be hidden and how large a score can be from the largest q, k, v, bias, slope and `others`.
 
     A bias of -inf hides pairs itself, and is no reason to be exact.
     """
     q, k, *rest = (_largest(x) for x in (call.q, call.k, call.v, *others))
     product = abs(call.scale) * q * k * call.head_dim
     low, high = (0.0, 0.0) if call.bias is None or not call.bias.numel() else (float(x) for x in torch.aminmax(call.bias))
-    exact = not (product <= _OVERFLOW and high <= _LIMIT and all(x <= _LIMIT for x in (q, k, *rest)))
-    scores = (min(product, call.softcap) if call.softcap else product, -low, high, _largest(call.sink), _largest_alibi(call))
+    exact = not (product <= _OVERFLOW * min(call.softcap or 1.0, 1.0) and high <= _LIMIT and all(x <= _LIMIT for x in (q, k, *rest)))
+    scores = (min(product, call.softcap) if call.softcap else product, -low, high, _largest_alibi(call))
     return Care(exact, not all(x <= _STEEP for x in scores))
 
 

@@ -9,7 +9,8 @@ from tilewise import philox
 from tilewise.backends.tiled.parts import ALL, Part, Predicate, cut
 from tilewise.backends.tiled.products import Care
 
-LN2 = math.log(2.0)
+_LOG2_E = math.log2(math.e)
+_LEAST_UNIT = 1e-6  # a sink or LSE is divided by it
 
 
 class Scores:
@@ -19,10 +20,8 @@ class Scores:
         call = part.call
         self.part, self.call, self.dtype, self.exact, self.steep = part, call, dtype, care.exact, care.steep
         # Where nothing but the mask follows q.k, the scale is left to the exponential, which multiplies anyway: a tile holds score / unit.
-        bare = not call.softcap and call.bias is None and call.alibi_slopes is None and call.scale > 0.0
-        self.unit = call.scale if bare and not care.steep else 1.0
-        # Row statistics are in units of log2, the cheaper exponential's. Steep scores keep their own: s - m is then exact next to m.
-        self.m_unit = 1.0 if care.steep else LN2
+        bare = not call.softcap and call.bias is None and call.alibi_slopes is None and call.scale > _LEAST_UNIT
+        self.unit = call.scale if bare else 1.0
         q = part.queries(call.q)
         self.lanes = q.shape[:2]  # (batch, heads_k)
         self.width = q.shape[3]  # query heads a lane serves
@@ -46,13 +45,8 @@ class Scores:
         return x.view(*self.lanes, -1, self.width, x.shape[-1])
 
     def exp(self, x: Tensor) -> Tensor:
-        """exp of x in units of m, in the memory of x."""
-        return x.exp_() if self.steep else x.exp2_()
-
-    def probabilities(self, s: Tensor, m: Tensor) -> Tensor:
-        """exp(s - m) of a tile of scores / unit, in the memory of s; m (lanes, rows, 1) is the rows' maximum or LSE in its units."""
-        torch.add(-m, s, alpha=self.unit / self.m_unit, out=s)  # Eq. 37
-        return self.exp(s.clamp_(max=0.0) if self.steep else s)  # the LSE is rounded: steep scores may exceed it by any amount
+        """exp(unit * x), in the memory of x."""
+        return x.mul_(self.unit * _LOG2_E).exp2_()  # Eq. 37
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, predicate: Predicate | None, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """Scores / unit of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope`, also the softcap's derivative."""
