@@ -6,6 +6,7 @@ The kernel crops bands itself, to the panel and the block of keys in hand, so no
 import ctypes
 from dataclasses import dataclass, field
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy import ndarray
@@ -21,6 +22,7 @@ FEW = 4  # so many bands are looked at one by one; above, they are listed by row
 TILE_N = 96  # keys of a tile of a bitmap that is classified as a whole
 SLACK = 8  # bytes the kernel may read beyond the end of a row of bits
 
+_MADE: WeakKeyDictionary = WeakKeyDictionary()  # region -> Planes
 _REVERSED = np.array([int(f"{byte:08b}"[::-1], 2) for byte in range(256)], dtype=np.uint8)
 
 
@@ -34,7 +36,7 @@ class Planes:
 
 
 def planes_of(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads_q: int) -> Planes:
-    """The mask's planes; made once for each mask and lengths, and kept with the region that they come from.
+    """The mask's planes; made once for each mask and lengths, and kept as long as the region that they come from.
 
     Raises ShapeError where the mask does not fit.
     """
@@ -42,10 +44,11 @@ def planes_of(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads_q: int
     if len(planes) != 1:
         return _many(planes, batch, heads_q)
     region = planes[0].region
-    if "cpu" not in region.memo:
+    found = _MADE.get(region)
+    if found is None:
         table = (abi.PlaneArg * 1)(table_of(region, kept := []))
-        region.memo["cpu"] = Planes(ctypes.addressof(table), None, [table, *kept])
-    return region.memo["cpu"]
+        _MADE[region] = found = Planes(ctypes.addressof(table), None, [table, *kept])
+    return found
 
 
 @lru_cache(maxsize=8)

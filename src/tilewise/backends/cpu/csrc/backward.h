@@ -9,8 +9,8 @@
 
 namespace TW_NAMESPACE {
 
-constexpr int64_t kGradKeys = 192;           // most keys in flight
-constexpr int kMaxChunkBlocks = 3;
+constexpr int64_t kGradKeys = 192;  // most keys in flight
+constexpr int kMaxChunkBlocks = 3;  // of so many keys, in a chunk
 
 struct BackwardPlan {
   const tw_args& args;
@@ -124,7 +124,8 @@ static RowRange rows_that_see(const tw_plane& plane, int64_t begin, int64_t end,
 
 // All the rows of one query head against a chunk, last rows first: under a causal mask every chunk sees those, so that chunks start together.
 template <class Op>
-static void walk_queries(const BackwardPlan& plan, const BackwardScratch<Op>& scratch, KeyChunk& keys, const Head& h, Turns& turns, int64_t first_step) {
+static void walk_queries(const BackwardPlan& plan, const BackwardScratch<Op>& scratch, KeyChunk& keys, const Head& h, Turns& turns,
+                         int64_t first_step) {
   const tw_args& a = plan.args;
   const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
   const int64_t blocks = (a.seqlen_q + kQueryBlock - 1) / kQueryBlock;

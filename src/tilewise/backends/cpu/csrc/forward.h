@@ -172,7 +172,8 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
   TW_UNROLL for (int w = 0; w < W; w++) store(p.l + w * L, load(p.l + w * L) * rescale[w] + sum[w]);
   if (exact) return add_visible_values(p, h, bands, x, c, s, rescale_rows);
   const int64_t columns = round_up(a.head_dim_v, kPad);
-  update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, block.v.from(first / Op::kPack), keys / Op::kPack, rescale_rows, 1.f);
+  update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, block.v.from(first / Op::kPack), keys / Op::kPack,
+                                    rescale_rows, 1.f);
 }
 
 // O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).

@@ -127,8 +127,8 @@ TW_INLINE void exchange_rows(vf* r) {
   TW_UNROLL for (int i = 0; i < L; i++) if ((i & S) == 0) exchange<S>(r[i], r[i + S], AllLanes());
 }
 
-// r[0] becomes the sums of the lanes of N vectors, N a power of two: with r[x] of key S x and the first N / S of them given, lane k ends up with
-// the sum of key k's. Half a transposition a step, with an addition: L = N * S leaves lane k the whole sum of vector k.
+// Adds up the lanes of several vectors at once: a transposition whose steps add the two rows instead of keeping both. fold<1, L>(r) leaves the sum of
+// the lanes of r[k] in lane k of r[0]; fold<1, N> and later fold<N, L / N> over L / N such results do the same in two parts.
 template <int S, int N>
 TW_INLINE void fold(vf* r) {
   if constexpr (N > 1) {
