@@ -73,11 +73,8 @@ class Case:
             self.dtype,
         ]
         parts += [f"{name}{getattr(self, name):g}" for name in ("scale", "softcap", "dropout") if getattr(self, name)]
-        parts += [
-            f"{name}{getattr(self, name)}".replace("_", "").replace("+", "")
-            for name in ("bias", "bias_fill", "alibi")
-            if getattr(self, name) is not None
-        ]
+        parts += [f"{name}{getattr(self, name)}" for name in ("bias", "alibi") if getattr(self, name) is not None]
+        parts += [] if self.bias_fill is None else [f"fill{self.bias_fill:g}".replace("+", "")]
         parts += [name.replace("_", "") for name in ("bias_hides", "diagonal", "sink", "wide", "lse_grad") if getattr(self, name)]
         return "-".join(parts + [self.layout] * (self.layout != "bshd"))
 
