@@ -161,7 +161,11 @@ def test_explain_draws_no_random_number():
 def test_explain_names_the_backend_the_tiles_and_the_others():
     q, k, v = (random(2, 300, heads, 8).float() for heads in (4, 2, 2))
     why = tw.explain(q, k, v, causal=True)
-    assert why.backend == next(name for name, reasons in why.reasons.items() if not reasons) and set(why.reasons) == {"cpu", "tiled", "reference"}
+    assert why.backend == next(name for name, reasons in why.reasons.items() if not reasons) and set(why.reasons) == {
+        "cpu",
+        "tiled",
+        "reference",
+    }
     assert "asked for by name" in why.reasons["reference"][0]
     assert why.pairs == 2 * 4 * 300 * 301 // 2 and why.flops == 4 * 8 * why.pairs
     text = str(why)

@@ -14,6 +14,7 @@ from tilewise import bench, checks, cli, dispatch
 from tilewise.backends.reference import Reference
 from tilewise.demo import job, pictures, sweep
 from tilewise.errors import UnsupportedError
+from tilewise.testing.conformance import CLOSED_FORMS
 
 TINY = ["--steps", "2", "--seqlens", "64,128", "--batch", "1", "--context", "64"]
 
@@ -153,7 +154,7 @@ def test_demo_writes_its_page_and_says_what_ran(tmp_path, monkeypatch, capsys):
     q = torch.empty(1, 64, 4, 64, requires_grad=True)
     backend = tilewise.explain(q, *(torch.empty(1, 64, 2, 64) for _ in "kv"), causal=True).backend
     text = page.read_text(encoding="utf-8")
-    assert f"backend: {backend}\n" in out and f"backend: {backend}\n" in text
+    assert f"backend: {backend}" in out and f"backend: {backend}" in text
     assert text.startswith("<!doctype html>") and text.count("<svg") == 9 + len(pictures.MASKS)
 
 
@@ -161,12 +162,12 @@ def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
     config = job.GPTConfig(context=64)
     chosen = dispatch.named(job.tilewise.explain(*(torch.empty(1, 64, heads, 64) for heads in (4, 2, 2)), causal=True).backend)
     monkeypatch.setattr(type(chosen), "describe", lambda self: "for the [abacus] of 12 rods", raising=False)
-    assert job.explain(config, 1).endswith("\nwhat runs: for the [abacus] of 12 rods")
+    assert f"backend: {chosen.name} (for the [abacus] of 12 rods)\n" in job.explain(config, 1)
     monkeypatch.setenv("COLUMNS", "160")
     assert cli.main(["doctor"]) == 0
     assert "for the [abacus] of 12 rods" in capsys.readouterr().out
     monkeypatch.setattr(type(chosen), "describe", None)
-    assert "what runs" not in job.explain(config, 1)
+    assert f"backend: {chosen.name}\n" in job.explain(config, 1)
 
 
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):
@@ -183,6 +184,9 @@ def test_check_passes_and_lists(capsys):
     assert cli.main(["check", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert len(names) > 100 and "closed form: ones give ones" in names and any("causal-bf16" in name for name in names)
+
+
+FORMS = len(CLOSED_FORMS)
 
 
 class Wrong:
@@ -229,7 +233,7 @@ def test_checks_find_what_is_wrong_and_name_what_is_skipped():
     assert wrong.reason.startswith("o[") and "it takes nothing" in refusing.reason and crashing.reason == "IndexError: out of the blue"
 
 
-@pytest.mark.parametrize(("backend", "code", "said"), [(Wrong, 1, "failed: wrong, closed form"), (Refusing, 3, "skipped 8: ")])
+@pytest.mark.parametrize(("backend", "code", "said"), [(Wrong, 1, "failed: wrong, closed form"), (Refusing, 3, f"skipped {FORMS}: ")])
 def test_check_exit_codes(backend, code, said, monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "backends", lambda: (backend(),))
     assert cli.main(["check", "--case", "closed form"]) == code

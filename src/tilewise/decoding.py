@@ -108,7 +108,14 @@ def _one_by_one(given: Operands, lengths: list[int], pages: list[Tensor] | None,
         rows = cache[b] if pages is None else cache[pages[b].to(cache.device)].flatten(0, 1)
         return rows[None, : lengths[b]]
 
-    options = {"causal": causal, "scale": given.scale, "softcap": given.softcap, "sink": given.sink, "backend": given.backend, "return_lse": True}
+    options = {
+        "causal": causal,
+        "scale": given.scale,
+        "softcap": given.softcap,
+        "sink": given.sink,
+        "backend": given.backend,
+        "return_lse": True,
+    }
     if not lengths:
         return attention(q, k_cache[:0, :0], v_cache[:0, :0], **options)
     slopes, parts = given.alibi_slopes, []

@@ -10,7 +10,7 @@ from importlib import metadata
 
 import torch
 
-from tilewise.backends import Backend
+from tilewise.dispatch import description
 from tilewise.problem import Problem
 
 PACKAGES = {  # distribution: what it is for here
@@ -99,12 +99,6 @@ def backends(device_names: Iterable[str]) -> list[BackendStatus]:
             about = "" if reasons else description(backend)
             statuses.append(BackendStatus(name=backend.name, device=device, reasons=reasons, description=about))
     return statuses
-
-
-def description(backend: Backend) -> str:
-    """What a backend says of how it runs here, such as its instruction set; empty for one that has no `describe()`."""
-    describe = getattr(backend, "describe", None)
-    return describe() if describe else ""
 
 
 def _version(distribution: str) -> str | None:

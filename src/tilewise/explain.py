@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.dispatch import CHOSEN_ONLY_BY_NAME, choose, reasons
+from tilewise.dispatch import CHOSEN_ONLY_BY_NAME, choose, description, reasons
 from tilewise.machines import machine_for
 from tilewise.problem import Call, Problem
 from tilewise.roofline import Estimate, Shape, Tile, estimate, score_matrix_bytes
@@ -85,7 +85,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
         estimate=estimate(shape, machine=machine, tile=None if tile is None else Tile(tile_m=tile[0], tile_n=tile[1])),
         score_matrix_bytes=score_matrix_bytes(shape, torch.float32.itemsize),
         notes=tuple(notes),
-        runs_on=chosen.describe() if hasattr(chosen, "describe") else "",
+        runs_on=description(chosen),
     )
 
 

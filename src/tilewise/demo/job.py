@@ -16,8 +16,6 @@ from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
 from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
-from tilewise.dispatch import named
-from tilewise.doctor import description
 
 ATTENTIONS = {"tilewise": tilewise_attention, "SDPA": sdpa_attention}
 SEQLENS = (512, 1024, 2048, 4096, 8192)
@@ -100,11 +98,9 @@ def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
 
 
 def explain(model: GPTConfig, batch: int) -> str:
-    """What `tilewise.explain` says about the attention of the model that was trained, and its backend about itself."""
+    """What `tilewise.explain` says about the attention of the model that was trained."""
     q, k, v = (torch.empty(batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
-    explanation = tilewise.explain(q.requires_grad_(), k, v, causal=True)
-    about = description(named(explanation.backend))
-    return f"{explanation}\nwhat runs: {about}" if about else str(explanation)
+    return str(tilewise.explain(q.requires_grad_(), k, v, causal=True))
 
 
 def machine() -> tuple[tuple[str, str], ...]:
