@@ -162,7 +162,9 @@ def markdown(rows: Iterable[Row], metric: str = "time", clocks: tuple[str, ...] 
     lines = [f"| {measure.title} ({measure.unit}) | {' | '.join(impls)} |", f"|---|{'---:|' * len(impls)}"]
     for case in dict.fromkeys(case for case, _ in cells):
         texts = [_cell(cells.get((case, impl), {}), measure, clocks) for impl in impls]
-        lines.append(f"| {case} | {' | '.join(_best_bold(texts, highest=metric in ('throughput', 'paper-throughput', 'ceiling')))} |")
+        lines.append(
+            f"| {_escaped(case)} | {' | '.join(_best_bold(texts, highest=metric in ('throughput', 'paper-throughput', 'ceiling')))} |"
+        )
     return "\n".join(lines)
 
 
@@ -189,7 +191,7 @@ def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -
     for (case, impl, clock), taken in times.items():
         other = times.get((case, theirs, clock))
         if impl == ours and other is not None:
-            lines.append(f"| {case} | {taken * 1e3:.3f} | {other * 1e3:.3f} | {other / taken:.2f}x |")
+            lines.append(f"| {_escaped(case)} | {taken * 1e3:.3f} | {other * 1e3:.3f} | {other / taken:.2f}x |")
     return "\n".join(lines)
 
 
@@ -204,7 +206,7 @@ def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa"
     lines = [f"| time, peak extra memory | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
     for case in dict.fromkeys(describe(row.case) for row in rows):
         mine = {row.impl: row for row in rows if describe(row.case) == case}
-        lines.append(f"| {case} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
+        lines.append(f"| {_escaped(case)} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
     where = rows[-1].environment if rows else {}
     words = [str(where.get("device", "no machine")), f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
     if where.get("threads"):
@@ -217,6 +219,11 @@ def _time_and_memory(row: Row | None) -> str:
         return MISSING
     memory = "" if row.peak_extra_bytes is None else f", {row.peak_extra_bytes / 1e6:,.0f} MB"
     return f"{row.median_s * 1e3:,.1f} ms{memory}"
+
+
+def _escaped(case: str) -> str:
+    """A case inside a markdown table, where the | of a mask would end the cell."""
+    return case.replace("|", "\\|")
 
 
 def machines(rows: Iterable[Row]) -> str:
