@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow lint docs wheel clean
+.PHONY: demo test test-slow lint docs wheel sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -23,7 +23,10 @@ docs: $(VENV)/installed
 	$(RUN) -m mkdocs build --strict
 
 wheel: $(VENV)/installed
-	$(RUN) -m pip wheel -q --no-deps -w dist .
+	$(RUN) tools/wheel.py dist
+
+sanitize: $(VENV)/installed
+	PYTHON=$(RUN) tools/sanitize.sh
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilewise needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
