@@ -197,7 +197,7 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seqlens", type=_positives, default=lengths, metavar="N,N,...", help="of the sweep (default: 512 to 8192)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)")
     command.add_argument(
-        "--budget", dest="budget_s", type=_seconds, default=140.0, metavar="SECONDS",
+        "--budget", dest="budget_s", type=_seconds, default=165.0, metavar="SECONDS",
         help="stop training and sweep early where they would take longer (default: %(default)g)",
     )  # fmt: skip
 
