@@ -31,7 +31,7 @@ class Options:
     context: int = 1024
     seqlens: tuple[int, ...] = SEQLENS
     seed: int = 0
-    budget_s: float = 140.0
+    budget_s: float = 165.0
     out: Path = Path("tilewise-report.html")
 
 
