@@ -29,6 +29,22 @@ def run_case(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu"
     return _check(call, results, d_o, d_lse)
 
 
+def run_forward(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """The forward half of `run_hidden`, for kernels that have no backward; run twice, and the bits must agree."""
+    call = make(case, seed, device)
+    poisoned, guards = poison.guard(poison.hide(call, call.q)[0])
+    _require_support(backend, poisoned)
+    with poison.memory():
+        o, lse = backend.forward(poisoned)
+        again, lse_again = backend.forward(poisoned)
+    for name, guard in guards.items():
+        guard.verify(name)
+    used = tolerance.check_outputs(call, o, lse)
+    if not (torch.equal(o, again) and torch.equal(lse, lse_again)):
+        raise AssertionError("two runs on the same inputs differ: a race")
+    return used
+
+
 def run_hidden(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
     """As `run_case`, with NaN and infinities in all that the mask hides and around every input: the result must not change."""
     call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)

@@ -1,0 +1,38 @@
+"""The one module that imports NVIDIA's CuTe DSL: its names move between versions, and here is where that is mended."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Boolean, Constexpr, Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.utils import hopper_helpers as sm90
+
+__all__ = [
+    "BFloat16",
+    "Boolean",
+    "CUstream",
+    "Constexpr",
+    "Float32",
+    "Int32",
+    "Int64",
+    "LayoutEnum",
+    "OperandMajorMode",
+    "SmemAllocator",
+    "arch",
+    "const_expr",
+    "cpasync",
+    "cute",
+    "cutlass",
+    "make_fake_stream",
+    "make_fake_tensor",
+    "operator",
+    "pipeline",
+    "range_constexpr",
+    "sm90",
+    "warpgroup",
+]

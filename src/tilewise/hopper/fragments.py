@@ -1,0 +1,132 @@
+"""The registers of a warpgroup's matrix product: who holds what, softmax on them, and the way from S to P to O.
+
+A warpgroup's accumulator of a 64 x N tile is spread over its 128 threads: a thread holds N / 2 numbers of two rows, `lane // 4` and
+`lane // 4 + 8` of its warp's 16, in the order (column pair, row, column / 8). Four neighbouring threads, a quad, share their rows. For bf16
+that order is also the one in which a product takes its left operand from registers, so P needs no shuffle on its way to the second product.
+"""
+
+from typing import NamedTuple
+
+from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, operator, range_constexpr, warpgroup
+
+ROWS = 2  # of a 64-row tile that a thread holds
+QUAD = 4  # threads that share them
+
+
+class Rows(NamedTuple):
+    """The state of online softmax for the rows a thread holds: maximum (of unscaled scores) and this thread's part of the denominator."""
+
+    m: cute.Tensor  # (ROWS,) fp32
+    l: cute.Tensor  # (ROWS,) fp32  # noqa: E741
+
+
+@cute.jit
+def fresh_rows() -> Rows:
+    rows = Rows(cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32))
+    rows.m.fill(-Float32.inf)
+    rows.l.fill(0.0)
+    return rows
+
+
+@cute.jit
+def by_rows(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator (or its coordinates) as (ROWS, columns)."""
+    columns = cute.size(acc) // (2 * ROWS)
+    order = cute.make_layout((ROWS, (2, columns)), stride=(2, (1, 2 * ROWS)))
+    return cute.make_tensor(acc.iterator, cute.composition(acc.layout, order))
+
+
+@cute.jit
+def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
+    """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    for k in range_constexpr(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def scores(tiled_mma: cute.TiledMma, tile: Constexpr[tuple], a: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
+    """Issue S = Q K^T (tile_m x tile_n) into fresh registers."""
+    acc_S = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile), Float32)
+    product(tiled_mma, acc_S, a, b, accumulate=False)
+    return acc_S
+
+
+@cute.jit
+def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, seqlen: Int32, causal: Constexpr[bool]):
+    """-inf for the keys that do not exist and, under the causal mask, for those after the query. tScS: coordinates of acc_S in its tile."""
+    S, at = by_rows(acc_S), by_rows(tScS)
+    for r in range_constexpr(ROWS):
+        end = seqlen - n0
+        if const_expr(causal):
+            end = min(end, m0 + at[r, 0][0] + 1 - n0)
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = -Float32.inf if at[r, c][1] >= end else S[r, c]
+
+
+@cute.jit
+def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.Tensor:
+    """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12)."""
+    S = by_rows(acc_S)
+    rescale = cute.make_rmem_tensor(ROWS, Float32)
+    for r in range_constexpr(ROWS):
+        s = S[r, None].load()
+        m = s.reduce(cute.ReductionOp.MAX, rows.m[r], 0)
+        m = arch.warp_reduction_max(m, threads_in_group=QUAD)
+        base = (0.0 if m == -Float32.inf else m) * scale_log2  # a row that has seen no key yet
+        rescale[r] = cute.math.exp2(rows.m[r] * scale_log2 - base, fastmath=True)
+        p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
+        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)
+        rows.m[r] = m
+        S[r, None].store(p)
+    return rescale
+
+
+@cute.jit
+def round_into(P: cute.Tensor, acc_S: cute.Tensor):
+    """P in bf16, in the registers from which the second product reads it."""
+    P_flat = cute.make_tensor(P.iterator, cute.make_layout(cute.size(P)))
+    S_flat = cute.make_tensor(acc_S.iterator, cute.make_layout(cute.size(acc_S)))
+    P_flat.store(S_flat.load().to(BFloat16))
+
+
+@cute.jit
+def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
+    O = by_rows(acc_O)  # noqa: E741
+    for r in range_constexpr(ROWS):
+        O[r, None].store(O[r, None].load() * factors[r])
+
+
+@cute.jit
+def finish(acc_O: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.Tensor:
+    """O /= l; returns the log-sum-exp (natural logarithm, -inf for a row without keys) of each row."""
+    lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
+    for r in range_constexpr(ROWS):
+        l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)  # noqa: E741
+        inverse[r] = 1.0 if l == 0.0 else 1.0 / l
+        lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] * scale_log2 + cute.math.log2(l)) * LN2
+    scale_rows(acc_O, inverse)
+    return lse
+
+
+LN2 = 0.6931471805599453
+
+
+@cute.jit
+def store_rows(gO: cute.Tensor, gL: cute.Tensor, acc_O: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32, seqlen: Int32):
+    """Write the rows that exist. gO: (seqlen, head_dim), gL: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
+    O, at = by_rows(acc_O), by_rows(tOcO)  # noqa: E741
+    pair = cute.make_rmem_tensor(2, BFloat16)
+    for r in range_constexpr(ROWS):
+        row = m0 + at[r, 0][0]
+        if row < seqlen:
+            gRow = gO[row, None]
+            for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                pair[0], pair[1] = O[r, c].to(BFloat16), O[r, c + 1].to(BFloat16)
+                target = cute.make_tensor((gRow.iterator + at[r, c][1]).align(4), cute.make_layout(2))
+                cute.autovec_copy(pair, target)
+            if at[r, 0][1] == 0:
+                gL[row] = lse[r]

@@ -1,0 +1,62 @@
+"""Tiles by TMA: one thread asks, the copy engine moves the tile and counts its bytes into an mbarrier. From K3 on.
+
+A pipe is a ring of stages with two mbarriers each: `full`, on which the bytes of a tile arrive, and `empty`, on which its readers do when
+they are done with it. A state (stage, phase) walks the ring on either side.
+"""
+
+from typing import NamedTuple
+
+from tilewise.hopper.dsl import Constexpr, SmemAllocator, arch, cpasync, cute, pipeline
+
+
+class Tma(NamedTuple):
+    """A tensor as the copy engine sees it: the descriptor, and coordinates in place of addresses."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor
+
+
+def describe(mX: cute.Tensor, staged: cute.Layout, tile: tuple[int, int]) -> Tma:
+    """The descriptor for loading `tile` of mX (., ., heads) into one stage of the shared layout `staged`; on the host."""
+    return Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(staged, mode=[0, 1]), tile))
+
+
+def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int) -> pipeline.PipelineTmaAsync:
+    """A pipe whose stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps.
+
+    Its mbarriers are initialised, and visible after `barriers_ready`.
+    """
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=storage.allocate_array(cute.Int64, 2 * stages),
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers),
+        tx_count=tx_bytes,
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+
+
+@cute.jit
+def barriers_ready():
+    """After every pipe was made: their mbarriers exist for all threads and for the copy engine."""
+    arch.mbarrier_init_fence()
+    arch.sync_threads()
+
+
+def at_first(stages: int) -> pipeline.PipelineState:
+    """The reader's walk around a ring of `stages`."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+def at_first_empty(stages: int) -> pipeline.PipelineState:
+    """The writer's: every stage counts as empty at the start."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+
+
+@cute.jit
+def load(source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple):
+    """Ask for the tile at `at` (in tiles; the last is the head) into the stage of `state`, which the caller has acquired. One warp calls it."""
+    gX = cute.local_tile(source.gmem[None, None, at[2]], tile, at[:2])
+    tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))

@@ -1,0 +1,38 @@
+"""Operands of the warpgroup products S = Q K^T and O = P V: which instructions, and the swizzled tiles they read. From K4 on."""
+
+from typing import NamedTuple
+
+from tilewise.hopper.dsl import BFloat16, Float32, LayoutEnum, OperandMajorMode, cute, sm90, warpgroup
+
+K_MAJOR, MN_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR  # of an operand (M or N, K): which of the two lies contiguously
+
+
+class Mma(NamedTuple):
+    qk: cute.TiledMma  # Q and K from shared memory
+    pv: cute.TiledMma  # P from registers, V from shared memory
+
+
+def products(config) -> Mma:
+    """64 rows a warpgroup; all of tile_n, and of head_dim, in one instruction."""
+    warpgroups = (config.tile_m // 64, 1, 1)
+    smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    k, mn = OperandMajorMode.K, OperandMajorMode.MN
+    return Mma(
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, warpgroups, (64, config.tile_n), smem),
+        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, mn, Float32, warpgroups, (64, config.head_dim), rmem),
+    )
+
+
+def layout_Q(config) -> cute.ComposedLayout:
+    """(tile_m, head_dim, 1)"""
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), BFloat16, 1)
+
+
+def layout_K(config) -> cute.ComposedLayout:
+    """(tile_n, head_dim, kv_stages)"""
+    return sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), BFloat16, config.kv_stages)
+
+
+def layout_V(config) -> cute.ComposedLayout:
+    """(head_dim, tile_n, kv_stages): the sum runs over the keys, so V's contiguous head_dim is the product's N."""
+    return sm90.make_smem_layout_b(MN_MAJOR, (config.tile_m, config.head_dim, config.tile_n), BFloat16, config.kv_stages)

@@ -1,0 +1,33 @@
+"""The ladder: attention on a Hopper GPU, kernel by kernel, from the formula as it is written to two warpgroups taking turns.
+
+`RUNGS["k5"](q, k, v, causal=True)` runs one; `python -m tilewise.ladder` lists, checks and times them. docs/worklog tells the story.
+"""
+
+from tilewise.ladder.rung import Rung
+
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("k1", "k1_naive", "three kernels, the score matrix in global memory"),
+        Rung("k2", "k2_fused", "one fused kernel on CUDA cores, online softmax"),
+        Rung("k3_1", "k3_tma", "loads by TMA, 1 stage", {"kv_stages": 1}),
+        Rung("k3_2", "k3_tma", "loads by TMA, 2 stages", {"kv_stages": 2}),
+        Rung("k3_3", "k3_tma", "loads by TMA, 5 stages", {"kv_stages": 5}),
+        Rung("k4_1", "k4_1_wgmma_qk", "S on the tensor cores (WGMMA)"),
+        Rung("k4_2", "k4_2_wgmma", "both products on the tensor cores, S and P in registers"),
+        Rung("k5", "k5_warp_specialised", "a producer warpgroup loads, consumers compute"),
+        Rung("k6", "k6_pingpong", "consumers take turns, the next scores under this softmax"),
+    )
+}
+
+# One idea of a rung at a time, and other choices that its page discusses; measured, but no rungs of their own.
+VARIANTS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("k4_2:stages2", "k4_2_wgmma", "K4.2 with 2 stages, two or more blocks a multiprocessor", {"kv_stages": 2}),
+        Rung("k6:turns", "k6_pingpong", "K6 with turns only", {"overlap": False}),
+        Rung("k6:overlap", "k6_pingpong", "K6 with the overlap within a warpgroup only", {"pingpong": False}),
+    )
+}
+
+__all__ = ["RUNGS", "VARIANTS", "Rung"]

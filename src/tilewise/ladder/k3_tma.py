@@ -1,0 +1,148 @@
+"""K3: the same arithmetic, loads by TMA. K3.1, K3.2 and K3.3 are this file with 1, 2 and 5 stages.
+
+K2's 256 threads copied every tile themselves, and computed only once it was there. Here one thread asks the copy engine for a tile; its
+bytes arrive in shared memory by themselves and are counted into an mbarrier, on which the threads wait that need them. K and V have regions
+of their own, in a ring of stages: the first `kv_stages` tiles are asked for before the walk begins, and each stage again as soon as its
+readers have left it. With one stage the load still waits for the computation; with two they overlap; five is what K4 will want.
+
+Predicted bottleneck: K2's. The loads were never the limit here, so K3.1 gains what 255 idle hands are worth, and more stages gain nothing;
+at 5 stages a multiprocessor holds fewer blocks.
+Equations: those of FlashAttention-2's forward in docs/algorithm.md.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilewise.hopper import tma, walk
+from tilewise.hopper.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, pipeline
+from tilewise.ladder import cuda_cores
+
+THREADS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a problem is cut."""
+
+    head_dim: int
+    causal: bool
+    tile_m: int = 64
+    tile_n: int = 64
+    kv_stages: int = 1
+
+    @property
+    def threads_per_row(self) -> int:
+        return THREADS // self.tile_m
+
+
+def configure(head_dim: int, causal: bool, **choice) -> Config:
+    return Config(**{"head_dim": head_dim, "causal": causal, **choice})
+
+
+class Smem(NamedTuple):
+    Q: cute.Tensor  # (tile_m, head_dim, 1)
+    K: cute.Tensor  # (tile_n, head_dim, kv_stages)
+    V: cute.Tensor  # (tile_n, head_dim, kv_stages)
+    S: cute.Tensor  # (tile_m, tile_n) fp32: S, then P
+
+
+class Pipes(NamedTuple):
+    q: pipeline.PipelineTmaAsync
+    kv: pipeline.PipelineTmaAsync  # a stage is full when both of its tiles are there
+
+
+class Loads(NamedTuple):
+    Q: tma.Tma
+    K: tma.Tma
+    V: tma.Tma
+
+
+def shapes(config: Config) -> tuple:
+    """Of Q, K and V in shared memory: (rows, head_dim, stages)."""
+    return tuple((rows, config.head_dim, stages) for rows, stages in ((config.tile_m, 1), *2 * ((config.tile_n, config.kv_stages),)))
+
+
+def row_major(shape: tuple) -> cute.Layout:
+    return cute.make_ordered_layout(shape, order=(1, 0, 2))
+
+
+@cute.jit
+def launch(
+    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
+    gmem = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK, mV))  # (seqlen, head_dim, heads)
+    loads = Loads(*(tma.describe(x, row_major(shape), shape[:2]) for x, shape in zip(gmem, shapes(config), strict=True)))
+    kernel(loads, mO, mL, scale_log2, config).launch(
+        grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1), block=(THREADS, 1, 1), stream=stream
+    )
+
+
+@cute.kernel
+def kernel(loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, config: Constexpr[Config]):
+    storage = SmemAllocator()
+    sm = Smem(
+        *(storage.allocate_tensor(BFloat16, row_major(shape), 128) for shape in shapes(config)),
+        storage.allocate_tensor(Float32, cuda_cores.layout_S(config.tile_m, config.tile_n), 128),
+    )
+    pipes = make_pipes(storage, config)
+    m_block, head = walk.block_of(config)
+    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, m_block, head, scale_log2, config)
+
+
+@cute.jit
+def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
+    warps, row = THREADS // 32, config.head_dim * BFloat16.width // 8
+    pipes = Pipes(
+        tma.make_pipe(storage, 1, config.tile_m * row, warps),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * row, warps),
+    )
+    tma.barriers_ready()
+    return pipes
+
+
+@cute.jit
+def attend(
+    loads: Loads, gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes,
+    m_block: Int32, head: Int32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
+    seqlen = gO.shape[0]
+    n_blocks, _ = walk.key_blocks(m_block, seqlen, config)
+    of = config.threads_per_row
+    part = cuda_cores.part_of(of, config.head_dim)
+    row = m_block * config.tile_m + part.row
+    loader = arch.make_warp_uniform(arch.warp_idx()) == 0
+    ahead, state = tma.at_first_empty(config.kv_stages), tma.at_first(config.kv_stages)
+    if loader:
+        pipes.q.producer_acquire(tma.at_first_empty(1))
+        tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
+        for i in cutlass.range(min(config.kv_stages, n_blocks), unroll=1):
+            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, config)
+    pipes.q.consumer_wait(tma.at_first(1))
+    for i in cutlass.range(n_blocks, unroll=1):
+        n_block = n_blocks - 1 - i
+        end = cuda_cores.keys_seen(row, n_block * config.tile_n, seqlen, config.causal)
+        pipes.kv.consumer_wait(state)
+        cuda_cores.scores(part, sm.Q[None, None, 0], sm.K[None, None, state.index], sm.S, end, of)
+        cuda_cores.softmax(part, sm.S, scale_log2, of)
+        cuda_cores.accumulate(part, sm.S, sm.V[None, None, state.index], of)
+        arch.sync_warp()  # all of the warp have read the stage that one of it now gives back
+        pipes.kv.consumer_release(state)
+        state.advance()
+        if loader and n_block >= config.kv_stages:
+            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
+    cuda_cores.store(part, gO, gL, row, scale_log2, of)
+
+
+@cute.jit
+def load_kv(
+    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]
+):
+    """Ask for K and V of a tile, as soon as its stage is empty."""
+    pipes.kv.producer_acquire(state)
+    tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
+    tma.load(loads.V, sm.V, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
+    state.advance()
+    return state

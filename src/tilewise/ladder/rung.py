@@ -1,0 +1,142 @@
+"""A rung of the ladder, as the rest of the project sees it: a forward pass of attention that says what it cannot do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Causal, Full
+from tilewise.problem import Call, Problem
+
+HEAD_DIMS = (64, 128)
+MOST_HEADS = 65535  # the second dimension of a grid
+ALIGNMENT = 8  # elements of bf16 in the 16 bytes that the copy engine and wide reads need
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kernel of the ladder: `rung(q, k, v, causal=False)`, or a backend of forward passes for the checks.
+
+    `module` is the file under tilewise.ladder; `choice` what this rung fixes of its Config.
+    """
+
+    name: str
+    module: str
+    title: str
+    choice: dict = field(default_factory=dict, hash=False)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+        """Attention of one head a row: softmax(scale Q K^T) V, with `scale` 1 / sqrt(head_dim) by default.
+
+        Args:
+            q, k, v: (batch * heads, seqlen, head_dim) bf16 on a Hopper GPU, head_dim 64 or 128; any seqlen, and the same for all.
+            causal: query i sees keys 0..i.
+
+        Returns:
+            O, (batch * heads, seqlen, head_dim) bf16.
+
+        Raises:
+            ShapeError: the tensors do not fit each other.
+            UnsupportedError: this rung, or this machine, cannot run it; says what to install or do.
+        """
+        _check_shapes(q, k, v)
+        self.require(q.dtype, q.shape[-1], q.device.type)
+        return self.run(q, k, v, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)[0]
+
+    @cached_property
+    def code(self) -> ModuleType:
+        """The rung's module; imports the DSL."""
+        return import_module(f"tilewise.ladder.{self.module}")
+
+    def compiled(self, head_dim: int, causal: bool, options: str = ""):
+        """The kernel for a Hopper GPU; needs the DSL, but no GPU."""
+        if missing := hopper.why_no_compiler():
+            raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
+        config = self.code.configure(head_dim, causal, **self.choice)
+        return hopper.compiled(self.code.launch, config, getattr(self.code, "SCRATCH", False), options)
+
+    def reasons(self, dtype: torch.dtype, head_dim: int, device: str) -> list[str]:
+        """Sentences that say why this rung cannot run on such tensors here; empty where it can."""
+        wrong = []
+        if dtype != torch.bfloat16:
+            wrong.append(f"it takes bfloat16 only, and the tensors are {dtype}")
+        if head_dim not in HEAD_DIMS:
+            wrong.append(f"it takes head_dim {' and '.join(map(str, HEAD_DIMS))}, and this is {head_dim}")
+        if device != "cuda":
+            wrong.append(f"it runs on a Hopper GPU, and the tensors are on {device}: move them to 'cuda'")
+        return wrong or hopper.why_not_here()
+
+    def require(self, dtype: torch.dtype, head_dim: int, device: str) -> None:
+        if reasons := self.reasons(dtype, head_dim, device):
+            raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors."""
+        heads, seqlen, head_dim = q.shape
+        o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((heads, seqlen), dtype=torch.float32)
+        if o.numel() == 0:
+            return o, lse
+        if heads > MOST_HEADS:
+            raise UnsupportedError(f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch")
+        scratch = [self._scores(q)] if getattr(self.code, "SCRATCH", False) else []
+        kernel = self.compiled(head_dim, causal)
+        with torch.cuda.device(q.device):
+            kernel(*(_aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2))
+        return o, lse
+
+    def _scores(self, q: Tensor) -> Tensor:
+        heads, seqlen, _ = q.shape
+        need = 4 * heads * seqlen**2
+        cached = torch.cuda.memory_reserved(q.device) - torch.cuda.memory_allocated(q.device)
+        free = torch.cuda.mem_get_info(q.device)[0] + cached
+        if need > free:
+            raise UnsupportedError(
+                f"{self.name} keeps the score matrix, ({heads}, {seqlen}, {seqlen}) in fp32: {need / 1e9:.1f} GB, "
+                f"and {free / 1e9:.1f} GB are free; take fewer tokens or a rung from k2 on, which never stores it"
+            )
+        return torch.empty((heads, seqlen, seqlen), dtype=torch.float32, device=q.device)
+
+    # The same as a backend (tilewise.backends.Backend), for the checks.
+
+    def why_not(self, problem: Problem) -> list[str]:
+        extras = ("softcap", "bias", "alibi", "sink", "dropout", "grad")
+        wrong = [f"it has no {name}" for name in extras if getattr(problem, name)]
+        if problem.group != 1 or problem.head_dim != problem.head_dim_v:
+            wrong.append("it takes as many key heads as query heads, and head_dim_v = head_dim")
+        if problem.mask not in ("full", "band"):
+            wrong.append("it takes full and causal masks only")
+        return wrong or self.reasons(problem.dtype, problem.head_dim, problem.device)
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """O (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen)."""
+        wrong = self.why_not(call.problem)
+        if call.mask not in (Full(), Causal()) or call.seqlen_q != call.seqlen_k:
+            wrong = [*wrong, "it takes full and causal masks of equal lengths only"]
+        if wrong:
+            raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(wrong)}")
+        heads = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v))
+        o, lse = self.run(*heads, call.mask == Causal(), call.scale)
+        return o.unflatten(0, (call.batch, call.heads_q)).transpose(1, 2), lse.unflatten(0, (call.batch, call.heads_q))
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ShapeError(f"{name} must be (batch * heads, seqlen, head_dim), got {tuple(x.shape)}")
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            given, expected = (f"{tuple(y.shape)} {y.dtype} on {y.device}" for y in (x, q))
+            raise ShapeError(f"{name} must be as q, {expected}; got {given}")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy whose rows lie as the kernels need them."""
+    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
