@@ -14,7 +14,11 @@ QUAD = 4  # threads that share them
 
 
 class Rows(NamedTuple):
-    """The state of online softmax for the rows a thread holds: maximum (of unscaled scores) and this thread's part of the denominator."""
+    """The state of online softmax for the rows a thread holds: maximum, and this thread's part of the denominator.
+
+    m is in the units of the exponent, scale_log2 * score, and rounded once: O, l and the log-sum-exp then all refer to the same number, and its
+    rounding drops out (recomputed at the end as part of a fused multiply-add, it put LSE beyond its tolerance).
+    """
 
     m: cute.Tensor  # (ROWS,) fp32
     l: cute.Tensor  # (ROWS,) fp32  # noqa: E741
@@ -74,10 +78,10 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
     rescale = cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
         s = S[r, None].load()
-        m = s.reduce(cute.ReductionOp.MAX, rows.m[r], 0)
-        m = arch.warp_reduction_max(m, threads_in_group=QUAD)
-        base = (0.0 if m == -Float32.inf else m) * scale_log2  # a row that has seen no key yet
-        rescale[r] = cute.math.exp2(rows.m[r] * scale_log2 - base, fastmath=True)
+        m = s.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        m = arch.fmax(arch.warp_reduction_max(m, threads_in_group=QUAD) * scale_log2, rows.m[r])
+        base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
+        rescale[r] = cute.math.exp2(rows.m[r] - base, fastmath=True)
         p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
         rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)
         rows.m[r] = m
@@ -101,13 +105,13 @@ def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
-def finish(acc_O: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.Tensor:
+def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
     """O /= l; returns the log-sum-exp (natural logarithm, -inf for a row without keys) of each row."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
         l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)  # noqa: E741
         inverse[r] = 1.0 if l == 0.0 else 1.0 / l
-        lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] * scale_log2 + cute.math.log2(l)) * LN2
+        lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] + cute.math.log2(l)) * LN2
     scale_rows(acc_O, inverse)
     return lse
 

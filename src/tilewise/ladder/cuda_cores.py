@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
     row: Int32
     index: Int32
-    m: cute.Tensor  # (1,) fp32, of unscaled scores
+    m: cute.Tensor  # (1,) fp32, in units of the exponent as in fragments.Rows
     l: cute.Tensor  # (1,) fp32  # noqa: E741
     O: cute.Tensor  # (head_dim / of,) fp32: chunk after chunk  # noqa: E741
 
@@ -75,12 +75,12 @@ def softmax(part: Part, sS: cute.Tensor, scale_log2: Float32, of: Constexpr[int]
     """S becomes P in place; m, l and O move on."""
     chunks = cute.size(sS, mode=[1]) // (of * QUAD)
     row = sS[part.row, None]
-    m = part.m[0]
+    m = -Float32.inf
     for x in range_constexpr(chunks):
         m = chunk(row, x * of + part.index, QUAD).reduce(cute.ReductionOp.MAX, m, 0)
-    m = arch.warp_reduction_max(m, threads_in_group=of)
-    base = (0.0 if m == -Float32.inf else m) * scale_log2  # a row that has seen no key yet
-    rescale = cute.math.exp2(part.m[0] * scale_log2 - base, fastmath=True)
+    m = arch.fmax(arch.warp_reduction_max(m, threads_in_group=of) * scale_log2, part.m[0])
+    base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
+    rescale = cute.math.exp2(part.m[0] - base, fastmath=True)
     l = part.l[0] * rescale  # noqa: E741
     held = cute.make_rmem_tensor(QUAD, Float32)
     for x in range_constexpr(chunks):
@@ -107,7 +107,7 @@ def accumulate(part: Part, sS: cute.Tensor, sV: cute.Tensor, of: Constexpr[int])
 
 
 @cute.jit
-def store(part: Part, gO: cute.Tensor, gL: cute.Tensor, row: Int32, scale_log2: Float32, of: Constexpr[int]):
+def store(part: Part, gO: cute.Tensor, gL: cute.Tensor, row: Int32, of: Constexpr[int]):
     """O / l and the log-sum-exp of the row, if it exists. gO: (seqlen, head_dim), gL: (seqlen,)."""
     l = arch.warp_reduction_sum(part.l[0], threads_in_group=of)  # noqa: E741
     inverse = 1.0 if l == 0.0 else 1.0 / l  # a row without keys: O = 0
@@ -118,7 +118,7 @@ def store(part: Part, gO: cute.Tensor, gL: cute.Tensor, row: Int32, scale_log2: 
                 held[i] = (part.O[x * WIDE + i] * inverse).to(BFloat16)
             cute.autovec_copy(held, cute.local_tile(gO[row, None], (WIDE,), (x * of + part.index,)))
         if part.index == 0:
-            gL[row] = -Float32.inf if l == 0.0 else (part.m[0] * scale_log2 + cute.math.log2(l)) * LN2
+            gL[row] = -Float32.inf if l == 0.0 else (part.m[0] + cute.math.log2(l)) * LN2
 
 
 @cute.jit

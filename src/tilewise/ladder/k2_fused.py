@@ -97,7 +97,7 @@ def attend(
         arch.sync_threads()  # V is there
         cuda_cores.accumulate(part, sm.S, sm.KV, of)
         arch.sync_threads()  # nobody reads V any more
-    cuda_cores.store(part, gO, gL, row, scale_log2, of)
+    cuda_cores.store(part, gO, gL, row, of)
 
 
 @cute.jit

@@ -147,7 +147,7 @@ def attend(
         state.advance()
         if loader and n_block >= config.kv_stages:
             ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
-    cuda_cores.store(part, gO, gL, row, scale_log2, of)
+    cuda_cores.store(part, gO, gL, row, of)
 
 
 @cute.jit

@@ -164,7 +164,7 @@ def attend(
         state.advance()
         if loader and n_block >= config.kv_stages:
             ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
-    lse = fragments.finish(tile.acc_O, tile.rows, scale_log2)
+    lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
 

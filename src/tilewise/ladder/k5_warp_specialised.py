@@ -186,7 +186,7 @@ def consume(
         state = step(tile, pipes, state, n_blocks - 1 - i, True, config)
     for i in cutlass.range(masked, n_blocks, unroll=1):
         state = step(tile, pipes, state, n_blocks - 1 - i, False, config)
-    lse = fragments.finish(tile.acc_O, tile.rows, scale_log2)
+    lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
 

@@ -209,7 +209,7 @@ def consume(
         for i in cutlass.range(masked, n_blocks, unroll=1):
             state = step(tile, pipes, state, n_blocks - 1 - i, False, config)
         pass_turn(tile.consumer, config)
-    lse = fragments.finish(tile.acc_O, tile.rows, scale_log2)
+    lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
 

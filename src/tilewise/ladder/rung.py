@@ -45,11 +45,15 @@ class Rung:
 
         Raises:
             ShapeError: the tensors do not fit each other.
+            ValueError: scale is not positive and finite.
             UnsupportedError: this rung, or this machine, cannot run it; says what to install or do.
         """
         _check_shapes(q, k, v)
         self.require(q.dtype, q.shape[-1], q.device.type)
-        return self.run(q, k, v, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)[0]
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, got {scale}")
+        return self.run(q, k, v, causal, scale)[0]
 
     @cached_property
     def code(self) -> ModuleType:
@@ -120,6 +124,8 @@ class Rung:
         wrong = self.why_not(call.problem)
         if call.mask not in (Full(), Causal()) or call.seqlen_q != call.seqlen_k:
             wrong = [*wrong, "it takes full and causal masks of equal lengths only"]
+        if not 0 < call.scale < math.inf:
+            wrong = [*wrong, f"it takes a positive scale only, and this is {call.scale}"]
         if wrong:
             raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(wrong)}")
         heads = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v))
