@@ -83,7 +83,7 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
         base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
         rescale[r] = cute.math.exp2(rows.m[r] - base, fastmath=True)
         p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
-        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)
+        rows.l[r] = rows.l[r] * rescale[r] + p.reduce(cute.ReductionOp.ADD, 0.0, 0)  # a tile's sum apart: one large addend less a number
         rows.m[r] = m
         S[r, None].store(p)
     return rescale

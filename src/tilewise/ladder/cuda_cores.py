@@ -81,14 +81,14 @@ def softmax(part: Part, sS: cute.Tensor, scale_log2: Float32, of: Constexpr[int]
     m = arch.fmax(arch.warp_reduction_max(m, threads_in_group=of) * scale_log2, part.m[0])
     base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
     rescale = cute.math.exp2(part.m[0] - base, fastmath=True)
-    l = part.l[0] * rescale  # noqa: E741
+    l = Float32(0.0)  # of this tile, apart from the walk's  # noqa: E741
     held = cute.make_rmem_tensor(QUAD, Float32)
     for x in range_constexpr(chunks):
         p = cute.math.exp2(chunk(row, x * of + part.index, QUAD) * scale_log2 - base, fastmath=True)
         l = p.reduce(cute.ReductionOp.ADD, l, 0)  # noqa: E741
         held.store(p)
         cute.autovec_copy(held, cute.local_tile(row, (QUAD,), (x * of + part.index,)))
-    part.m[0], part.l[0] = m, l
+    part.m[0], part.l[0] = m, part.l[0] * rescale + l
     part.O.store(part.O.load() * rescale)
     arch.sync_warp()  # P: each thread reads what its neighbours wrote
 
