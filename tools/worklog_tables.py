@@ -5,6 +5,7 @@ A table NAME stands between `<!-- worklog:begin NAME -->` and `<!-- worklog:end 
 
 import re
 from collections.abc import Callable
+from heapq import heapreplace
 from pathlib import Path
 
 from worklog_figures import SHAPE, length, score_memory
@@ -68,6 +69,25 @@ def causal_table() -> str:
     return table(("seqlen", "full", "partial", "skipped", "pairs computed in vain"), rows)
 
 
+def schedule_table(heads: int = 16) -> str:
+    """Thread blocks of a causal call, each as long as its tiles are many, in two orders."""
+    rows = []
+    for seqlen in (1 << 10, 1 << 13, 1 << 16):
+        blocks = [tiles for tiles in range(1, seqlen // 128 + 1) for _ in range(heads)]
+        even = sum(blocks) / H100.sms
+        over = (f"{finish(order, H100.sms) / even - 1:.1%}" for order in (blocks, blocks[::-1]))
+        rows.append((length(seqlen), f"{len(blocks):,}", *over))
+    return table(("seqlen", "thread blocks", "short ones first", "long ones first"), rows)
+
+
+def finish(costs: list[int], sms: int) -> int:
+    """When the last block ends, if each goes to the SM that is free first."""
+    free = [0] * sms
+    for cost in costs:
+        heapreplace(free, free[0] + cost)
+    return max(free)
+
+
 def blocks_table() -> str:
     rows = []
     for seqlen, batch in ((1 << 10, 16), (1 << 13, 2), (1 << 14, 1)):
@@ -86,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "traffic": traffic_table,
     "causal": causal_table,
     "blocks": blocks_table,
+    "schedule": schedule_table,
 }
 
 
