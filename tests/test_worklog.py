@@ -68,11 +68,11 @@ def test_a_changed_figure_would_be_noticed(figures):
     assert not _same(figures.shown(text.replace(", 21]", ", 22]")), figures.walk())
 
 
-@pytest.mark.parametrize("name", ["score-memory", "running-softmax", "roofline", "traffic", "causal-tiles", "walk"])
-def test_drawing_is_deterministic(figures, name):
-    text = figures.drawn(name)
-    assert text == figures.drawn(name)
-    assert ElementTree.fromstring(text).tag.endswith("svg")
+def test_drawing_is_deterministic(figures):
+    for name in figures.FIGURES:
+        text = figures.drawn(name)
+        assert text == figures.drawn(name), name
+        assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
 @PATHS

@@ -118,8 +118,8 @@ def roofline() -> dict:
 
 def draw_roofline(data: dict) -> str:
     labels = {
-        "naive": ("three kernels, S and P in HBM", ORANGE, (8, -4)),
-        "fa1": ("FA1, 128 keys", PURPLE, (8, -4)),
+        "naive": ("three kernels, S and P in HBM", ORANGE, (8, -8)),
+        "fa1": ("FA1, 128 keys", PURPLE, (8, -3)),
         "fa2 1": ("FA2, one query at a time", BLUE, (8, -4)),
         "fa2 16": ("FA2, 16 queries", BLUE, (8, -4)),
         "fa2 128": ("FA2, 128 queries", BLUE, (-100, 2)),
