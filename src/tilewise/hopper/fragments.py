@@ -7,7 +7,7 @@ that order is also the one in which a product takes its left operand from regist
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, operator, range_constexpr, warpgroup
+from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr, warpgroup
 
 ROWS = 2  # of a 64-row tile that a thread holds
 QUAD = 4  # threads that share them
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     """
 
     m: cute.Tensor  # (ROWS,) fp32
-    l: cute.Tensor  # (ROWS,) fp32  # noqa: E741
+    l: cute.Tensor  # (ROWS,) fp32
 
 
 @cute.jit
@@ -99,7 +99,7 @@ def round_into(P: cute.Tensor, acc_S: cute.Tensor):
 
 @cute.jit
 def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
-    O = by_rows(acc_O)  # noqa: E741
+    O = by_rows(acc_O)
     for r in range_constexpr(ROWS):
         O[r, None].store(O[r, None].load() * factors[r])
 
@@ -109,7 +109,7 @@ def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
     """O /= l; returns the log-sum-exp (natural logarithm, -inf for a row without keys) of each row."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
-        l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)  # noqa: E741
+        l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)
         inverse[r] = 1.0 if l == 0.0 else 1.0 / l
         lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] + cute.math.log2(l)) * LN2
     scale_rows(acc_O, inverse)
@@ -122,7 +122,7 @@ LN2 = 0.6931471805599453
 @cute.jit
 def store_rows(gO: cute.Tensor, gL: cute.Tensor, acc_O: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32, seqlen: Int32):
     """Write the rows that exist. gO: (seqlen, head_dim), gL: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
-    O, at = by_rows(acc_O), by_rows(tOcO)  # noqa: E741
+    O, at = by_rows(acc_O), by_rows(tOcO)
     pair = cute.make_rmem_tensor(2, BFloat16)
     for r in range_constexpr(ROWS):
         row = m0 + at[r, 0][0]

@@ -69,11 +69,11 @@ def compute_P(mS: cute.Tensor, mL: cute.Tensor):
     i = block * ROWS_A_BLOCK + thread
     if i < mS.shape[1]:
         row = mS[head, i, None]
-        m, l = -Float32.inf, Float32(0.0)  # noqa: E741
+        m, l = -Float32.inf, Float32(0.0)
         for j in cutlass.range(mS.shape[2], unroll=4):
             m = arch.fmax(m, row[j])
         for j in cutlass.range(mS.shape[2], unroll=4):
-            l += cute.math.exp2(row[j] - m, fastmath=True)  # noqa: E741
+            l += cute.math.exp2(row[j] - m, fastmath=True)
         for j in cutlass.range(mS.shape[2], unroll=4):
             row[j] = cute.math.exp2(row[j] - m, fastmath=True) / l
         mL[head, i] = (m + cute.math.log2(l)) * LN2

@@ -137,9 +137,7 @@ def attend(
 
 
 @cute.jit
-def load_kv(
-    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]
-):
+def load_kv(loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]):
     """Ask for K and V of a tile, as soon as its stage is empty."""
     pipes.kv.producer_acquire(state)
     tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))

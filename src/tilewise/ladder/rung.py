@@ -89,7 +89,9 @@ class Rung:
         if o.numel() == 0:
             return o, lse
         if heads > MOST_HEADS:
-            raise UnsupportedError(f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch")
+            raise UnsupportedError(
+                f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
+            )
         scratch = [self._scores(q)] if getattr(self.code, "SCRATCH", False) else []
         kernel = self.compiled(head_dim, causal)
         with torch.cuda.device(q.device):
