@@ -106,6 +106,8 @@ def _same(shown, computed) -> bool:
     """Equal but for the last of six digits, where machines may differ."""
     if isinstance(computed, dict):
         return shown.keys() == computed.keys() and all(_same(shown[key], computed[key]) for key in computed)
+    if isinstance(computed, str):
+        return shown == computed
     if isinstance(computed, list):
         return len(shown) == len(computed) and all(map(_same, shown, computed))
     return math.isclose(shown, computed, rel_tol=1e-5)
