@@ -34,9 +34,10 @@ def compiled(launch, config, scratch: bool = False, options: str = ""):
     """`launch` for `config`: a function of (q, k, v, o, lse, scale_log2), torch tensors, on torch's current stream.
 
     q, k, v, o: (heads, seqlen, head_dim) bf16 whose rows start at multiples of 16 bytes; lse: (heads, seqlen) fp32, contiguous.
+    With config.trace the function takes events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py).
     """
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
-    from tilewise.hopper.dsl import BFloat16, Float32, cute, make_fake_stream, make_fake_tensor
+    from tilewise.hopper.dsl import BFloat16, Float32, Int32, cute, make_fake_stream, make_fake_tensor
 
     heads, seqlen = cute.sym_int(), cute.sym_int()
 
@@ -47,6 +48,7 @@ def compiled(launch, config, scratch: bool = False, options: str = ""):
     lse = make_fake_tensor(Float32, (heads, seqlen), (cute.sym_int64(), 1), assumed_align=4)
     scores = [make_fake_tensor(Float32, (heads, seqlen, seqlen), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)] * scratch
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    events = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
     return cute.compile(
-        launch, *(tensor() for _ in range(4)), lse, *scores, Float32(1.0), config, stream, options=f"--enable-tvm-ffi {options}"
+        launch, *(tensor() for _ in range(4)), lse, *scores, Float32(1.0), config, stream, *events, options=f"--enable-tvm-ffi {options}"
     )

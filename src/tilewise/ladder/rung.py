@@ -60,11 +60,11 @@ class Rung:
         """The rung's module; imports the DSL."""
         return import_module(f"tilewise.ladder.{self.module}")
 
-    def compiled(self, head_dim: int, causal: bool, options: str = ""):
+    def compiled(self, head_dim: int, causal: bool, options: str = "", **choice):
         """The kernel for a Hopper GPU; needs the DSL, but no GPU."""
         if missing := hopper.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        config = self.code.configure(head_dim, causal, **self.choice)
+        config = self.code.configure(head_dim, causal, **{**self.choice, **choice})
         return hopper.compiled(self.code.launch, config, getattr(self.code, "SCRATCH", False), options)
 
     def reasons(self, dtype: torch.dtype, head_dim: int, device: str) -> list[str]:
