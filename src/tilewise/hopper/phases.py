@@ -9,7 +9,7 @@ notes nothing more.
 from enum import IntEnum
 
 WARPS = 16  # of a block, at most
-SLOTS = 512  # of a warp; a power of two
+SLOTS = 1024  # of a warp; a power of two
 
 
 class Phase(IntEnum):
@@ -25,8 +25,7 @@ class Phase(IntEnum):
     TURN = 7  # for its turn
     ISSUE = 8  # both products at once
     SCORES = 9  # S = Q K^T, until it is there
-    SOFTMAX = 10
+    SOFTMAX = 10  # with the wait for O, where both products were issued at once
     OUTPUT = 11  # O += P V, until it is there
-    RESCALE = 12  # what is left of the softmax once O is there
-    STORE = 13
-    END = 14
+    STORE = 12
+    END = 13

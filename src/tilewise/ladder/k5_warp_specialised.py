@@ -218,8 +218,8 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     trace.mark(tile.stamps, Phase.SCORES)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     pipes.k.consumer_release(state)
+    trace.mark(tile.stamps, Phase.SOFTMAX)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)

@@ -243,8 +243,8 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     pass_turn(tile.consumer, config)
     warpgroup.wait_group(0)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     pipes.k.consumer_release(state)
+    trace.mark(tile.stamps, Phase.SOFTMAX)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
@@ -269,8 +269,8 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     trace.mark(tile.stamps, Phase.SCORES)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     pipes.k.consumer_release(state)
+    trace.mark(tile.stamps, Phase.SOFTMAX)
     fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
     fragments.round_into(tile.P, acc_S)
@@ -294,14 +294,12 @@ def step_overlapped(
     pass_turn(tile.consumer, config)
     trace.mark(tile.stamps, Phase.SCORES)
     warpgroup.wait_group(1)  # S is there, O is not
-    trace.mark(tile.stamps, Phase.SOFTMAX)
+    trace.mark(tile.stamps, Phase.SOFTMAX)  # and O's end: a stamp there, or after the release, moves exponentials across that wait
     pipes.k.consumer_release(state)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
-    trace.mark(tile.stamps, Phase.OUTPUT)
     warpgroup.wait_group(0)
-    trace.mark(tile.stamps, Phase.RESCALE)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
