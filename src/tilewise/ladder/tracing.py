@@ -103,13 +103,10 @@ class Trace:
 
     def role(self, warp: int) -> str:
         """What the warp is for, as its phases tell."""
-        phases = {block_warp: self._phases(block_warp) for block_warp in sorted({span.warp for span in self.spans})}
+        phases = self._phases(warp)
         if not self.specialised:
-            return f"warp {warp}, loads and computes" if Phase.EMPTY in phases[warp] else f"warp {warp}"
-        if Phase.SCORES not in phases[warp]:
-            return f"warp {warp}, producer" if Phase.LOAD in phases[warp] else f"warp {warp}, idle"
-        groups = sorted({other // 4 for other in phases if Phase.SCORES in phases[other]})
-        return f"warp {warp}, consumer {groups.index(warp // 4)}"
+            return f"warp {warp}, loads and computes" if Phase.EMPTY in phases else f"warp {warp}"
+        return f"warp {warp}, consumer {warp // 4 - 1}" if Phase.SCORES in phases else f"warp {warp}, producer"
 
     @cached_property
     def specialised(self) -> bool:
@@ -143,7 +140,9 @@ class Trace:
 
     def chrome(self) -> dict:
         """The trace event format of Chrome and Perfetto: a process a block, a thread a warp, a complete event ("X") a phase, in us."""
-        rows = [{"ph": "M", "name": "process_name", "pid": block, "args": {"name": self.block_name(block)}} for block in range(len(self.blocks))]
+        rows = [
+            {"ph": "M", "name": "process_name", "pid": block, "args": {"name": self.block_name(block)}} for block in range(len(self.blocks))
+        ]
         for block, warp in sorted({(span.block, span.warp) for span in self.spans}):
             rows.append({"ph": "M", "name": "thread_name", "pid": block, "tid": warp, "args": {"name": self.role(warp)}})
             rows.append({"ph": "M", "name": "thread_sort_index", "pid": block, "tid": warp, "args": {"sort_index": warp}})
@@ -187,7 +186,9 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
     tile_m = rung.code.configure(head_dim, causal, **rung.choice).tile_m
     m_blocks = -(-seqlen // tile_m)
     if m_blocks * heads > MOST_BLOCKS:
-        raise UnsupportedError(f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {m_blocks * heads}; take fewer heads or tokens")
+        raise UnsupportedError(
+            f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {m_blocks * heads}; take fewer heads or tokens"
+        )
     events = torch.zeros((m_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
     for _ in range(2):  # the second finds its instructions in the caches
         events.zero_()
