@@ -23,10 +23,10 @@ SPECIALISED = {"k5", "k6", "k6:turns", "k6:overlap"}
 @pytest.mark.parametrize("name", TRACED)
 def test_trace(name, head_dim, causal):
     rung, seqlen = TRACED[name], 1000
-    q, k, v = (torch.randn(48, seqlen, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(96, seqlen, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     trace, o = record(rung, q, k, v, causal)
     assert torch.equal(o, rung(q, k, v, causal=causal))
-    assert 1 < len(trace.blocks) <= 8 and 0.2 < trace.ghz < 2.2
+    assert 1 <= len(trace.blocks) <= 8 and 0.2 < trace.ghz < 2.5
     assert trace.specialised == (name in SPECIALISED)
     config = rung.code.configure(head_dim, causal, **rung.choice)
     m_blocks = -(-seqlen // config.tile_m)
