@@ -1,6 +1,7 @@
 """What limits each rung, by the hardware's counters: `python tools/ladder_profile.py run` on a machine with an H100 and Nsight Compute.
 
     run [k5 ...]   profile one launch of each rung and append rows to benchmarks/results/h100-profile.jsonl (or --out)
+    reread FILE    make rows of counters that `run --raw FILE` kept; needs no GPU
     tables         write the rows as tables into docs/worklog/*.md, between `<!-- profile:k5 -->` and `<!-- /profile -->`; a list of
                    rungs (`profile:k3_1,k3_2`) shows these, a single one also the rung before it
 
@@ -65,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--out", type=Path, default=ROWS)
         command.add_argument("--set", default="full", help="Nsight Compute's set of sections")
         command.add_argument("--report", type=Path, help="keep Nsight Compute's own report (.ncu-rep) here")
+        command.add_argument("--raw", type=Path, help="keep all counters here")
+    command = commands.add_parser("reread")
+    command.add_argument("raw", type=Path)
+    command.add_argument("--out", type=Path, default=ROWS)
     commands.add_parser("tables")
     arguments = parser.parse_args(argv)
     if arguments.command == "tables":
@@ -72,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     from tilewise.ladder import RUNGS, VARIANTS
 
     known = {**RUNGS, **VARIANTS}
+    if arguments.command == "reread":
+        kept = json.loads(arguments.raw.read_text(encoding="utf-8"))
+        return append([known[name] for name in kept["rungs"]], kept["csv"], kept["environment"], arguments.out)
     names = arguments.names or list(RUNGS)
     if unknown := set(names) - set(known):
         parser.error(f"no rung is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -82,7 +90,14 @@ def main(argv: list[str] | None = None) -> int:
 def case(rung) -> dict:
     """A row's case; the same words as a benchmark row's."""
     seqlen, tokens = (K1_SEQLEN, K1_TOKENS) if rung.name == "k1" else (SEQLEN, TOKENS)
-    return {"batch": tokens // seqlen, "seqlen": seqlen, "heads": HIDDEN // HEAD_DIM, "head_dim": HEAD_DIM, "mask": "Full()", "dtype": "bf16"}
+    return {
+        "batch": tokens // seqlen,
+        "seqlen": seqlen,
+        "heads": HIDDEN // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "mask": "Full()",
+        "dtype": "bf16",
+    }
 
 
 def launch(rungs) -> int:
@@ -91,7 +106,9 @@ def launch(rungs) -> int:
 
     for rung in rungs:
         sizes = case(rung)
-        q, k, v = (torch.randn(sizes["batch"] * sizes["heads"], sizes["seqlen"], HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (
+            torch.randn(sizes["batch"] * sizes["heads"], sizes["seqlen"], HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
         rung(q, k, v)
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
@@ -112,14 +129,21 @@ def run(rungs, arguments) -> int:
         application = [sys.executable, str(Path(__file__)), "launch", *(rung.name for rung in rungs)]
         options = ["--profile-from-start", "off", "--clock-control", "none", "--set", arguments.set]
         call("ncu", *options, "--force-overwrite", "--export", str(report), *application)
-        kernels = parse(call("ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"))
-    version = call("ncu", "--version").strip().splitlines()[-1]
-    environment = {**provenance("cuda"), "ncu": version}
-    written = rows(rungs, kernels, environment)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("a", encoding="utf-8") as file:
+        text = call("ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base")
+    environment = {**provenance("cuda"), "ncu": call("ncu", "--version").strip().splitlines()[-1]}
+    if arguments.raw:
+        kept = {"rungs": [rung.name for rung in rungs], "environment": environment, "csv": text}
+        arguments.raw.write_text(json.dumps(kept), encoding="utf-8")
+    return append(rungs, text, environment, arguments.out)
+
+
+def append(rungs, text: str, environment: dict, out: Path) -> int:
+    """Rows of Nsight Compute's CSV, added to `out` and shown."""
+    written = rows(rungs, parse(text), environment)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in written)
-    print("\n".join(table([*{row["rung"]: None for row in written}], written)))
+    print("\n".join(table([rung.name for rung in rungs], written)))
     return 0
 
 
@@ -157,9 +181,14 @@ def rows(rungs, kernels: list[dict], environment: dict) -> list[dict]:
 
 def measures(kernel: dict[str, tuple[str, str]]) -> dict:
     """Time, the numbers that are known here, the use of each pipe in %, and the share of each stall reason in %."""
-    values = {name: float(value.replace(",", "")) for name, (value, _) in kernel.items() if re.fullmatch(r"-?[\d,]*\.?\d+(?:[eE][+-]?\d+)?", value)}
+    values = {
+        name: float(value.replace(",", ""))
+        for name, (value, _) in kernel.items()
+        if re.fullmatch(r"-?[\d,]*\.?\d+(?:[eE][+-]?\d+)?", value)
+    }
     duration = "gpu__time_duration.sum"
-    numbers = {name: found for name, candidates in NUMBERS.items() if (found := next((values[c] for c in candidates if c in values), None)) is not None}
+    first = {name: next((values[each] for each in candidates if each in values), None) for name, candidates in NUMBERS.items()}
+    numbers = {name: value for name, value in first.items() if value is not None}
     pipes: dict[str, float] = {}
     for name, value in values.items():
         if match := PIPE.fullmatch(name):
@@ -180,7 +209,9 @@ def pipe(row: dict, word: str) -> float | None:
 
 def conflicts(row: dict) -> float | None:
     """Of the passes through shared memory that threads made, the share that bank conflicts added, in %."""
-    passes, added = (sum(row["numbers"].get(f"shared_{way}_{what}", 0.0) for way in ("load", "store")) for what in ("wavefronts", "conflicts"))
+    passes, added = (
+        sum(row["numbers"].get(f"shared_{way}_{what}", 0.0) for way in ("load", "store")) for what in ("wavefronts", "conflicts")
+    )
     return 100 * added / passes if passes else None
 
 
