@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilewise.ladder import RUNGS
 
@@ -67,6 +68,19 @@ def test_samples_stand_in_for_missing_stall_ratios():
     assert profile.measures(columns)["stalls_percent"] == {"barrier": 100.0}
 
 
+def test_metrics_that_exist_are_asked_for():
+    query = (
+        "Device NVIDIA H100 (GH100)\n---- ----\nsm__pipe_tensor_op_gmma_cycles_active  Counter  %  words\nsm__inst_executed_pipe_xu  Counter\n"
+        "sm__inst_executed_pipe_uniform  Counter\nl1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld  Counter\n"
+    )
+    assert profile.extra(query) == [
+        "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
+        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    ]
+    assert profile.extra("") == []
+
+
 def test_k1_is_three_kernels():
     names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.K1_KERNELS]
     rows = profile.rows([RUNGS["k1"]], profile.parse(report(*names)), {})
@@ -106,7 +120,13 @@ def test_committed_tables_are_what_the_rows_make():
         assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/ladder_profile.py tables`"
 
 
-def test_unknown_names_and_machines_without_a_gpu(capsys):
+def test_unknown_names(capsys):
     with pytest.raises(SystemExit):
         profile.main(["run", "k9"])
     assert "no rung is called k9; there are k1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_a_sentence():
+    with pytest.raises(SystemExit, match="the ladder cannot be profiled here: "):
+        profile.main(["run"])

@@ -54,6 +54,12 @@ NUMBERS = {
 PIPE = re.compile(r"sm__(?:inst_executed_)?pipe_(\w+?)(?:_cycles_active)?\.(?:avg|sum)\.pct_of_peak_sustained_(active|elapsed)")
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SAMPLED = re.compile(r"smsp__pcsamp_warps_issue_stalled_(?!\w+_not_issued)(\w+)")
+EXTRA = {
+    r"sm__pipe_tensor\w*_cycles_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__inst_executed_pipe_(alu|fma|fmaheavy|lsu|xu)": ".avg.pct_of_peak_sustained_active",
+    r"l1tex__data_(pipe_lsu_wavefronts|bank_conflicts_pipe_lsu)_mem_shared_op_(ld|st)": ".sum",
+    r"l1tex__data_pipe_lsu_wavefronts_mem_shared": ".avg.pct_of_peak_sustained_elapsed",
+}
 TIME_UNITS = {"s": 1e6, "second": 1e6, "ms": 1e3, "msecond": 1e3, "us": 1.0, "usecond": 1.0, "ns": 1e-3, "nsecond": 1e-3}
 
 
@@ -128,6 +134,8 @@ def run(rungs, arguments) -> int:
         report = arguments.report or Path(folder) / "ladder.ncu-rep"
         application = [sys.executable, str(Path(__file__)), "launch", *(rung.name for rung in rungs)]
         options = ["--profile-from-start", "off", "--clock-control", "none", "--set", arguments.set]
+        if names := extra(output("ncu", "--query-metrics", "--chips", "gh100") or ""):
+            options += ["--metrics", ",".join(names)]
         call("ncu", *options, "--force-overwrite", "--export", str(report), *application)
         text = call("ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base")
     environment = {**provenance("cuda"), "ncu": call("ncu", "--version").strip().splitlines()[-1]}
@@ -145,6 +153,20 @@ def append(rungs, text: str, environment: dict, out: Path) -> int:
         file.writelines(json.dumps(row) + "\n" for row in written)
     print("\n".join(table([rung.name for rung in rungs], written)))
     return 0
+
+
+def extra(query: str) -> list[str]:
+    """Of the metrics that Nsight Compute says there are, those that a set of sections may leave out."""
+    known = [line.split()[0] for line in query.splitlines() if line[:1].islower()]
+    return [name + ending for name in known for pattern, ending in EXTRA.items() if re.fullmatch(pattern, name)]
+
+
+def output(*command: str) -> str | None:
+    """None where the command fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def call(*command: str) -> str:
