@@ -14,7 +14,7 @@ from tilewise.hopper.phases import SLOTS, WARPS, Phase
 from tilewise.ladder import tracing, tracing_picture
 from tilewise.ladder.tracing import Case, Trace
 
-CASE = Case(rung="k6:turns", seqlen=256, head_dim=128, causal=False, heads=2, device="made up")
+CASE = Case(rung="k6:turns", seqlen=256, head_dim=128, causal=False, heads=2, device="made up", cost=0.021)
 GHZ = 1.5
 TILES = 40
 
@@ -120,6 +120,7 @@ def test_the_picture_has_a_lane_for_each_role_and_both_stretches(trace, tmp_path
     svg = trace.save(tmp_path / "t.svg").read_text()
     words = {"".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
     assert {"warp 0, producer", "warp 4, consumer 0", "warp 8, consumer 1", "the beginning", "steady state", "softmax"} <= words
+    assert any(word.endswith("1.50 GHz; stamps cost 2.1 % of the time") for word in words)
     assert not {"warp 5, consumer 0", "waits for its turn"} & words
     assert svg == trace.save(tmp_path / "t2.svg").read_text()
 

@@ -12,7 +12,7 @@ from tilewise.hopper.phases import SLOTS, WARPS, Phase
 
 
 class Stamps(NamedTuple):
-    """A lane's next slot; a multiple of SLOTS says that it writes no more. Slot 0 is written first, so that none of a warp's others is one."""
+    """A lane's next slot, counted over the whole buffer. A multiple of SLOTS, a warp's slot 0, says that the lane writes nothing (any more)."""
 
     events: cute.Tensor  # (blocks * WARPS * SLOTS, 2) int32
     next: cute.Tensor  # (1,) int32

@@ -59,6 +59,7 @@ class Case:
     causal: bool
     heads: int  # batch * heads
     device: str
+    cost: float = 0.0  # of the stamps: time with them over time without, less 1
 
     @property
     def name(self) -> str:
@@ -190,11 +191,29 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
             f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {m_blocks * heads}; take fewer heads or tokens"
         )
     events = torch.zeros((m_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
-    for _ in range(2):  # the second finds its instructions in the caches
-        events.zero_()
-        o, _ = traced.run(q, k, v, causal, 1 / math.sqrt(head_dim), events)
-    case = Case(rung=rung.name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads, device=torch.cuda.get_device_name(q.device))
+    arguments = q, k, v, causal, 1 / math.sqrt(head_dim)
+    plain = _fastest(lambda: rung.run(*arguments))
+    stamped = _fastest(lambda: traced.run(*arguments, events))
+    events.zero_()
+    o, _ = traced.run(*arguments, events)
+    case = Case(
+        rung=rung.name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads,
+        device=torch.cuda.get_device_name(q.device), cost=round(stamped / plain - 1, 4),
+    )  # fmt: skip
     return Trace(case, *keep(events.view(-1, WARPS, SLOTS, 2), m_blocks, blocks)), o
+
+
+def _fastest(call, of: int = 4) -> float:
+    """Milliseconds; the first call, which may compile, is one of `of`."""
+    times = []
+    for _ in range(of):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
 
 
 def keep(events: Tensor, m_blocks: int, count: int) -> tuple[np.ndarray, np.ndarray]:

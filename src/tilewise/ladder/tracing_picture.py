@@ -43,9 +43,8 @@ def draw(trace: Trace, path: Path) -> None:
         handles = [Patch(facecolor=COLOURS[phase], label=WORDS[phase]) for phase in COLOURS if phase in seen]
         case = trace.case
         mask = "causal" if case.causal else "full"
-        title = (
-            f"{case.rung}, {case.device}: {case.heads} heads, {case.seqlen} tokens, head_dim {case.head_dim}, {mask}; {trace.ghz:.2f} GHz"
-        )
+        what = f"{case.rung}, {case.device}: {case.heads} heads, {case.seqlen} tokens, head_dim {case.head_dim}, {mask}"
+        title = f"{what}; {trace.ghz:.2f} GHz; stamps cost {100 * case.cost:.1f} % of the time"
         figure.legend(handles=handles, loc="outside upper center", ncols=5, title=title)
         metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         figure.savefig(path, metadata=metadata)
