@@ -51,9 +51,9 @@ def test_quick_cases_that_it_covers(rung):
 
 
 def _covered(case):
-    plain = case == Case(**{name: getattr(case, name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "mask", "dtype")})  # fmt: skip
-    sizes = case.seqlen_q == case.seqlen_k and case.heads_q == case.heads_k and case.head_dim in (64, 128)
-    return plain and sizes and case.dtype == "bf16" and case.mask in (Full(), Causal())
+    sizes = {name: getattr(case, name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "layout")}
+    square = case.seqlen_q == case.seqlen_k and case.heads_q == case.heads_k and case.head_dim in (64, 128)
+    return square and case.mask in (Full(), Causal()) and case == Case(**sizes, mask=case.mask, dtype="bf16")
 
 
 @rungs

@@ -30,25 +30,31 @@ def why_not_here() -> list[str]:
 
 
 @cache
-def compiled(launch, config, scratch: bool = False, options: str = ""):
-    """`launch` for `config`: a function of (q, k, v, o, lse, scale_log2), torch tensors, on torch's current stream.
+def compiled(launch, arguments, config, options: str = ""):
+    """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
 
-    q, k, v, o: (heads, seqlen, head_dim) bf16 whose rows start at multiples of 16 bytes; lse: (heads, seqlen) fp32, contiguous.
-    With config.trace the function takes events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py).
+    `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the function
+    takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py).
     """
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
-    from tilewise.hopper.dsl import BFloat16, Float32, Int32, cute, make_fake_stream, make_fake_tensor
+    from tilewise.hopper.dsl import Int32, cute, make_fake_stream, make_fake_tensor
 
-    heads, seqlen = cute.sym_int(), cute.sym_int()
-
-    def tensor():
-        strides = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1
-        return make_fake_tensor(BFloat16, (heads, seqlen, config.head_dim), strides, assumed_align=16)
-
-    lse = make_fake_tensor(Float32, (heads, seqlen), (cute.sym_int64(), 1), assumed_align=4)
-    scores = [make_fake_tensor(Float32, (heads, seqlen, seqlen), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)] * scratch
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    events = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
-    return cute.compile(
-        launch, *(tensor() for _ in range(4)), lse, *scores, Float32(1.0), config, stream, *events, options=f"--enable-tvm-ffi {options}"
-    )
+    stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
+    return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
+
+
+def size():
+    """A length known at run time; the same object in several places is the same length."""
+    from tilewise.hopper.dsl import cute
+
+    return cute.sym_int()
+
+
+def tensor(dtype, *sizes, aligned: bool = True):
+    """A tensor whose last dimension is contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
+    from tilewise.hopper.dsl import cute, make_fake_tensor
+
+    divisibility = 128 // dtype.width if aligned else 1
+    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]), 1)
+    return make_fake_tensor(dtype, sizes, strides, assumed_align=16 if aligned else dtype.width // 8)

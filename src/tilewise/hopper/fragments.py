@@ -7,7 +7,7 @@ that order is also the one in which a product takes its left operand from regist
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, operator, range_constexpr, warpgroup
+from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr, warpgroup
 
 ROWS = 2  # of a 64-row tile that a thread holds
 QUAD = 4  # threads that share them
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     """
 
     m: cute.Tensor  # (ROWS,) fp32
-    l: cute.Tensor  # (ROWS,) fp32  # noqa: E741
+    l: cute.Tensor  # (ROWS,) fp32
 
 
 @cute.jit
@@ -83,7 +83,7 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
         base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
         rescale[r] = cute.math.exp2(rows.m[r] - base, fastmath=True)
         p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
-        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)
+        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)  # a tile's sum apart would spill at head_dim 64
         rows.m[r] = m
         S[r, None].store(p)
     return rescale
@@ -91,15 +91,32 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
 
 @cute.jit
 def round_into(P: cute.Tensor, acc_S: cute.Tensor):
-    """P in bf16, in the registers from which the second product reads it."""
-    P_flat = cute.make_tensor(P.iterator, cute.make_layout(cute.size(P)))
-    S_flat = cute.make_tensor(acc_S.iterator, cute.make_layout(cute.size(acc_S)))
-    P_flat.store(S_flat.load().to(BFloat16))
+    """P in the inputs' dtype, in the registers from which the second product reads it."""
+    numbers = cute.size(P)
+    if const_expr(numbers & (numbers - 1) == 0):
+        flat = cute.make_layout(numbers)
+        cute.make_tensor(P.iterator, flat).store(cute.make_tensor(acc_S.iterator, flat).load().to(P.element_type))
+    else:
+        round_pairs_into(P, acc_S)
+
+
+@cute.jit
+def round_pairs_into(P: cute.Tensor, acc_S: cute.Tensor):
+    """Where tile_n is no power of two, the DSL's conversion of a whole fragment takes twice the instructions, and ptxas serialises the product
+    that follows (SASS at tile_n 112 and 80, DSL 4.8.1). Pair by pair it does not; but where both work this one costs registers (head_dim 64
+    with three warpgroups spills).
+    """
+    pairs = cute.recast_tensor(P, Int32)
+    kind = const_expr("bf16x2" if P.element_type is BFloat16 else "f16x2")
+    for i in range_constexpr(cute.size(pairs)):
+        pairs[i] = arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[acc_S[2 * i + 1], acc_S[2 * i]]
+        )
 
 
 @cute.jit
 def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
-    O = by_rows(acc_O)  # noqa: E741
+    O = by_rows(acc_O)
     for r in range_constexpr(ROWS):
         O[r, None].store(O[r, None].load() * factors[r])
 
@@ -109,7 +126,7 @@ def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
     """O /= l; returns the log-sum-exp (natural logarithm, -inf for a row without keys) of each row."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
-        l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)  # noqa: E741
+        l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)
         inverse[r] = 1.0 if l == 0.0 else 1.0 / l
         lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] + cute.math.log2(l)) * LN2
     scale_rows(acc_O, inverse)
@@ -117,20 +134,22 @@ def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
 
 
 LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 
 
 @cute.jit
 def store_rows(gO: cute.Tensor, gL: cute.Tensor, acc_O: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32, seqlen: Int32):
     """Write the rows that exist. gO: (seqlen, head_dim), gL: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
-    O, at = by_rows(acc_O), by_rows(tOcO)  # noqa: E741
-    pair = cute.make_rmem_tensor(2, BFloat16)
+    O, at = by_rows(acc_O), by_rows(tOcO)
+    pair = cute.make_rmem_tensor(2, gO.element_type)
     for r in range_constexpr(ROWS):
         row = m0 + at[r, 0][0]
         if row < seqlen:
             gRow = gO[row, None]
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
-                pair[0], pair[1] = O[r, c].to(BFloat16), O[r, c + 1].to(BFloat16)
-                target = cute.make_tensor((gRow.iterator + at[r, c][1]).align(4), cute.make_layout(2))
-                cute.autovec_copy(pair, target)
+                pair[0], pair[1] = O[r, c].to(gO.element_type), O[r, c + 1].to(gO.element_type)
+                if at[r, c][1] < gO.shape[1]:
+                    target = cute.make_tensor((gRow.iterator + at[r, c][1]).align(4), cute.make_layout(2))
+                    cute.autovec_copy(pair, target)
             if at[r, 0][1] == 0:
                 gL[row] = lse[r]

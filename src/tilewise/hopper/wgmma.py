@@ -12,27 +12,32 @@ class Mma(NamedTuple):
     pv: cute.TiledMma  # P from registers, V from shared memory
 
 
-def products(config) -> Mma:
-    """64 rows a warpgroup; all of tile_n, and of head_dim, in one instruction."""
+def value_dim(config) -> int:
+    """head_dim_v; the ladder's is head_dim."""
+    return getattr(config, "head_dim_v", config.head_dim)
+
+
+def products(config, dtype=BFloat16) -> Mma:
+    """64 rows a warpgroup; all of tile_n, and of the values' head_dim, in one instruction."""
     warpgroups = (config.tile_m // 64, 1, 1)
     smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     k, mn = OperandMajorMode.K, OperandMajorMode.MN
     return Mma(
-        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, k, Float32, warpgroups, (64, config.tile_n), smem),
-        sm90.make_trivial_tiled_mma(BFloat16, BFloat16, k, mn, Float32, warpgroups, (64, config.head_dim), rmem),
+        sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, warpgroups, (64, config.tile_n), smem),
+        sm90.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, warpgroups, (64, value_dim(config)), rmem),
     )
 
 
-def layout_Q(config) -> cute.ComposedLayout:
+def layout_Q(config, dtype=BFloat16) -> cute.ComposedLayout:
     """(tile_m, head_dim, 1)"""
-    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), BFloat16, 1)
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, 1)
 
 
-def layout_K(config) -> cute.ComposedLayout:
+def layout_K(config, dtype=BFloat16) -> cute.ComposedLayout:
     """(tile_n, head_dim, kv_stages)"""
-    return sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), BFloat16, config.kv_stages)
+    return sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, config.kv_stages)
 
 
-def layout_V(config) -> cute.ComposedLayout:
+def layout_V(config, dtype=BFloat16) -> cute.ComposedLayout:
     """(head_dim, tile_n, kv_stages): the sum runs over the keys, so V's contiguous head_dim is the product's N."""
-    return sm90.make_smem_layout_b(MN_MAJOR, (config.tile_m, config.head_dim, config.tile_n), BFloat16, config.kv_stages)
+    return sm90.make_smem_layout_b(MN_MAJOR, (config.tile_m, value_dim(config), config.tile_n), dtype, config.kv_stages)

@@ -20,15 +20,15 @@ class Part(NamedTuple):
     row: Int32
     index: Int32
     m: cute.Tensor  # (1,) fp32, in units of the exponent as in fragments.Rows
-    l: cute.Tensor  # (1,) fp32  # noqa: E741
-    O: cute.Tensor  # (head_dim / of,) fp32: chunk after chunk  # noqa: E741
+    l: cute.Tensor  # (1,) fp32
+    O: cute.Tensor  # (head_dim / of,) fp32: chunk after chunk
 
 
 @cute.jit
 def part_of(of: Constexpr[int], head_dim: Constexpr[int]) -> Part:
     thread, _, _ = arch.thread_idx()
-    m, l = (cute.make_rmem_tensor(1, Float32) for _ in range(2))  # noqa: E741
-    O = cute.make_rmem_tensor(head_dim // of, Float32)  # noqa: E741
+    m, l = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+    O = cute.make_rmem_tensor(head_dim // of, Float32)
     m.fill(-Float32.inf)
     l.fill(0.0)
     O.fill(0.0)
@@ -81,14 +81,14 @@ def softmax(part: Part, sS: cute.Tensor, scale_log2: Float32, of: Constexpr[int]
     m = arch.fmax(arch.warp_reduction_max(m, threads_in_group=of) * scale_log2, part.m[0])
     base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
     rescale = cute.math.exp2(part.m[0] - base, fastmath=True)
-    l = part.l[0] * rescale  # noqa: E741
+    l = Float32(0.0)  # of this tile, apart from the walk's
     held = cute.make_rmem_tensor(QUAD, Float32)
     for x in range_constexpr(chunks):
         p = cute.math.exp2(chunk(row, x * of + part.index, QUAD) * scale_log2 - base, fastmath=True)
-        l = p.reduce(cute.ReductionOp.ADD, l, 0)  # noqa: E741
+        l = p.reduce(cute.ReductionOp.ADD, l, 0)
         held.store(p)
         cute.autovec_copy(held, cute.local_tile(row, (QUAD,), (x * of + part.index,)))
-    part.m[0], part.l[0] = m, l
+    part.m[0], part.l[0] = m, part.l[0] * rescale + l
     part.O.store(part.O.load() * rescale)
     arch.sync_warp()  # P: each thread reads what its neighbours wrote
 
@@ -109,7 +109,7 @@ def accumulate(part: Part, sS: cute.Tensor, sV: cute.Tensor, of: Constexpr[int])
 @cute.jit
 def store(part: Part, gO: cute.Tensor, gL: cute.Tensor, row: Int32, of: Constexpr[int]):
     """O / l and the log-sum-exp of the row, if it exists. gO: (seqlen, head_dim), gL: (seqlen,)."""
-    l = arch.warp_reduction_sum(part.l[0], threads_in_group=of)  # noqa: E741
+    l = arch.warp_reduction_sum(part.l[0], threads_in_group=of)
     inverse = 1.0 if l == 0.0 else 1.0 / l  # a row without keys: O = 0
     if row < cute.size(gL):
         held = cute.make_rmem_tensor(WIDE, BFloat16)

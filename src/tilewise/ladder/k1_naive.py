@@ -15,6 +15,7 @@ from tilewise.hopper.fragments import LN2
 
 SIDE = 16  # of a block of threads, for the products
 ROWS_A_BLOCK = 256  # for the softmax
+PIECE = 64  # exponentials added one after another; their sums then are: one long chain loses digits
 SCRATCH = True  # `launch` takes S
 
 
@@ -69,11 +70,14 @@ def compute_P(mS: cute.Tensor, mL: cute.Tensor):
     i = block * ROWS_A_BLOCK + thread
     if i < mS.shape[1]:
         row = mS[head, i, None]
-        m, l = -Float32.inf, Float32(0.0)  # noqa: E741
+        m, l = -Float32.inf, Float32(0.0)
         for j in cutlass.range(mS.shape[2], unroll=4):
             m = arch.fmax(m, row[j])
-        for j in cutlass.range(mS.shape[2], unroll=4):
-            l += cute.math.exp2(row[j] - m, fastmath=True)  # noqa: E741
+        for j0 in cutlass.range(0, mS.shape[2], PIECE, unroll=1):
+            piece = Float32(0.0)
+            for j in cutlass.range(j0, min(j0 + PIECE, mS.shape[2]), unroll=4):
+                piece += cute.math.exp2(row[j] - m, fastmath=True)
+            l += piece
         for j in cutlass.range(mS.shape[2], unroll=4):
             row[j] = cute.math.exp2(row[j] - m, fastmath=True) / l
         mL[head, i] = (m + cute.math.log2(l)) * LN2

@@ -207,9 +207,8 @@ def consume(
     tile.acc_O.fill(0.0)
     state = tma.at_first(config.kv_stages)
     masked = max(n_blocks - free, 1)
-    if const_expr(config.pingpong):
-        if tile.consumer == config.consumers - 1:
-            pass_turn(tile.consumer, config)  # the first turn is the first warpgroup's
+    if tile.consumer == config.consumers - 1:
+        pass_turn(tile.consumer, config)  # the first turn is the first warpgroup's
     trace.mark(stamps, Phase.WAIT)
     pipes.q.consumer_wait(tma.at_first(1))
     if const_expr(config.overlap):

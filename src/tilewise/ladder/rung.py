@@ -73,7 +73,11 @@ class Rung:
         if missing := hopper.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
         config = self.code.configure(head_dim, causal, **self.choice)
-        return hopper.compiled(self.code.launch, config, getattr(self.code, "SCRATCH", False), options)
+        return hopper.compiled(self.code.launch, _arguments_with_scores if self._stores_scores else _arguments, config, options)
+
+    @property
+    def _stores_scores(self) -> bool:
+        return getattr(self.code, "SCRATCH", False)
 
     def reasons(self, dtype: torch.dtype, head_dim: int, device: str) -> list[str]:
         """Sentences that say why this rung cannot run on such tensors here; empty where it can."""
@@ -97,8 +101,10 @@ class Rung:
         if o.numel() == 0:
             return o, lse
         if heads > MOST_HEADS:
-            raise UnsupportedError(f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch")
-        scratch = [self._scores(q)] if getattr(self.code, "SCRATCH", False) else []
+            raise UnsupportedError(
+                f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
+            )
+        scratch = [self._scores(q)] if self._stores_scores else []
         kernel, stamps = self.compiled(head_dim, causal), [] if events is None else [events]
         with torch.cuda.device(q.device):
             kernel(*(_aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
@@ -139,6 +145,22 @@ class Rung:
         heads = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v))
         o, lse = self.run(*heads, call.mask == Causal(), call.scale)
         return o.unflatten(0, (call.batch, call.heads_q)).transpose(1, 2), lse.unflatten(0, (call.batch, call.heads_q))
+
+
+def _arguments(config) -> list:
+    """q, k, v, o (heads, seqlen, head_dim) bf16, lse (heads, seqlen) fp32, scale_log2."""
+    from tilewise.hopper.dsl import BFloat16, Float32
+
+    heads, seqlen = hopper.size(), hopper.size()
+    rows = [hopper.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(4)]
+    return [*rows, hopper.tensor(Float32, heads, seqlen, aligned=False), Float32(1.0)]
+
+
+def _arguments_with_scores(config) -> list:
+    """The same with S, (heads, seqlen, seqlen) fp32, before scale_log2."""
+    *before, scale_log2 = _arguments(config)
+    heads, seqlen = before[-1].shape
+    return [*before, hopper.tensor(before[-1].element_type, heads, seqlen, seqlen, aligned=False), scale_log2]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -2,7 +2,7 @@
 
     whole tensor   max |got - ref|     <=  2 max |naive - ref|     + 2 ulp(max magnitude)
     every row r    rms(got_r - ref_r)  <=  2 rms(naive_r - ref_r)  + 2 ulp(max magnitude_r)
-    lse            |got - ref| in ulps at max(1, |ref|)  <=  2 (naive's worst) + 2
+    lse            |got - ref| in ulps at max(1, magnitude)  <=  2 (naive's worst) + 2
 
 `ref` is the fp64 formula on the inputs as rounded, `naive` the same formula with every operation in the inputs' dtype, `ulp` that of the
 output's dtype; a row is the last dimension. NaN and infinities must be where ref (rounded to the output's dtype) has them, and every
@@ -12,13 +12,15 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   random data; but a gradient may cancel to exactly nothing (dQ of a query that sees one key), and then no arithmetic reaches an ulp of ref.
 - *rms(naive_r - ref_r)*: naive can be exact on a row by luck (a row that sees one key), so each row is given naive's error relative to the
   magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
-- *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32.
+- *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32. Its *magnitude* is |ref| or, where
+  that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
   the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
   autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.
 - *fp64*: the formula cannot be measured against itself. Rounding errors scale with the unit roundoff, so the naive error is taken from the
-  fp32 formula on the inputs rounded to fp32, times 2**-29; and once more for ref's own rounding: 3 in place of 2 in all of the above.
-- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 256 numbers,
+  fp32 formula on the inputs rounded to fp32, times 2**-29; once more for ref's own rounding, 3 in place of 2 in all of the above; and times
+  sqrt(2), since a register holds half as many fp64 numbers and each of its sums runs over twice as many terms.
+- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 1024 numbers,
   or from fewer than 256 query rows, is chance. There it is at least the typical error to first order, relative to the magnitude: the
   unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
   products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
@@ -34,7 +36,7 @@ from torch import Tensor
 from tilewise.backends import reference
 from tilewise.problem import Call, Gradients
 
-FEW = 256
+FEW_NUMBERS, FEW_ROWS = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,17 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
     """
     exact = o, lse, grads = _reference(call, d_o, d_lse)
     o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, exact)
-    o_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
+    o_terms, lse_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
     steepest = _steepest(call, lse)
     dtype, stats = call.q.dtype, reference.lse_dtype(call.q.dtype)
     score_error = (math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest) * torch.finfo(stats).eps / 2
     roundoff = score_error + torch.finfo(dtype).eps / 2
 
     def yardstick(ref: Tensor, error: Tensor, terms: Tensor, out: torch.dtype, roundoff: float = roundoff) -> Yardstick:
-        few = min(ref.numel(), lse.numel()) < FEW
+        few = ref.numel() < FEW_NUMBERS or lse.numel() < FEW_ROWS
         return Yardstick(ref, error, torch.maximum(terms, ref.abs()), out, roundoff if few else 0.0)
 
-    want = {"o": yardstick(o, o_error, o_terms, dtype), "lse": yardstick(lse, lse_error, torch.ones_like(lse), stats, score_error)}
+    want = {"o": yardstick(o, o_error, o_terms, dtype), "lse": yardstick(lse, lse_error, lse_terms.clamp(min=1.0), stats, score_error)}
     for name in Gradients._fields if grads is not None else ():
         if (given := getattr(call, name)) is not None:
             ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))
@@ -168,7 +170,7 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     """|naive - exact| for O, LSE and the gradients."""
     dtype, shrink = call.q.dtype, 1.0
     if dtype == torch.float64:
-        call, dtype, shrink = reference.cast(call, torch.float32), torch.float32, 1.5 * 2.0**-29
+        call, dtype, shrink = reference.cast(call, torch.float32), torch.float32, 1.5 * math.sqrt(2.0) * 2.0**-29
         exact = _reference(call, d_o, d_lse)
 
     def error(naive: Tensor, ref: Tensor) -> Tensor:
@@ -185,18 +187,21 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     return *errors, Gradients(*worst)
 
 
-def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Gradients | None]:
-    """Root of the sum of the squares of the terms that make up O and each gradient: the same formulas, on squares."""
-    at = reference.linearise(call, lse).squared()
+def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Gradients | None]:
+    """Root of the sum of the squares of the terms that make up O, LSE's scores and each gradient: the same formulas, on squares."""
+    once = reference.linearise(call, lse)
+    at = once.squared()
     squares = replace(call, q=call.q.double().square(), k=call.k.double().square(), v=call.v.double().square())
+    products = reference.pair_products(reference.fold(call, squares.q), squares.k.transpose(1, 2), at.visible).sqrt()
+    lse_terms = call.scale * (once.p * products).sum(-1).reshape(lse.shape)
     weights = at.p if at.keep is None else at.p * at.keep
     o_terms = reference.unfold(call, reference.weigh(weights, squares.v.transpose(1, 2), at.visible)).sqrt()
     if d_o is None:
-        return o_terms, None
+        return o_terms, lse_terms, None
     d_o, d_lse = d_o.double().square(), None if d_lse is None else d_lse.double().square()
     minus_delta = -reference.delta(call, o.square(), lse, d_o, None if d_lse is None else -d_lse)  # dP - delta: the squares add up
     grads = reference.differentiate(squares, at, minus_delta, d_o)
-    return o_terms, Gradients(*(None if g is None else g.sqrt() for g in grads))
+    return o_terms, lse_terms, Gradients(*(None if g is None else g.sqrt() for g in grads))
 
 
 def _steepest(call: Call, lse: Tensor) -> float:

@@ -1,0 +1,119 @@
+"""The Hopper backend: forward passes on an H100 or H200 by the kernel of forward.py, in NVIDIA's CuTe DSL.
+
+The DSL is imported when the first kernel is compiled; without it, or without such a GPU, `why_not` says so.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper.config import TILES, configure, tile_dims
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Causal, Mask
+from tilewise.problem import Call, Gradients, Problem
+
+__all__ = ["Hopper"]
+
+ALIGNMENT = 8  # elements in the 16 bytes at whose multiples rows start
+MOST = 65535  # the second and third dimension of a grid: heads, batch
+FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
+
+
+class Hopper:
+    """The kernels of the ladder's end, for every shape that they cover."""
+
+    name = "hopper"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Sentences that say why this backend cannot run the problem; empty when it can."""
+        if problem.device != "cuda":
+            return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
+        wrong = []
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
+        if tile_dims(problem.head_dim, problem.head_dim_v) is None or problem.head_dim % ALIGNMENT or problem.head_dim_v % ALIGNMENT:
+            largest = max(dims[0] for dims in TILES)
+            wrong.append(
+                f"it takes head_dim and head_dim_v up to {largest} that are multiples of {ALIGNMENT}, not {problem.head_dim} and {problem.head_dim_v}"
+            )
+        if problem.mask not in ("full", "band"):
+            wrong.append(f"it takes full masks and single bands (causal, window, first keys), not {problem.mask}")
+        wrong += [f"it has no {name} yet" for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
+        if problem.grad:
+            wrong.append("it has no backward pass yet")
+        return wrong or hopper.why_not_here()
+
+    def tile(self, call: Call) -> tuple[int, int]:
+        """(tile_m, tile_n) of the kernel."""
+        config = self._config(call)
+        return config.tile_m, config.tile_n
+
+    def describe(self) -> str:
+        return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
+        batch, seqlen_q, heads_q, _ = call.q.shape
+        o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
+        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=call.q.device)
+        if lse.numel() == 0 or call.seqlen_k == 0:
+            return o.zero_(), lse.fill_(-math.inf)
+        q, scale = _positive_scale(call.q, call.scale)
+        kernel = hopper.compiled(_launch(), arguments, self._config(call))
+        with torch.cuda.device(q.device):
+            for first in range(0, batch, MOST):
+                part = slice(first, first + MOST)
+                tensors = (_aligned(x[part]) for x in (q, call.k, call.v))
+                kernel(*tensors, o[part], lse[part], *_band(call.mask, seqlen_q, call.seqlen_k), scale / math.log(2))
+        return o, lse
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
+        raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+
+    def _config(self, call: Call):
+        sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
+        return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+
+
+def arguments(config) -> list:
+    """Stand-ins for `forward.launch`'s tensors, band and scale."""
+    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+
+    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (hopper.size() for _ in range(7))
+    q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
+    v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
+    lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+    return [q, k, v, o, lse, *(Int32(0) for _ in range(6)), Float32(1.0)]
+
+
+def _launch():
+    from tilewise.backends.hopper.forward import launch
+
+    return launch
+
+
+@lru_cache(maxsize=4096)
+def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
+    """(q0, q1, k0, k1, lo, hi) of the mask's one band; nothing visible gives an empty one."""
+    (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
+    bands = list(plane.region)
+    if not bands:
+        return 0, 0, 0, 0, -FAR, FAR
+    (band,) = bands
+    return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernel takes maxima of unscaled scores, so its scale is positive."""
+    if scale > 0.0:
+        return q, scale
+    return (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy whose rows lie as the copy engine needs them."""
+    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

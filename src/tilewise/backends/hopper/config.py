@@ -1,0 +1,54 @@
+"""Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    sees: Literal["all", "until", "interval"]  # of the keys, each row: all, those before an end, or those from a beginning to an end
+    tile_m: int
+    tile_n: int
+    kv_stages: int = 2
+    pingpong: bool = True
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+
+# (head_dim, head_dim_v): for each way to see, (tile_m, tile_n, turns).
+# H100 80GB HBM3, 2026-11-21, the ladder's K6 at 8k: at (128, 128) causal, turns cost 4 %; at (64, 64) they are worth 2 to 16 %.
+# (64, 64) with intervals: three warpgroups of 160 registers a thread would spill 150 bytes.
+TILES = {
+    (64, 64): {"all": (192, 128, True), "until": (192, 128, True), "interval": (128, 128, True)},
+    (96, 96): dict.fromkeys(("all", "until", "interval"), (128, 128, True)),
+    (128, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
+    (192, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
+    (192, 192): dict.fromkeys(("all", "until", "interval"), (128, 112, False)),
+    (256, 256): dict.fromkeys(("all", "until", "interval"), (128, 80, False)),
+}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str) -> Config:
+    dims = tile_dims(head_dim, head_dim_v)
+    tile_m, tile_n, turns = TILES[dims][sees]
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns)

@@ -1,0 +1,103 @@
+"""The Hopper backend's forward pass on a GPU: the cases that it covers, random problems, hidden NaN, closed forms, repeated runs."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.hopper import Hopper
+from tilewise.errors import UnsupportedError
+from tilewise.hopper.compile import why_not_here
+from tilewise.masks import Causal, FirstKeys, Full, SlidingWindow
+from tilewise.testing import conformance
+from tilewise.testing.cases import QUICK, Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+
+MASKS = (Full(), Causal(), Causal(align="top_left"), SlidingWindow(50, 0), SlidingWindow(20, 30), SlidingWindow(None, 3), FirstKeys(70))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40), (8, 8), (104, 104), (160, 160))
+LENGTHS = ((1, 1), (1, 300), (300, 1), (129, 65), (130, 257), (400, 400), (31, 700))
+
+
+def _held(case, seed=0):
+    try:
+        conformance.run_forward(Hopper(), case, seed=seed, device="cuda")
+    except AssertionError as failure:
+        raise AssertionError(f"{case.id}: {failure}") from None
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_cases(mask, dims):
+    for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+        heads = ((4, 2), (3, 3), (8, 1))[turn % 3]
+        _held(Case(batch=2, heads_q=heads[0], heads_k=heads[1], mask=mask, dtype=("bf16", "fp16")[turn % 2], **sizes))
+
+
+def test_quick_cases_that_it_covers():
+    ran = 0
+    for case in QUICK:
+        try:
+            _held(case)
+            ran += 1
+        except UnsupportedError:
+            continue
+    assert ran > 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    for _ in range(15):
+        group, heads_k = draw(1, 5), draw(1, 4)
+        window = SlidingWindow(draw(0, 200), draw(0, 200))
+        case = Case(
+            batch=draw(1, 4),
+            seqlen_q=draw(1, 800),
+            seqlen_k=draw(1, 800),
+            heads_q=group * heads_k,
+            heads_k=heads_k,
+            head_dim=8 * draw(1, 17),
+            mask=(Full(), Causal(), window)[draw(0, 3)],
+            dtype=("bf16", "fp16")[draw(0, 2)],
+            scale=(None, 0.5, -0.3)[draw(0, 3)],
+        )
+        _held(case, seed=draw(0, 1 << 20))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(50, 0)], ids=repr)
+def test_a_hidden_nan_reaches_nobody(mask, dims):
+    case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
+    conformance.run_spoiled(Hopper(), case, device="cuda", backward=False)
+
+
+@pytest.mark.parametrize("name", ["ones_give_ones", "zero_queries_give_the_mean", "one_hot_values_give_probabilities", "key_order_is_irrelevant",
+                                  "halves_merge_to_the_whole", "doubled_values_double_the_output", "scale_moves_into_queries"])  # fmt: skip
+def test_closed_form(name):
+    getattr(conformance, name)(Hopper(), device="cuda")
+
+
+def test_the_public_call_takes_it():
+    q, k, v = (torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    assert "hopper" in str(tw.explain(q, k, v, causal=True)).splitlines()[0]
+    o = tw.attention(q, k, v, causal=True)
+    torch.testing.assert_close(o, tw.attention(q, k, v, causal=True, backend="tiled"), atol=1e-2, rtol=2e-2)
+    graph, static = torch.cuda.CUDAGraph(), torch.empty_like(o)
+    with torch.cuda.graph(graph):
+        static.copy_(tw.attention(q, k, v, causal=True))
+    q.normal_()
+    graph.replay()
+    torch.testing.assert_close(static, tw.attention(q, k, v, causal=True), atol=0, rtol=0)
+    compiled = torch.compile(tw.attention, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, causal=True), static, atol=0, rtol=0)
+
+
+def test_many_runs_have_the_same_bits():
+    q, k, v = (torch.randn(2, 900, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    first = tw.attention(q, k, v, causal=True, backend="hopper")
+    assert all(torch.equal(first, tw.attention(q, k, v, causal=True, backend="hopper")) for _ in range(1000))

@@ -1,0 +1,295 @@
+"""The figures of docs/worklog, from numbers that tilewise computes: `python tools/worklog_figures.py` redraws those that changed.
+
+Each figure is a pair of functions: its numbers, and the drawing of such numbers. The numbers travel inside the SVG (its <desc>, as JSON), so
+a test can tell whether a committed figure still shows what the code computes. `--redraw` draws all of them again, after a change of style.
+"""
+
+import html
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import StrMethodFormatter
+
+from tilewise.bench.plots import COLOURS, STYLE
+from tilewise.machines import H100
+from tilewise.masks import Causal
+from tilewise.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
+from tilewise.tiles import lower
+
+FOLDER = Path(__file__).parents[1] / "docs" / "worklog" / "figures"
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK = COLOURS
+LENGTHS = tuple(1 << n for n in range(10, 21))
+TILES = (16, 32, 64, 128, 256, 512)
+SHAPE = Shape(batch=1, seqlen_q=8192, seqlen_k=8192, heads_q=16, heads_k=16, head_dim=128)  # bf16, what pages 3 to 5 count
+
+
+def one_head(seqlen: int, head_dim: int = 128) -> Shape:
+    return Shape(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=1, heads_k=1, head_dim=head_dim)
+
+
+def score_memory() -> dict:
+    """Bytes of Q, K, V, O and LSE of one head, and of one score matrix, by sequence length."""
+    shapes = [one_head(seqlen) for seqlen in LENGTHS]
+    return {
+        "seqlen": list(LENGTHS),
+        "operands": [hbm_bytes(shape, "once") for shape in shapes],
+        "scores_bf16": [score_matrix_bytes(shape) for shape in shapes],
+        "scores_fp32": [score_matrix_bytes(shape, itemsize=4) for shape in shapes],
+    }
+
+
+def draw_score_memory(data: dict) -> str:
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for key, label, colour in (
+            ("scores_fp32", "S in fp32", ORANGE),
+            ("scores_bf16", "S in bf16", YELLOW),
+            ("operands", "Q, K, V, O and LSE", BLUE),
+        ):
+            axes.plot(data["seqlen"], data[key], marker="o", markersize=4, color=colour, label=label)
+        axes.axhline(80e9, color=BLACK, linewidth=1, linestyle="--")
+        axes.annotate("80 GB: an H100's memory", (LENGTHS[0], 80e9), xytext=(0, -12), textcoords="offset points", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(LENGTHS[::2], [length(n) for n in LENGTHS[::2]])
+        axes.set_yticks([1e6, 1e8, 1e10, 1e12], ["1 MB", "100 MB", "10 GB", "1 TB"])
+        axes.set(xlabel="sequence length", ylabel="bytes of one head (head_dim 128)")
+        axes.set_ylim(4e5, 3e13)
+        axes.legend(loc="upper left")
+
+    return svg(draw, (6.4, 3.8))
+
+
+def running_softmax(keys: int = 2048, tile_n: int = 64) -> dict:
+    """One row of scores through (11) to (14): maxima, rescale factors and denominators after each tile of keys."""
+    draw = np.random.RandomState(6).standard_normal  # the stream of RandomState is frozen: the same row with every numpy
+    head_dim = 64
+    s = draw((keys, head_dim)) @ (1.5 * draw(head_dim)) * head_dim**-0.5
+    m, l, rows = -np.inf, 0.0, []
+    for tile in s.reshape(-1, tile_n):
+        m_old, m = m, max(m, tile.max())  # Eq. 11
+        rescale = np.exp(m_old - m)  # Eq. 13
+        l = rescale * l + np.exp(tile - m).sum()  # Eq. 12, Eq. 14
+        rows.append((tile.max(), m, rescale, l))
+    final = np.cumsum(np.exp(s - m).reshape(-1, tile_n).sum(axis=1))  # Eq. 6, which needs the last maximum from the start
+    columns = dict(zip(("tile_max", "m", "rescale", "l"), np.array(rows).T, strict=True)) | {"l_final": final}
+    return {name: [short(x) for x in column] for name, column in columns.items()}
+
+
+def draw_running_softmax(data: dict) -> str:
+    def draw(figure) -> None:
+        top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 3))
+        tile = np.arange(1, len(data["m"]) + 1)
+        top.plot(tile, data["tile_max"], "o", markersize=4, color=SKY, label="maximum of this tile")
+        top.step(tile, data["m"], where="post", color=BLUE, label="$m$: maximum so far (11)")
+        top.set_ylabel("score")
+        top.set_ylim(min(data["tile_max"]) - 0.3, max(data["m"]) + 1)
+        top.legend(fontsize=9, ncols=2, loc="upper left")
+        middle.bar(tile, data["rescale"], color=[ORANGE if r < 1 else "#cccccc" for r in data["rescale"]])
+        middle.set_ylabel("rescale $r$ (13)")
+        bottom.plot(tile, data["l"], color=BLUE, marker="o", markersize=3, label="$l$ relative to the maximum so far (14)")
+        bottom.plot(tile, data["l_final"], color=BLACK, linestyle="--", label="relative to the last maximum (6)")
+        bottom.set(ylabel="denominator", xlabel="tile of 64 keys", xlim=(0, len(tile) + 1))
+        bottom.legend(fontsize=9, loc="upper left")
+
+    return svg(draw, (6.8, 5.6))
+
+
+def roofline() -> dict:
+    """Where each way to compute SHAPE stands on an H100's roofline, by the HBM bytes it asks for."""
+    work = flops(SHAPE)
+    ways = {"naive": ("naive", 128), "fa1": ("fa1", 128), "once": ("once", 128)} | {f"fa2 {m}": ("fa2", m) for m in (1, 16, 128, 256)}
+    intensity = {name: work / hbm_bytes(SHAPE, algorithm, tiles=(tile, 128)) for name, (algorithm, tile) in ways.items()}
+    return {
+        "peak": H100.peak[SHAPE.dtype],
+        "ridge": short(H100.ridge(SHAPE.dtype)),
+        "intensity": {name: short(x) for name, x in intensity.items()},
+        "attainable": {name: short(H100.attainable(x, SHAPE.dtype)) for name, x in intensity.items()},
+    }
+
+
+def draw_roofline(data: dict) -> str:
+    labels = {
+        "naive": ("three kernels, S and P in HBM", ORANGE, (8, -8)),
+        "fa1": ("FA1, 128 keys", PURPLE, (8, -3)),
+        "fa2 1": ("FA2, one query at a time", BLUE, (8, -4)),
+        "fa2 16": ("FA2, 16 queries", BLUE, (8, -4)),
+        "fa2 128": ("FA2, 128 queries", BLUE, (-100, 2)),
+        "fa2 256": ("FA2, 256 queries", BLUE, (-100, 2)),
+        "once": ("every operand once", GREEN, (-56, -16)),
+    }
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        x = np.array([0.5, data["ridge"], 10000])
+        axes.plot(x, np.minimum(x / data["ridge"], 1) * data["peak"] / 1e12, color=BLACK, linewidth=1.5)
+        axes.axvline(data["ridge"], color="#999999", linewidth=1, linestyle=":")
+        axes.annotate(f"ridge {data['ridge']:.0f}", (data["ridge"], 2), xytext=(4, 0), textcoords="offset points", fontsize=9)
+        for name, (text, colour, offset) in labels.items():
+            point = data["intensity"][name], data["attainable"][name] / 1e12
+            axes.plot(*point, "o", color=colour)
+            axes.annotate(text, point, xytext=offset, textcoords="offset points", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set(xlabel="FLOP per byte of HBM traffic", ylabel="TFLOP/s at most", ylim=(1, 2000), xlim=(0.5, 20000))
+        plain(axes)
+
+    return svg(draw, (7.2, 4.2))
+
+
+def traffic() -> dict:
+    """HBM bytes of SHAPE's forward by the tile that decides them: tile_m for FA2, tile_n for FA1."""
+    return {
+        "tile": list(TILES),
+        "fa2": [hbm_bytes(SHAPE, "fa2", tiles=(tile, 128)) for tile in TILES],
+        "fa1": [hbm_bytes(SHAPE, "fa1", tiles=(128, tile)) for tile in TILES],
+        "naive": hbm_bytes(SHAPE, "naive"),
+        "once": hbm_bytes(SHAPE, "once"),
+        "balance": short(flops(SHAPE) / H100.ridge(SHAPE.dtype)),
+    }
+
+
+def draw_traffic(data: dict) -> str:
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        axes.plot(data["tile"], np.array(data["fa1"]) / 1e6, color=PURPLE, marker="s", label="FA1, by tile_n")
+        axes.plot(data["tile"], np.array(data["fa2"]) / 1e6, color=BLUE, marker="o", label="FA2, by tile_m")
+        for key, text in (
+            ("naive", "S and P through HBM"),
+            ("balance", "what HBM moves while the products run"),
+            ("once", "every operand once"),
+        ):
+            axes.axhline(data[key] / 1e6, color=BLACK, linewidth=1, linestyle="--")
+            axes.annotate(text, (data["tile"][0], data[key] / 1e6), xytext=(0, 4), textcoords="offset points", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(data["tile"], map(str, data["tile"]))
+        axes.set(xlabel="rows of the tile", ylabel="MB between HBM and chip")
+        plain(axes.yaxis)
+        axes.legend()
+
+    return svg(draw, (6.8, 4.0))
+
+
+def causal_tiles() -> dict:
+    """What a causal mask makes of 768 queries against 1,024 keys in tiles of 128."""
+    region = Causal().resolve(768, 1024)
+    return dict(zip(("full", "partial", "skipped"), lower(region, 128, 128).tiles(), strict=True)) | {"pairs": region.pairs()}
+
+
+def draw_causal_tiles(data: dict) -> str:
+    return Causal().show(768, 1024, tile_m=128, tile_n=128, format="svg")
+
+
+def walk(blocks: int = 6) -> dict:
+    """The step at which a causal call visits each tile (0: never): FA1 in one thread block, FA2 in one a query tile, in both directions."""
+    region = Causal().resolve(blocks, blocks)
+    steps = {name: np.zeros((blocks, blocks), dtype=int) for name in ("fa1", "fa2", "fa2_reversed")}
+    for order, (n_block, m_block) in enumerate(visits(region.transpose()), 1):
+        steps["fa1"][m_block, n_block] = order
+    for m_block in range(blocks):
+        keys = [n_block for row, n_block in visits(region) if row == m_block]
+        for order, n_block in enumerate(keys, 1):
+            steps["fa2"][m_block, n_block] = order
+            steps["fa2_reversed"][m_block, keys[-order]] = order
+    return {name: grid.tolist() for name, grid in steps.items()}
+
+
+def visits(region) -> list[tuple[int, int]]:
+    runs = lower(region, 1, 1)
+    return [(row, column) for row in range(runs.m_blocks) for run in runs.row(row) for column in range(runs.n0[run], runs.n1[run])]
+
+
+def draw_walk(data: dict) -> str:
+    titles = {
+        "fa1": "FA1: keys outside,\none thread block",
+        "fa2": "FA2: queries outside,\na thread block a row",
+        "fa2_reversed": "FA2, right to left:\nthe partial tile first",
+    }
+
+    def draw(figure) -> None:
+        for axes, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+            steps = np.array(data[name])
+            for (row, column), step in np.ndenumerate(steps):
+                colour = "#eeeeee" if not step else SKY if name == "fa1" else COLOURS[row]
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", alpha=0.55))
+                axes.text(column + 0.5, row + 0.5, str(step or ""), ha="center", va="center", fontsize=10)
+            axes.set(xlim=(0, steps.shape[1]), ylim=(steps.shape[0], 0), xticks=[], yticks=[], aspect="equal", xlabel="key tile")
+            axes.set_title(title, fontsize=10)
+            axes.spines[:].set_visible(False)
+        figure.axes[0].set_ylabel("query tile")
+
+    return svg(draw, (8.0, 3.4))
+
+
+FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
+    "score-memory": (score_memory, draw_score_memory),
+    "running-softmax": (running_softmax, draw_running_softmax),
+    "roofline": (roofline, draw_roofline),
+    "traffic": (traffic, draw_traffic),
+    "causal-tiles": (causal_tiles, draw_causal_tiles),
+    "walk": (walk, draw_walk),
+}
+
+
+def short(x: float) -> float:
+    """Six digits: what a picture can show, and the same on every machine."""
+    return float(f"{x:.6g}")
+
+
+def length(n: int) -> str:
+    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}k"
+
+
+def plain(axes) -> None:
+    """10 and 1,000 on logarithmic axes, not powers."""
+    for axis in (axes.xaxis, axes.yaxis) if hasattr(axes, "xaxis") else (axes,):
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+
+
+def svg(draw: Callable[[Figure], None], figsize: tuple[float, float]) -> str:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=figsize, layout="constrained")
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
+
+
+def drawn(name: str) -> str:
+    """The figure as SVG, with the numbers it shows."""
+    compute, draw = FIGURES[name]
+    data = compute()
+    start, rest = draw(data).split("<svg", 1)
+    tag, rest = rest.split(">", 1)
+    return f"{start}<svg{tag}>\n <desc>{html.escape(json.dumps(data), quote=False)}</desc>{rest}"
+
+
+def shown(text: str) -> dict:
+    """The numbers that an SVG made by `drawn` shows."""
+    return json.loads(html.unescape(re.search(r"<desc>(.*?)</desc>", text, re.DOTALL)[1]))
+
+
+def refresh(folder: Path = FOLDER, redraw: bool = False) -> list[Path]:
+    """Write the figures whose numbers changed (all of them with `redraw`) into `folder`; the files written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, (compute, _) in FIGURES.items():
+        path = folder / f"{name}.svg"
+        if redraw or not path.exists() or shown(path.read_text(encoding="utf-8")) != compute():
+            path.write_text(drawn(name), encoding="utf-8")
+            written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    for path in refresh(redraw="--redraw" in sys.argv[1:]):
+        print(path)
