@@ -183,6 +183,8 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
     traced = replace(rung, choice={**rung.choice, "trace": True})
     if "trace" not in getattr(rung.code.Config, "__dataclass_fields__", {}):
         raise UnsupportedError(f"{rung.name} has no phases to trace: each of its kernels does one thing; take a rung from k2 on")
+    if q.numel() == 0:
+        raise UnsupportedError(f"there is nothing to trace: the tensors are {tuple(q.shape)}")
     heads, seqlen, head_dim = q.shape
     tile_m = rung.code.configure(head_dim, causal, **rung.choice).tile_m
     m_blocks = -(-seqlen // tile_m)
