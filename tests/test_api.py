@@ -162,6 +162,7 @@ def test_explain_names_the_backend_the_tiles_and_the_others():
     q, k, v = (random(2, 300, heads, 8).float() for heads in (4, 2, 2))
     why = tw.explain(q, k, v, causal=True)
     assert why.backend == next(name for name, reasons in why.reasons.items() if not reasons) and set(why.reasons) == {
+        "hopper",
         "cpu",
         "tiled",
         "reference",

@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tilewise.ladder import RUNGS, VARIANTS
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "worklog"
 PAGES = sorted(FOLDER.glob("*.md"))
@@ -34,15 +36,59 @@ def _tool(name):
         sys.path.remove(str(ROOT / "tools"))
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if name != "code.md"])
+@pytest.mark.parametrize("name", [name for name in TEXTS if name not in ("code.md", "lost.md")])
 def test_blocks_run(name):
     text = TEXTS[name]
-    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    blocks = [block for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if not _excerpt_of(text, block)]
     assert blocks
     namespace: dict = {"__name__": "worklog"}
     for block in blocks:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block[1], str(FOLDER / name), "exec"), namespace)
+
+
+def _excerpt_of(text, block):
+    """The file that a block is marked to be from, if it is."""
+    marked = re.search(r"<!-- from: (\S+) -->\n\Z", text[: block.start()])
+    return marked and marked[1]
+
+
+def _holds(source, excerpt):
+    """Whether the lines of `excerpt` follow one another in `source`, at any indentation; stamps of the trace are left out of excerpts."""
+    lines = [line for line in source.splitlines() if not line.lstrip().startswith("trace.")]
+    wanted = excerpt.splitlines()
+    for first in range(len(lines) - len(wanted) + 1):
+        margin = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+        if all(line == (margin + want if want else want) for line, want in zip(lines[first:], wanted, strict=False)):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d", name)])
+def test_excerpts_are_what_the_code_says(name):
+    text = TEXTS[name]
+    excerpts = [(_excerpt_of(text, block), block[1]) for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    excerpts = [(path, excerpt) for path, excerpt in excerpts if path]
+    assert len(excerpts) == text.count("<!-- from: ") > 0
+    for path, excerpt in excerpts:
+        assert _holds((ROOT / path).read_text(encoding="utf-8"), excerpt), f"{path} has no such lines any more:\n{excerpt}"
+
+
+def test_a_changed_excerpt_would_be_noticed():
+    source = "def f():\n    a = 1\n    trace.mark(stamps, Phase.WAIT)\n\n    b = 2\n"
+    assert _holds(source, "a = 1\n\nb = 2\n") and _holds(source, "def f():\n    a = 1\n")
+    assert not any(_holds(source, other) for other in ("a = 1\nb = 2\n", "a = 1\n\nb = 3\n", "a = 1\n\n    b = 2\n", "a =\n"))
+
+
+def test_every_rung_has_its_place_for_results():
+    text = "".join(TEXTS.values())
+    for marker in ("table", "profile", "trace"):
+        places = re.findall(rf"<!-- {marker}:(\S+) -->", text)
+        assert len(places) == len(set(places))
+        assert set(places) >= set(RUNGS) - ({"k1", "k2"} if marker == "trace" else set()), marker
+        assert set(places) <= set(RUNGS | VARIANTS), marker
+    assert text.count("<!-- /table -->") == text.count("<!-- table:")
+    assert len(re.findall(r"<!-- /profile(?::\S+)? -->", text)) == text.count("<!-- profile:")
 
 
 @PATHS
@@ -106,6 +152,8 @@ def _same(shown, computed) -> bool:
     """Equal but for the last of six digits, where machines may differ."""
     if isinstance(computed, dict):
         return shown.keys() == computed.keys() and all(_same(shown[key], computed[key]) for key in computed)
+    if isinstance(computed, str):
+        return shown == computed
     if isinstance(computed, list):
         return len(shown) == len(computed) and all(map(_same, shown, computed))
     return math.isclose(shown, computed, rel_tol=1e-5)

@@ -230,6 +230,152 @@ def draw_walk(data: dict) -> str:
     return svg(draw, (8.0, 3.4))
 
 
+def ring(tiles: int = 5, load: int = 2, compute: int = 3) -> dict:
+    """When each tile is loaded and used, [start, end] by number of stages: a load waits for its stage, a use for its tile."""
+    schedules = {}
+    for stages in (1, 2, 5):
+        loads, uses = [], []
+        for tile in range(tiles):
+            start = max(loads[-1][1] if loads else 0, uses[tile - stages][1] if tile >= stages else 0)
+            loads.append([start, start + load])
+            start = max(uses[-1][1] if uses else 0, loads[-1][1])
+            uses.append([start, start + compute])
+        schedules[str(stages)] = {"loads": loads, "uses": uses}
+    return schedules
+
+
+def draw_ring(data: dict) -> str:
+    def draw(figure) -> None:
+        last = max(end for schedule in data.values() for _, end in schedule["uses"])
+        for axes, (stages, schedule) in zip(figure.subplots(len(data), 1, sharex=True), data.items(), strict=True):
+            for row, (name, colour) in enumerate((("loads", SKY), ("uses", ORANGE))):
+                for tile, (start, end) in enumerate(schedule[name]):
+                    box(axes, start, end, row, f"{tile}", colour)
+            axes.set(ylim=(2, 0), yticks=[0.5, 1.5], xticks=[], xlim=(0, last))
+            axes.set_yticklabels(["TMA", "threads"])
+            axes.set_title(f"{stages} stage{'s' * (stages != '1')}", fontsize=10, loc="left")
+        figure.axes[-1].set_xlabel("time: tiles 0, 1, ... are loaded and used")
+
+    return svg(draw, (7.2, 3.4))
+
+
+def fragment(rows: int = 16, columns: int = 16) -> dict:
+    """Thread and register of each number in the corner of a warpgroup's accumulator: the first warp's rows."""
+    at = [[(row, column) for column in range(columns)] for row in range(rows)]
+    return {
+        "thread": [[row % 8 * 4 + column % 8 // 2 for row, column in line] for line in at],
+        "register": [[column % 2 + row // 8 * 2 + column // 8 * 4 for row, column in line] for line in at],
+    }
+
+
+def draw_fragment(data: dict) -> str:
+    quad = (SKY, ORANGE, GREEN, PURPLE)
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for row, line in enumerate(data["thread"]):
+            for column, thread in enumerate(line):
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=quad[thread % 4], edgecolor="white", alpha=0.55))
+                axes.text(column + 0.5, row + 0.5, f"{thread}.{data['register'][row][column]}", ha="center", va="center", fontsize=7)
+        size = len(data["thread"])
+        axes.axhline(8, color=BLACK, linewidth=1)
+        axes.axvline(8, color=BLACK, linewidth=1)
+        axes.set(xlim=(0, size), ylim=(size, 0), xticks=[0.5, 7.5, 8.5, 15.5], yticks=[0.5, 7.5, 8.5, 15.5], xlabel="column", ylabel="row")
+        axes.set_xticklabels([0, 7, 8, 15])
+        axes.set_yticklabels([0, 7, 8, 15])
+
+    return svg(draw, (6.4, 4.6))
+
+
+def swizzle() -> dict:
+    """Which 16-byte chunk of a row of 128 bytes lies in each group of four banks, by row: as written, and with the row's number XORed in."""
+    return {"plain": [list(range(8)) for _ in range(8)], "swizzled": [[group ^ row for group in range(8)] for row in range(8)]}
+
+
+def draw_swizzle(data: dict) -> str:
+    def draw(figure) -> None:
+        for axes, (name, grid) in zip(figure.subplots(1, 2), data.items(), strict=True):
+            for row, line in enumerate(grid):
+                for group, chunk in enumerate(line):
+                    colour = ORANGE if chunk == 2 else "#e4e4e4"
+                    axes.add_patch(Rectangle((group, row), 1, 1, facecolor=colour, edgecolor="white", alpha=0.7))
+                    axes.text(group + 0.5, row + 0.5, str(chunk), ha="center", va="center", fontsize=9)
+            ticks = [group + 0.5 for group in range(8)]
+            axes.set(xlim=(0, 8), ylim=(8, 0), xticks=ticks, yticks=ticks, aspect="equal", xlabel="banks", ylabel="row")
+            axes.set_xticklabels([f"{4 * group}-{4 * group + 3}" for group in range(8)], fontsize=7)
+            axes.set_yticklabels(range(8), fontsize=8)
+            axes.set_title(name, fontsize=10)
+
+    return svg(draw, (7.2, 3.6))
+
+
+def turns(tile_n: int = 128, head_dim: int = 128, tiles: int = 3) -> dict:
+    """Two warpgroups of 64 rows, in clocks of an SM: [start, end, what, tile] of each. The units' rates are those of page 3."""
+    product = 64 * tile_n * head_dim * 2 // 4096  # S, and as long again O += P V
+    pairs = 64 * tile_n
+    softmax = pairs // 16 + pairs // 64 + 2 * pairs // 128 + pairs // 128 + 64 * head_dim // 128  # exp2, max, scale and sum, to bf16, O
+    step, turn = 2 * (2 * product + softmax), 2 * product  # in step: each at half its rate
+    together = [
+        part
+        for i in range(tiles)
+        for part in (
+            [i * step, i * step + 2 * product, "S", i],
+            [i * step + 2 * product, (i + 1) * step - 2 * product, "softmax", i],
+            [(i + 1) * step - 2 * product, (i + 1) * step, "O", i],
+        )
+    ]
+    apart = [
+        [
+            part
+            for i in range(tiles + 1)
+            for part in (
+                *([[start + 2 * turn * i - product, start + 2 * turn * i, "O", i - 1]] if i else []),
+                *([[start + 2 * turn * i, start + 2 * turn * i + product, "S", i]] if i < tiles else []),
+                *([[start + 2 * turn * i + product, start + 2 * turn * i + product + softmax, "softmax", i]] if i < tiles else []),
+            )
+        ]
+        for start in (0, turn)
+    ]
+    within, tensor = [[0, product, "S", 0], [product, product + softmax, "softmax", 0]], []
+    for i in range(1, tiles + 1):
+        start = within[-1][1]
+        if i < tiles:
+            tensor += [[start, start + product, "S", i], [start + product, start + 2 * product, "O", i - 1]]
+            within.append([start + product, start + product + softmax, "softmax", i])
+        else:
+            tensor.append([start, start + product, "O", i - 1])
+    tensor = [within.pop(0), *tensor]
+    return {"in step": [together, together], "turns": apart, "overlap": [tensor, within]}
+
+
+def draw_turns(data: dict) -> str:
+    titles = {
+        "in step": (("warpgroup 1", "warpgroup 2"), "k5 at worst: in step, both want the same unit at the same time"),
+        "turns": (("warpgroup 1", "warpgroup 2"), "k6, turns: one multiplies under the other's softmax"),
+        "overlap": (("its products", "its softmax"), "k6, overlap: one warpgroup alone"),
+    }
+    colours = {"S": SKY, "softmax": ORANGE, "O": GREEN}
+
+    def draw(figure) -> None:
+        last = max(end for lanes in data.values() for lane in lanes for _, end, *_ in lane)
+        for axes, (name, lanes) in zip(figure.subplots(len(data), 1, sharex=True), data.items(), strict=True):
+            for row, lane in enumerate(lanes):
+                for start, end, what, tile in lane:
+                    box(axes, start, end, row, f"{what} {tile}", colours[what])
+            axes.set(ylim=(2, 0), yticks=[0.5, 1.5], xlim=(0, last))
+            axes.set_yticklabels(titles[name][0])
+            axes.set_title(titles[name][1], fontsize=10, loc="left")
+        figure.axes[-1].set_xlabel("clocks of an SM")
+
+    return svg(draw, (8.4, 4.4))
+
+
+def box(axes, start: float, end: float, row: int, text: str, colour: str) -> None:
+    """One piece of work on a time line."""
+    axes.add_patch(Rectangle((start, row + 0.08), end - start, 0.84, facecolor=colour, edgecolor="white", alpha=0.7))
+    axes.text((start + end) / 2, row + 0.5, text, ha="center", va="center", fontsize=7)
+
+
 FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "score-memory": (score_memory, draw_score_memory),
     "running-softmax": (running_softmax, draw_running_softmax),
@@ -237,6 +383,10 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "traffic": (traffic, draw_traffic),
     "causal-tiles": (causal_tiles, draw_causal_tiles),
     "walk": (walk, draw_walk),
+    "ring": (ring, draw_ring),
+    "fragment": (fragment, draw_fragment),
+    "swizzle": (swizzle, draw_swizzle),
+    "turns": (turns, draw_turns),
 }
 
 

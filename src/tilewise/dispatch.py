@@ -13,10 +13,11 @@ CHOSEN_ONLY_BY_NAME = ("reference",)
 def backends() -> tuple[Backend, ...]:
     """Every backend of this installation, in order of preference."""
     from tilewise.backends.cpu import Cpu
+    from tilewise.backends.hopper import Hopper
     from tilewise.backends.reference import Reference
     from tilewise.backends.tiled import Tiled
 
-    return (Cpu(), Tiled(), Reference())
+    return (Hopper(), Cpu(), Tiled(), Reference())
 
 
 def named(name: str) -> Backend:

@@ -7,13 +7,21 @@ import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.errors import UnsupportedError
 from tilewise.hopper.compile import why_not_here
-from tilewise.masks import Causal, FirstKeys, Full, SlidingWindow
+from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 
-MASKS = (Full(), Causal(), Causal(align="top_left"), SlidingWindow(50, 0), SlidingWindow(20, 30), SlidingWindow(None, 3), FirstKeys(70))
+MASKS = (
+    Full(),
+    Causal(),
+    Causal(align="top_left"),
+    SlidingWindow(50, 0),
+    SlidingWindow(20, 30),
+    SlidingWindow(None, 3),
+    SlidingWindow(2, None),
+)
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40), (8, 8), (104, 104), (160, 160))
 LENGTHS = ((1, 1), (1, 300), (300, 1), (129, 65), (130, 257), (400, 400), (31, 700))
 

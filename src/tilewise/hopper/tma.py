@@ -56,7 +56,7 @@ def at_first_empty(stages: int) -> pipeline.PipelineState:
 
 @cute.jit
 def load(source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple):
-    """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which the caller has acquired. One warp calls it."""
+    """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which is empty. One warp calls it."""
     gX = cute.local_tile(source.gmem[(None, None, *at[2:])], tile, at[:2])
     tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
     cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))

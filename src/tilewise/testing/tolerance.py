@@ -13,7 +13,8 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
 - *rms(naive_r - ref_r)*: naive can be exact on a row by luck (a row that sees one key), so each row is given naive's error relative to the
   magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32. Its *magnitude* is |ref| or, where
-  that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products.
+  that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products. For fp16 and bf16,
+  whose products matrix units add up truncating, its naive error is at least the typical one, as for few rows below.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
   the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
   autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.
@@ -77,11 +78,15 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
     score_error = (math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest) * torch.finfo(stats).eps / 2
     roundoff = score_error + torch.finfo(dtype).eps / 2
 
-    def yardstick(ref: Tensor, error: Tensor, terms: Tensor, out: torch.dtype, roundoff: float = roundoff) -> Yardstick:
-        few = ref.numel() < FEW_NUMBERS or lse.numel() < FEW_ROWS
+    def yardstick(ref: Tensor, error: Tensor, terms: Tensor, out: torch.dtype, roundoff: float = roundoff, few: bool = False) -> Yardstick:
+        few = few or ref.numel() < FEW_NUMBERS or lse.numel() < FEW_ROWS
         return Yardstick(ref, error, torch.maximum(terms, ref.abs()), out, roundoff if few else 0.0)
 
-    want = {"o": yardstick(o, o_error, o_terms, dtype), "lse": yardstick(lse, lse_error, lse_terms.clamp(min=1.0), stats, score_error)}
+    on_matrix_units = dtype in (torch.float16, torch.bfloat16)
+    want = {
+        "o": yardstick(o, o_error, o_terms, dtype),
+        "lse": yardstick(lse, lse_error, lse_terms.clamp(min=1.0), stats, score_error, few=on_matrix_units),
+    }
     for name in Gradients._fields if grads is not None else ():
         if (given := getattr(call, name)) is not None:
             ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))

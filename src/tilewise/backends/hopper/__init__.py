@@ -33,13 +33,13 @@ class Hopper:
         wrong = []
         if problem.dtype not in (torch.bfloat16, torch.float16):
             wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
-        if tile_dims(problem.head_dim, problem.head_dim_v) is None or problem.head_dim % ALIGNMENT or problem.head_dim_v % ALIGNMENT:
-            largest = max(dims[0] for dims in TILES)
+        dims = problem.head_dim, problem.head_dim_v
+        if tile_dims(*dims) is None or any(dim % ALIGNMENT for dim in dims):
             wrong.append(
-                f"it takes head_dim and head_dim_v up to {largest} that are multiples of {ALIGNMENT}, not {problem.head_dim} and {problem.head_dim_v}"
+                f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {ALIGNMENT}, not {dims[0]} and {dims[1]}"
             )
         if problem.mask not in ("full", "band"):
-            wrong.append(f"it takes full masks and single bands (causal, window, first keys), not {problem.mask}")
+            wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
         wrong += [f"it has no {name} yet" for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
         if problem.grad:
             wrong.append("it has no backward pass yet")
