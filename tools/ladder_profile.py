@@ -269,8 +269,6 @@ def table(names: list[str], rows: list[dict]) -> list[str]:
     """Markdown: a line a measure, a column a kernel; the last row of each rung's kernel counts."""
     latest = {(row["rung"], row["kernel"]): row for row in rows}
     columns = [row for name in names for (rung, _), row in latest.items() if rung == name]
-    if not columns:
-        return ["Not profiled yet."]
     heads = [row["rung"] if row["kernel"] == "kernel" else f"{row['rung']} {row['kernel']}" for row in columns]
     lines = [f"| head_dim {HEAD_DIM}, full | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
     for title, read, form in LINES:
@@ -298,6 +296,8 @@ def refreshed(page: str, rows: list[dict]) -> str:
 
     def write(match: re.Match) -> str:
         names = match[2].split(",")
+        if not {row["rung"] for row in rows} & set(names):
+            return match[0]  # not profiled yet
         if len(names) == 1 and ladder.index(names[0].partition(":")[0]) > 0:
             names.insert(0, ladder[ladder.index(names[0].partition(":")[0]) - 1])
         return match[1] + "\n".join(table(names, rows)) + "\n" + match[3]
