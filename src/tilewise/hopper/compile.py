@@ -33,13 +33,15 @@ def why_not_here() -> list[str]:
 def compiled(launch, arguments, config, options: str = ""):
     """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
 
-    `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0).
+    `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the function
+    takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py).
     """
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
-    from tilewise.hopper.dsl import cute, make_fake_stream
+    from tilewise.hopper.dsl import Int32, cute, make_fake_stream, make_fake_tensor
 
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(launch, *arguments(config), config, stream, options=f"--enable-tvm-ffi {options}")
+    stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
+    return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
 
 
 def size():

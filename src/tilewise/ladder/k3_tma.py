@@ -13,8 +13,9 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.hopper import tma, walk
+from tilewise.hopper import tma, trace, walk
 from tilewise.hopper.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, pipeline
+from tilewise.hopper.phases import Phase
 from tilewise.ladder import cuda_cores
 
 THREADS = 256
@@ -29,6 +30,7 @@ class Config:
     tile_m: int = 64
     tile_n: int = 64
     kv_stages: int = 1
+    trace: bool = False
 
     @property
     def threads_per_row(self) -> int:
@@ -69,18 +71,21 @@ def row_major(shape: tuple) -> cute.Layout:
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
     gmem = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK, mV))  # (seqlen, head_dim, heads)
     loads = Loads(*(tma.describe(x, row_major(shape), shape[:2]) for x, shape in zip(gmem, shapes(config), strict=True)))
-    kernel(loads, mO, mL, scale_log2, config).launch(
+    kernel(loads, mO, mL, scale_log2, config, events).launch(
         grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1), block=(THREADS, 1, 1), stream=stream
     )
 
 
 @cute.kernel
-def kernel(loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, config: Constexpr[Config]):
+def kernel(
+    loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, config: Constexpr[Config],
+    events: cute.Tensor | None,
+):  # fmt: skip
     storage = SmemAllocator()
     sm = Smem(
         *(storage.allocate_tensor(BFloat16, row_major(shape), 128) for shape in shapes(config)),
@@ -88,7 +93,8 @@ def kernel(loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, 
     )
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
-    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, m_block, head, scale_log2, config)
+    stamps = trace.start(events)
+    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, m_block, head, scale_log2, stamps, config)
 
 
 @cute.jit
@@ -105,7 +111,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 @cute.jit
 def attend(
     loads: Loads, gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes,
-    m_block: Int32, head: Int32, scale_log2: Float32, config: Constexpr[Config],
+    m_block: Int32, head: Int32, scale_log2: Float32, stamps: trace.Stamps | None, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     seqlen = gO.shape[0]
@@ -116,30 +122,43 @@ def attend(
     loader = arch.make_warp_uniform(arch.warp_idx()) == 0
     ahead, state = tma.at_first_empty(config.kv_stages), tma.at_first(config.kv_stages)
     if loader:
+        trace.mark(stamps, Phase.LOAD)
         pipes.q.producer_acquire(tma.at_first_empty(1))
         tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
         for i in cutlass.range(min(config.kv_stages, n_blocks), unroll=1):
-            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, config)
+            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, stamps, config)
+    trace.mark(stamps, Phase.WAIT)
     pipes.q.consumer_wait(tma.at_first(1))
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
         end = cuda_cores.keys_seen(row, n_block * config.tile_n, seqlen, config.causal)
+        trace.mark(stamps, Phase.WAIT)
         pipes.kv.consumer_wait(state)
+        trace.mark(stamps, Phase.SCORES)
         cuda_cores.scores(part, sm.Q[None, None, 0], sm.K[None, None, state.index], sm.S, end, of)
+        trace.mark(stamps, Phase.SOFTMAX)
         cuda_cores.softmax(part, sm.S, scale_log2, of)
+        trace.mark(stamps, Phase.OUTPUT)
         cuda_cores.accumulate(part, sm.S, sm.V[None, None, state.index], of)
         arch.sync_warp()  # all of the warp have read the stage that one of it now gives back
         pipes.kv.consumer_release(state)
         state.advance()
         if loader and n_block >= config.kv_stages:
-            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
+            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, stamps, config)
+    trace.mark(stamps, Phase.STORE)
     cuda_cores.store(part, gO, gL, row, of)
+    trace.stop(stamps)
 
 
 @cute.jit
-def load_kv(loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]):
+def load_kv(
+    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32,
+    stamps: trace.Stamps | None, config: Constexpr[Config],
+):  # fmt: skip
     """Ask for K and V of a tile, as soon as its stage is empty."""
+    trace.mark(stamps, Phase.EMPTY)
     pipes.kv.producer_acquire(state)
+    trace.mark(stamps, Phase.LOAD)
     tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     tma.load(loads.V, sm.V, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     state.advance()

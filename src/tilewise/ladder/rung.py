@@ -55,6 +55,14 @@ class Rung:
             raise ValueError(f"scale must be positive and finite, got {scale}")
         return self.run(q, k, v, causal, scale)[0]
 
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False):
+        """The phases of a few blocks' warps, as tracing.Trace; the arguments and errors of a call."""
+        from tilewise.ladder.tracing import record
+
+        _check_shapes(q, k, v)
+        self.require(q.dtype, q.shape[-1], q.device.type)
+        return record(self, q, k, v, causal)[0]
+
     @cached_property
     def code(self) -> ModuleType:
         """The rung's module; imports the DSL."""
@@ -86,8 +94,8 @@ class Rung:
         if reasons := self.reasons(dtype, head_dim, device):
             raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, events: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors; `events` is for a rung whose choice is trace=True (tracing.py)."""
         heads, seqlen, head_dim = q.shape
         o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((heads, seqlen), dtype=torch.float32)
         if o.numel() == 0:
@@ -97,9 +105,9 @@ class Rung:
                 f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
             )
         scratch = [self._scores(q)] if self._stores_scores else []
-        kernel = self.compiled(head_dim, causal)
+        kernel, stamps = self.compiled(head_dim, causal), [] if events is None else [events]
         with torch.cuda.device(q.device):
-            kernel(*(_aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2))
+            kernel(*(_aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
         return o, lse
 
     def _scores(self, q: Tensor) -> Tensor:

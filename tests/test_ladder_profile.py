@@ -1,0 +1,130 @@
+"""tools/ladder_profile.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.ladder import RUNGS
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("ladder_profile", ROOT / "tools/ladder_profile.py")
+profile = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(profile)
+
+HEADER = {
+    "ID": ("", "0"),
+    "Kernel Name": ("", "kernel_cutlass_kernel_LoadsQ"),
+    "gpu__time_duration.sum": ("ns", "2,500,000"),
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": ("%", "71.5"),
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": ("%", "3"),
+    "sm__inst_executed_pipe_fmaheavy.avg.pct_of_peak_sustained_active": ("%", "12.25"),
+    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": ("%", "41"),
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "20"),
+    "dram__bytes_read.sum": ("byte", "1e+08"),
+    "smsp__issue_active.avg.per_cycle_active": ("inst/cycle", "0.35"),
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": ("", "800"),
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": ("", "200"),
+    "launch__registers_per_thread": ("register/thread", "168"),
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": ("inst", "1"),
+    "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": ("inst", "3"),
+    "smsp__average_warps_issue_stalled_selected_per_issue_active.ratio": ("inst", "1"),
+    "smsp__pcsamp_warps_issue_stalled_barrier": ("", "99"),
+    "device__attribute_display_name": ("", "NVIDIA H100"),
+}
+
+
+def report(*kernels):
+    """The CSV that Nsight Compute prints, chatter included; kernels: what differs from HEADER."""
+
+    def line(values):
+        return ",".join(f'"{value}"' for value in values)
+
+    lines = ["==PROF== a line of its own", line(HEADER), line(unit for unit, _ in HEADER.values())]
+    values = {name: value for name, (_, value) in HEADER.items()}
+    return "\n".join([*lines, *(line({**values, **each}.values()) for each in kernels)])
+
+
+@pytest.fixture
+def rows():
+    environment = {"device": "NVIDIA H100", "date": "2026-11-21T06:00:00", "commit": "abc", "ncu": "Version 1"}
+    slow = {"gpu__time_duration.sum": "5000000", "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "50"}
+    return profile.rows([RUNGS["k5"], RUNGS["k6"]], profile.parse(report(slow, {})), environment)
+
+
+def test_measures(rows):
+    assert [row["rung"] for row in rows] == ["k5", "k6"] and rows[1]["time_us"] == 2500
+    assert rows[1]["case"] == {"batch": 4, "seqlen": 4096, "heads": 16, "head_dim": 128, "mask": "Full()", "dtype": "bf16"}
+    assert rows[1]["numbers"]["registers"] == 168 and rows[1]["numbers"]["dram_read_bytes"] == 1e8
+    assert profile.pipe(rows[1], "tensor") == 71.5 and profile.pipe(rows[1], "^fma") == 12.25
+    assert rows[1]["stalls_percent"] == {"gmma": 75.0, "long_scoreboard": 25.0}
+    assert profile.conflicts(rows[1]) == 25
+
+
+def test_samples_stand_in_for_missing_stall_ratios():
+    columns = {name: value for name, value in profile.parse(report({}))[0].items() if "average_warps" not in name}
+    assert profile.measures(columns)["stalls_percent"] == {"barrier": 100.0}
+
+
+def test_metrics_that_exist_are_asked_for():
+    query = (
+        "Device NVIDIA H100 (GH100)\n---- ----\nsm__pipe_tensor_op_gmma_cycles_active  Counter  %  words\nsm__inst_executed_pipe_xu  Counter\n"
+        "sm__inst_executed_pipe_uniform  Counter\nl1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld  Counter\n"
+    )
+    assert profile.extra(query) == [
+        "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
+        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    ]
+    assert profile.extra("") == []
+
+
+def test_k1_is_three_kernels():
+    names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.K1_KERNELS]
+    rows = profile.rows([RUNGS["k1"]], profile.parse(report(*names)), {})
+    assert [row["kernel"] for row in rows] == list(profile.K1_KERNELS) and rows[0]["case"]["seqlen"] == 2048
+    with pytest.raises(ValueError, match="not \\['k1 compute_S'"):
+        profile.rows([RUNGS["k1"]], profile.parse(report(*names[:2])), {})
+    with pytest.raises(ValueError, match="the report holds the kernels"):
+        profile.rows([RUNGS["k1"]], profile.parse(report(*reversed(names))), {})
+
+
+def test_table_beside_the_rung_before(rows):
+    page = "# K6\n\n<!-- profile:k6 -->\nold\n<!-- /profile -->\n\ntext\n<!-- profile:k2 -->\n<!-- /profile -->\n"
+    written = profile.refreshed(page, rows)
+    assert "| head_dim 128, full | k5 | k6 |" in written and "| time, us | 5,000 | 2,500 |" in written
+    assert "| tensor cores, % of their cycles | 50 | 72 |" in written and "| issue slots used, % | 35 | 35 |" in written
+    assert "| why warps wait, most | gmma 75 % | gmma 75 % |" in written and "HBM written" not in written
+    assert "old" not in written and written.endswith("text\n" + written[written.index("<!-- profile:k2") :])
+    assert profile.refreshed(written, rows) == written
+    assert "| k6 | k5 |" in profile.refreshed("<!-- profile:k6,k5 -->\n<!-- /profile -->", rows)
+
+
+def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
+    kept = {"rungs": ["k6"], "environment": {"device": "NVIDIA H100"}, "csv": report({})}
+    (tmp_path / "raw.json").write_text(json.dumps(kept))
+    for _ in range(2):
+        assert profile.main(["reread", str(tmp_path / "raw.json"), "--out", str(tmp_path / "rows.jsonl")]) == 0
+    assert [row["time_us"] for row in profile.load(tmp_path / "rows.jsonl")] == [2500, 2500]
+    assert "| k6 |" in capsys.readouterr().out
+
+
+def test_committed_tables_are_what_the_rows_make():
+    rows = profile.load(profile.ROWS)
+    for page in profile.PAGES.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/ladder_profile.py tables`"
+
+
+def test_unknown_names(capsys):
+    with pytest.raises(SystemExit):
+        profile.main(["run", "k9"])
+    assert "no rung is called k9; there are k1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_a_sentence():
+    with pytest.raises(SystemExit, match="the ladder cannot be profiled here: "):
+        profile.main(["run"])
