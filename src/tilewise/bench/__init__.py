@@ -8,19 +8,22 @@ print(bench.markdown(rows, "time"))
 from tilewise.bench.impls import Impl, find, known
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.bench.report import markdown, refresh, table
-from tilewise.bench.runner import run
+from tilewise.bench.runner import Timing, run
 from tilewise.bench.selectors import mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
-from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, model_shapes, paper_sweep
 
 __all__ = [
     "Impl",
     "Row",
+    "Timing",
     "Workload",
     "append",
     "cpu_sweep",
     "find",
     "known",
+    "ladder_cells",
+    "ladder_sweep",
     "latest",
     "load",
     "markdown",
