@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a person with an H100 runs once: the GPU tests, then every rung of the ladder and its peers, measured in turns in one process.
 #
-#   tools/gpu_check.sh                  install what is missing, test, measure, summarise
+#   tools/gpu_check.sh                  install what is missing (into $PYTHON's environment), test, measure, summarise
 #   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only
 #     --head-dim 128 --seqlen 8192      cells of the sweep (comma-separated lists);  --causal 0 or 1
 #     --impl k5,k6,sdpa:cudnn           contenders, in place of all that are here
@@ -24,9 +24,14 @@ while [ $# -gt 0 ]; do
     --impl) impl=${2:?--impl wants names}; shift 2 ;;
     --budget) limit=${2:?--budget wants seconds}; shift 2 ;;
     --sample) sample=${2:?--sample wants seconds}; shift 2 ;;
-    *) sed -n '2,/^set /{/^set /!p;}' "$0"; exit 2 ;;
+    *) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"; exit 2 ;;
   esac
 done
+
+if ! nvidia-smi > /dev/null 2>&1; then # before anything is installed
+  echo "nvidia-smi finds no GPU here: run this on a machine with an H100 or H200" >&2
+  exit 3
+fi
 
 missing() { # MODULE=REQUIREMENT ...: the requirements whose modules are not here
   "$PYTHON" -c '

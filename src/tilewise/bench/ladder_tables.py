@@ -21,7 +21,7 @@ def cells_of(rows: Iterable[Row]) -> Cells:
     """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts."""
     cells: Cells = {}
     for row in latest(rows):
-        if row.median_s is None or row.case["mask"] not in MASKS or row.case["direction"] != "fwd":
+        if row.name != "ladder" or row.median_s is None or row.case["direction"] != "fwd":
             continue
         place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
@@ -89,6 +89,8 @@ def _length(seqlen: int) -> str:
 def ladder_markdown(rows: Iterable[Row]) -> str:
     """A line a rung: its idea, its rate at PLACE without and with causal mask, and what share of the machine's matmul rate that is."""
     cells, place = cells_of(rows), (PLACE["head_dim"], PLACE["seqlen_k"])
+    if not cells:
+        return "No measurement of the ladder is committed yet."
     where = f"head_dim {place[0]}, {_length(place[1])}"
     lines = ["| | idea | full, TFLOP/s | causal | full, of the matmul rate |", "|---|---|---:|---:|---:|"]
     for name in (*RUNGS, *VARIANTS, *(name for name in _contenders(cells) if not _ours(name))):
@@ -110,9 +112,10 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
     """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
     if not _ours(name):
         raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
-    cells = cells_of(rows)
-    before = _before(name)
-    lengths = sorted({seqlen for *_, seqlen in cells}) or [PLACE["seqlen_k"]]
+    cells, before = cells_of(rows), _before(name)
+    if not cells:
+        return "No measurement of the ladder is committed yet."
+    lengths = sorted({seqlen for *_, seqlen in cells})
     lines = [f"| TFLOP/s | | {' | '.join(map(_length, lengths))} |", f"|---|---|{'---:|' * len(lengths)}"]
     for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
         where = f"{head_dim} {mask}"
@@ -139,8 +142,6 @@ def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | Non
 
 def _where(cells: Cells) -> str:
     """The machine and the software of the last row."""
-    if not cells:
-        return "Not measured yet."
     last = max(cells.values(), key=lambda row: str(row.environment.get("date")))
     found = last.environment
     words = [str(found.get("device", "no machine")), f"torch {found.get('torch', MISSING)}"]
