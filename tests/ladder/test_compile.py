@@ -58,21 +58,17 @@ def compile_and_inspect(tmp_path_factory):
             shutil.copyfile(source, folder / name)
             (folder / name).chmod(0o755)
 
-    def dump(option: str, path: Path) -> str:
-        return subprocess.run([tool, option, path], capture_output=True, text=True, check=True, env={"PATH": str(folder)}).stdout
-
     def run(rung, head_dim: int, causal: bool, capture) -> Compiled:
         capture.readouterr()
         kernel = rung.compiled(head_dim, causal)
         remarks = "".join(capture.readouterr())
         path = folder / f"{rung.name.replace(':', '-')}-{head_dim}-{causal}.cubin"
         path.write_bytes(kernel.__cubin__)
-        usage = [
-            {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", line)}
-            for line in dump("--dump-resource-usage", path).splitlines()
-            if "REG:" in line
-        ]
-        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][^;]*);", dump("-sass", path), re.MULTILINE)
+        command, environment = [tool, "--dump-resource-usage", "-sass", path], {"PATH": str(folder)}
+        dump = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        lines = (line for line in dump.splitlines() if "REG:" in line)
+        usage = [{name: int(number) for name, number in re.findall(r"(\w+):(\d+)", line)} for line in lines]
+        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][^;]*);", dump, re.MULTILINE)
         return Compiled(rung.code.configure(head_dim, causal, **rung.choice), remarks, usage, code)
 
     return run
@@ -126,16 +122,22 @@ def check_registers(found: Compiled, config):
 
 
 def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):
-    """Touching the sums between two products makes the compiler serialise them: the gate must not let that pass."""
-    from tilewise.hopper import fragments
-    from tilewise.hopper.dsl import warpgroup
+    """Touching the sums between two products of a group makes the compiler serialise them; the gate must see that."""
+    from tilewise.hopper.dsl import cute
 
-    monkeypatch.setattr(warpgroup, "commit_group", lambda: (warpgroup.wait_group(0), None)[1])
-    assert fragments.warpgroup is warpgroup
-    config = RUNGS["k4_2"].code.configure(64, True)
-    capfd.readouterr()
-    compiled.__wrapped__(RUNGS["k4_2"].code.launch, config)
-    assert "(C7" in "".join(capfd.readouterr())
+    right = cute.gemm
+
+    def gemm(atom, acc, *operands):
+        right(atom, acc, *operands)
+        acc[0] = acc[0] + 1.0
+
+    monkeypatch.setattr(cute, "gemm", gemm)
+    compiled.cache_clear()
+    try:
+        found = compile_and_inspect(RUNGS["k4_2"], 64, True, capfd)
+    finally:
+        compiled.cache_clear()
+    assert "(C7" in found.remarks and found.count("HGMMA.*gsb0") > sum(products("k4_2", found.config))
 
 
 def test_what_changes_from_call_to_call_is_no_part_of_the_key():
