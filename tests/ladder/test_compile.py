@@ -15,6 +15,7 @@ from tilewise.hopper.compile import compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
+REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 
 
@@ -60,7 +61,7 @@ def compile_and_inspect(tmp_path_factory):
 
     def run(rung, head_dim: int, causal: bool, capture) -> Compiled:
         capture.readouterr()
-        kernel = rung.compiled(head_dim, causal)
+        kernel = rung.compiled(head_dim, causal, REMARKS if rung.name >= "k4" else "")
         remarks = "".join(capture.readouterr())
         path = folder / f"{rung.name.replace(':', '-')}-{head_dim}-{causal}.cubin"
         path.write_bytes(kernel.__cubin__)
@@ -95,13 +96,13 @@ def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
     for usage in found.usage:
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS
     assert found.count(r"LDL|STL") == 0
-    assert found.remarks.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(found.usage)
     assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
 
     assert (found.count("UTMALDG") > 0) == (level >= "k3")
     if level < "k4":
         assert found.count("HGMMA|WARPGROUP") == 0
     else:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in found.remarks
         qk, pv = products(name, config)
         assert found.count("HGMMA") == qk * (head_dim // 16) + pv * (config.tile_n // 16)
         # One group of products ends with gsb0 on its last instruction; a serialised one has it on every instruction.
@@ -117,7 +118,9 @@ def check_registers(found: Compiled, config):
     (usage,), (producer, consumer) = found.usage, config.registers
     launched = usage["REG"] * (1 + config.consumers)
     assert producer + config.consumers * consumer <= launched and launched * WARPGROUP <= FILE
-    operands = [int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")]
+    operands = [
+        int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")
+    ]
     assert Counter(operands) == Counter([producer, consumer])
 
 

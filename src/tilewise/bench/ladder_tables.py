@@ -105,7 +105,9 @@ def ladder_markdown(rows: Iterable[Row]) -> str:
 def _share(row: Row | None) -> str:
     if row is None or not row.ceiling_flops_per_s:
         return MISSING
-    return f"{row.flops_per_s / row.ceiling_flops_per_s:.1%}" if row.flops_per_s < 1e14 else f"{row.flops_per_s / row.ceiling_flops_per_s:.0%}"
+    return (
+        f"{row.flops_per_s / row.ceiling_flops_per_s:.1%}" if row.flops_per_s < 1e14 else f"{row.flops_per_s / row.ceiling_flops_per_s:.0%}"
+    )
 
 
 def rung_markdown(rows: Iterable[Row], name: str) -> str:
