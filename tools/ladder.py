@@ -8,6 +8,7 @@ floor is declared that is none.
 import ast
 import difflib
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 LADDER = Path(__file__).parents[1] / "src" / "tilewise" / "ladder"
@@ -53,7 +54,7 @@ def name_of(path: Path) -> str:
 def steps() -> list[tuple[str, str, int, int]]:
     """(rung before, rung, its new lines, its lines) for each step up."""
     codes = [(name_of(path), code_lines(path)) for path in rungs()]
-    return [(low, high, new_lines(before, after), len(after)) for (low, before), (high, after) in zip(codes[:-1], codes[1:], strict=True)]
+    return [(low, high, new_lines(before, after), len(after)) for (low, before), (high, after) in pairwise(codes)]
 
 
 def faults() -> list[str]:

@@ -20,9 +20,7 @@ Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, se
 def cells_of(rows: Iterable[Row]) -> Cells:
     """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts."""
     cells: Cells = {}
-    for row in latest(rows):
-        if row.name != "ladder" or row.median_s is None or row.case["direction"] != "fwd":
-            continue
+    for row in latest(row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd"):
         place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
             cells[place] = row

@@ -83,10 +83,10 @@ def ladder_from(options: Mapping[str, str]) -> list[Workload]:
         raise ValueError(f"{', '.join(sorted(unknown))}: not an option of the ladder's sweep; there are {', '.join(LADDER_DEFAULTS)}")
     text = LADDER_DEFAULTS | options
     seqlens, head_dims = (_each(name, text[name], _positive, "a positive number") for name in ("seqlen", "head_dim"))
-    masks = _each("causal", text["causal"], {"0": Full(), "1": Causal()}.__getitem__, "0 or 1")
+    causal = _each("causal", text["causal"], {"0": False, "1": True}.__getitem__, "0 or 1")
     dtypes = _each("dtype", text["dtype"], DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
     directions = _each("direction", text["direction"], {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}")
-    return [cell for dtype in dtypes for direction in directions for cell in ladder_cells(seqlens, head_dims, masks, dtype, direction)]
+    return [cell for dtype in dtypes for direction in directions for cell in ladder_cells(seqlens, head_dims, causal, dtype, direction)]
 
 
 def mask_from(text: str) -> Mask:
