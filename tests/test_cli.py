@@ -362,7 +362,8 @@ def test_checks_without_times(capsys, tmp_path):
     assert [(row["impl"], row["passed"], row["median_s"]) for row in rows] == [(name, True, None) for name in ("tilewise", "sdpa", "naive")]
 
 
-def test_cells_of_the_ladder_for_any_contender(capsys):
+def test_cells_of_the_ladder_for_any_contender(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     cell = ["--set", "ladder", "--seqlen", "16", "--head-dim", "64", "--causal", "0"]
     assert cli.main(["bench", "k5,sdpa:cudnn", *cell, "--device", "cpu", "--check"]) == 3
     out = capsys.readouterr().out
