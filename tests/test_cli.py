@@ -335,3 +335,36 @@ def test_module_runs_and_importing_the_command_line_is_light():
     probe = "import sys, tilewise.cli; print([name for name in ('rich', 'matplotlib', 'pydoc_data.topics') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["k1..k6", "--seqlen", "512", "--head-dim", "64", "--causal", "0", "--check"], 3, "there is no device cuda here"),
+        (["k3"], 2, "impl is 'k3'; it must be among tilewise, "),
+        (["k2..k9"], 2, "a range goes up the ladder, from one of k1, k2, k3_1"),
+        (["k1", "--impl", "k2"], 2, "the contenders are named twice"),
+        (["sdpa", "--clock", "sundial"], 2, "invalid list of clocks, events or wall value: 'sundial'"),
+    ],
+)
+def test_rungs_on_the_command_line(arguments, code, message, capsys):
+    assert cli.main(["bench", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_checks_without_times(capsys, tmp_path):
+    sizes = ["--seqlen", "48", "--heads", "2", "--mask", "causal"]
+    assert cli.main(["bench", "tilewise", "sdpa,naive", *sizes, "--check", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert "Against the fp64 oracle" in out and out.count("passed") == 3
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["impl"], row["passed"], row["median_s"]) for row in rows] == [(name, True, None) for name in ("tilewise", "sdpa", "naive")]
+
+
+def test_cells_of_the_ladder_for_any_contender(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    cell = ["--set", "ladder", "--seqlen", "16", "--head-dim", "64", "--causal", "0"]
+    assert cli.main(["bench", "k5,sdpa:cudnn", *cell, "--device", "cpu", "--check"]) == 3
+    out = capsys.readouterr().out
+    assert "b1024 s16 h32 d64 Full() bf16 fwd" in out and "it runs on a Hopper GPU" in out and "torch has no cudnn kernel on a CPU" in out

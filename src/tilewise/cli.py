@@ -27,6 +27,8 @@ EXAMPLES = {
     "bench": """  tilewise bench                                 a small sweep against torch's SDPA and the naive formula
   tilewise bench --seqlen 1024,4096 --heads 8/2 --mask causal,window:1023 --direction fwd+bwd
   tilewise bench --set models --dtype bf16 --out results.jsonl
+  tilewise bench k1..k6 --seqlen 512 --head-dim 64 --causal 0 --check      rungs of the ladder, on a Hopper GPU
+  tilewise bench k5,k6,sdpa:cudnn                the ladder's sweep
   tilewise bench --list                          the names that --impl takes""",
     "explain": """  tilewise explain --seqlen 8192 --heads 32/8 --head-dim 128 --dtype bf16 --mask causal
   tilewise explain --seqlen 1x8192 --mask window:1023
@@ -174,6 +176,16 @@ def _seconds(text: str) -> float:
 _seconds.__name__ = "number of seconds"
 
 
+def _clocks(text: str) -> tuple[str, ...]:
+    clocks = tuple(text.split(","))
+    if not set(clocks) <= {"events", "wall"}:
+        raise ValueError(text)
+    return clocks
+
+
+_clocks.__name__ = "list of clocks, events or wall"
+
+
 def _device(text: str):
     import torch
 
@@ -224,7 +236,9 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
-    command.add_argument("--impl", default="tilewise,sdpa,naive", metavar="NAME,...", help="the contenders (default: %(default)s)")
+    command.add_argument("names", nargs="*", metavar="NAME", help="the contenders; k1..k6 is a range of the ladder's rungs")
+    command.add_argument("--impl", metavar="NAME,...", help="the contenders, in another place (default: tilewise,sdpa,naive)")
+    command.add_argument("--check", action="store_true", help="check the results, and time nothing")
     command.add_argument("--list", action="store_true", help="print the contenders that there are, and measure nothing")
     command.add_argument(
         "--budget",
@@ -234,7 +248,10 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="to time one contender on one workload (default: %(default)g)",
     )
-    command.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, ... (default: %(default)s)")
+    command.add_argument("--device", type=_device, help="cpu, cuda, ... (default: cuda for rungs, else cpu)")
+    command.add_argument("--clock", type=_clocks, default=("events", "wall"), metavar="events,wall", help="clocks of a GPU (default: both)")
+    command.add_argument("--once-above", type=_seconds, metavar="SECONDS", help="time a call that takes longer only once")
+    command.add_argument("--limit", type=_seconds, metavar="SECONDS", help="begin no workload after so long")
     command.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")
     command.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, as JSON lines")
 

@@ -3,9 +3,11 @@
 import errno
 import glob
 import json
+import math
 import os
 from argparse import Namespace
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from tilewise.errors import UnsupportedError
 
 OK, FAILED, UNUSABLE = 0, 1, 3
 SHOWN_FAILURES = 20
+MOST_LINES = 60  # of a table with all numbers; of the ladder's sweep rates alone are shown beyond it
 WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
 
 
@@ -118,36 +121,61 @@ def _print_reasons(console: Console, outcomes: list) -> None:
 
 
 def bench(options: Namespace) -> int:
-    """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed."""
+    """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed (or passed --check)."""
     import tilewise.bench as harness
     from tilewise.demo.job import progress
+    from tilewise.ladder import RUNGS, VARIANTS
 
     console = console_for_tables()
     if options.list:
         console.print("\n".join(harness.known()), highlight=False)
         return OK
-    require(options.device)
+    impls = _contenders(options)
+    rungs = {*RUNGS, *VARIANTS}
+    climbing = any(impl.name in rungs for impl in impls)
+    device = options.device or torch.device("cuda" if climbing else "cpu")
+    require(device)
     names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "set")
-    workloads = harness.workloads_from({name: value for name in names if (value := getattr(options, name)) is not None})
-    impls = harness.find(options.impl)
+    selected = {name: value for name in names if (value := getattr(options, name)) is not None}
+    climbing = climbing and not selected.keys() & {"batch", "heads", "mask"}
+    if selected.get("set") == "ladder" or (climbing and "set" not in selected):
+        workloads = harness.ladder_from({name: value for name, value in selected.items() if name != "set"})
+    else:
+        workloads = harness.workloads_from(selected)
     if options.out:
         require_writable(options.out)
     with progress(console) as bars:
         rows = harness.run(
             workloads,
             impls,
-            budget_s=options.budget_s,
-            device=options.device,
+            device=device,
             progress=_bench_progress(bars),
             memory=not options.no_memory,
+            keep=partial(harness.append, options.out) if options.out else None,
+            timing=harness.Timing(
+                budget_s=options.budget_s, clocks=() if options.check else options.clock, once_above_s=options.once_above or math.inf
+            ),
+            limit_s=options.limit or math.inf,
         )
-    console.print(harness.table(rows, console.width))
+    if options.check:
+        console.print(harness.verdicts(rows))
+    elif len(rows) <= MOST_LINES or not harness.cells_of(rows):
+        console.print(harness.table(rows, console.width))
+    else:
+        console.print(harness.ladder_table(rows))
     if options.out:
-        harness.append(options.out, rows)
         console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)
-    if any(row.passed is False and row.impl.partition(":")[0] == "tilewise" for row in rows):
+    if any(row.passed is False and (row.impl.partition(":")[0] == "tilewise" or row.impl in rungs) for row in rows):
         return FAILED
-    return OK if any(row.median_s is not None for row in rows) else UNUSABLE
+    return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
+
+
+def _contenders(options: Namespace) -> list:
+    from tilewise.bench import find
+
+    if options.names and options.impl:
+        raise ValueError("the contenders are named twice, as arguments and by --impl; give one of them")
+    return find(",".join(options.names) or options.impl or "tilewise,sdpa,naive")
 
 
 def _bench_progress(bars: Progress):
@@ -198,7 +226,8 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    for path in (*harness.refresh(documents, rows), *plots.save(rows, options.plots)):
+    elsewhere = [row for row in rows if row.name != "ladder"]  # which has tables, and more contenders than a chart has colours
+    for path in (*harness.refresh(documents, rows), *plots.save(elsewhere, options.plots)):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK
 

@@ -130,7 +130,7 @@ def test_bad_masks_from_text(text):
         ({"causal": "yes"}, "causal is 'yes'; each item of its comma-separated list must be 0 or 1"),
         ({"causal": "1", "mask": "full"}, "causal and mask both choose the mask"),
         ({"set": "papers", "heads": "8"}, "set fixes the sizes, so heads cannot be given with it"),
-        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, cpu, masks, models"),
+        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, ladder, cpu, masks, models"),
         ({"sequence": "8"}, "sequence: no such option; there are batch, seqlen"),
     ],
 )

@@ -6,21 +6,28 @@ print(bench.markdown(rows, "time"))
 """
 
 from tilewise.bench.impls import Impl, find, known
+from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.bench.report import markdown, refresh, table
-from tilewise.bench.runner import run
-from tilewise.bench.selectors import mask_from, workloads_from
+from tilewise.bench.runner import Timing, run
+from tilewise.bench.selectors import ladder_from, mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
-from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, model_shapes, paper_sweep
 
 __all__ = [
     "Impl",
     "Row",
+    "Timing",
     "Workload",
     "append",
+    "cells_of",
     "cpu_sweep",
     "find",
     "known",
+    "ladder_cells",
+    "ladder_from",
+    "ladder_sweep",
+    "ladder_table",
     "latest",
     "load",
     "markdown",
@@ -33,5 +40,6 @@ __all__ = [
     "run",
     "select",
     "table",
+    "verdicts",
     "workloads_from",
 ]

@@ -5,6 +5,7 @@ all the query heads that read it and rows from the start, the middle and the end
 everywhere else: no other row then contributes to dK and dV. The implementation always computes the whole workload.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -28,43 +29,57 @@ class Sample(NamedTuple):
     rows: list[range]
 
 
-def verify(attend: Attend, workload: Workload, seed: int, device: torch.device) -> float:
-    """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance."""
-    inputs = workload.inputs(seed, device)
-    sample = sample_of(workload)
-    _poison_freed_memory(inputs)
-    indices = torch.cat([torch.arange(piece.start, piece.stop) for piece in sample.rows]).to(device)
-    group = workload.heads_q // workload.heads_k
-    heads_q = slice(sample.heads_k.start * group, sample.heads_k.stop * group)
+class Gate:
+    """What every contender on one workload must reach; what is right is computed once, for the first of them."""
 
-    def of_queries(x: Tensor) -> Tensor:
-        return x[sample.batch, :, heads_q].index_select(1, indices)
+    def __init__(self, workload: Workload, seed: int, device: torch.device):
+        self.workload, self.seed, self.device = workload, seed, device
+        self.sample = sample_of(workload)
+        self.indices = torch.cat([torch.arange(piece.start, piece.stop) for piece in self.sample.rows]).to(device)
+        group = workload.heads_q // workload.heads_k
+        self.heads_q = slice(self.sample.heads_k.start * group, self.sample.heads_k.stop * group)
 
-    def of_keys(x: Tensor) -> Tensor:
-        return x[sample.batch, :, sample.heads_k]
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.sample.batch, :, self.heads_q].index_select(1, self.indices)
 
-    call = Call(
-        q=of_queries(inputs.q.detach()),
-        k=of_keys(inputs.k.detach()),
-        v=of_keys(inputs.v.detach()),
-        mask=_mask(workload, sample, heads_q),
-        scale=workload.head_dim**-0.5,
-        grad=workload.grad,
-    )
-    if not workload.grad:
-        with torch.no_grad():
-            o = of_queries(attend(*inputs[:3]))
-        want = tolerance.expected(call)
-        tolerance.hold("o", o, want.o)
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[self.sample.batch, :, self.sample.heads_k]
+
+    @cached_property
+    def want(self):
+        inputs = self.workload.inputs(self.seed, self.device)
+        call = Call(
+            q=self.of_queries(inputs.q.detach()),
+            k=self.of_keys(inputs.k.detach()),
+            v=self.of_keys(inputs.v.detach()),
+            mask=_mask(self.workload, self.sample, self.heads_q),
+            scale=self.workload.head_dim**-0.5,
+            grad=self.workload.grad,
+        )
+        return tolerance.expected(call, self.of_queries(inputs.d_o)) if self.workload.grad else tolerance.expected(call)
+
+    def verify(self, attend: Attend, heads_first: bool = False) -> float:
+        """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance."""
+        want = self.want
+        inputs = self.workload.inputs(self.seed, self.device, heads_first)
+        _poison_freed_memory(inputs)
+        if not self.workload.grad:
+            with torch.no_grad():
+                o = self.of_queries(attend(*inputs[:3]))
+            tolerance.hold("o", o, want.o)
+            return _error(o, want.o.ref)
+        d_o = torch.zeros_like(inputs.d_o)
+        d_o[self.sample.batch, self.indices, self.heads_q] = self.of_queries(inputs.d_o)
+        o, *gradients = _run(attend, inputs, d_o)
+        o, dq, dk, dv = self.of_queries(o), self.of_queries(gradients[0]), self.of_keys(gradients[1]), self.of_keys(gradients[2])
+        for name, got, yardstick in (("o", o, want.o), ("dq", dq, want.q), ("dk", dk, want.k), ("dv", dv, want.v)):
+            tolerance.hold(name, got, yardstick)
         return _error(o, want.o.ref)
-    d_o = torch.zeros_like(inputs.d_o)
-    d_o[sample.batch, indices, heads_q] = of_queries(inputs.d_o)
-    o, *gradients = _run(attend, inputs, d_o)
-    want = tolerance.expected(call, of_queries(d_o))
-    o, dq, dk, dv = of_queries(o), of_queries(gradients[0]), of_keys(gradients[1]), of_keys(gradients[2])
-    for name, got, yardstick in (("o", o, want.o), ("dq", dq, want.q), ("dk", dk, want.k), ("dv", dv, want.v)):
-        tolerance.hold(name, got, yardstick)
-    return _error(o, want.o.ref)
+
+
+def verify(attend: Attend, workload: Workload, seed: int, device: torch.device) -> float:
+    """`Gate.verify` of one contender."""
+    return Gate(workload, seed, device).verify(attend)
 
 
 def sample_of(workload: Workload, largest: int = LARGEST_SCORES) -> Sample:

@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Impl(Protocol):
     """One way to compute attention, as its users call it."""
 
-    name: str
+    name: str  # one that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         """Sentences that say why `workload` cannot run there; empty when it is worth trying."""
@@ -270,6 +270,7 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
+    from tilewise.bench.gpu_impls import gpu_impls
     from tilewise.dispatch import backends
 
     everyone: list[Impl] = [
@@ -282,14 +283,30 @@ def known() -> dict[str, Impl]:
         FlashAttention("fa2", "flash_attn", -1),
         FlashAttention("fa3", "flash_attn_interface", -1),
         FlashAttention("fa4", "flash_attn.cute", None),
+        *gpu_impls(),
     ]
     return {impl.name: impl for impl in everyone}
 
 
 def find(names: str = "tilewise,sdpa,naive") -> list[Impl]:
-    """The contenders of a comma-separated list; ValueError for a name that `known` does not have."""
+    """The contenders of a comma-separated list, in which `k2..k5` stands for the rungs from k2 to k5.
+
+    ValueError for a name that `known` does not have.
+    """
     everyone = known()
-    wanted = [name.strip() for name in names.split(",")]
+    wanted = list(dict.fromkeys(name for item in names.split(",") for name in _expanded(item.strip())))
     if missing := [name for name in wanted if name not in everyone]:
         raise ValueError(f"impl is {', '.join(map(repr, missing))}; it must be among {', '.join(everyone)}")
     return [everyone[name] for name in wanted]
+
+
+def _expanded(item: str) -> list[str]:
+    """The rungs of a range, in the ladder's order; another item as it is."""
+    from tilewise.ladder import RUNGS
+
+    ladder, (first, dots, last) = list(RUNGS), item.partition("..")
+    if not dots:
+        return [item]
+    if first not in ladder or last not in ladder or ladder.index(first) > ladder.index(last):
+        raise ValueError(f"impl is {item!r}; a range goes up the ladder, from one of {', '.join(ladder)} to another: k1..k6")
+    return ladder[ladder.index(first) : ladder.index(last) + 1]

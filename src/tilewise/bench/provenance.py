@@ -1,5 +1,6 @@
 """Where a number comes from: the machine, the software and the commit that made it, stamped on every row."""
 
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -11,7 +12,8 @@ import torch
 
 from tilewise import __version__
 
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "flash-attn")
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "flash-attn", "flash-attn-4")
+COMMIT = "TILEWISE_COMMIT"  # an environment variable: the commit of a copy that came without its history
 
 
 def provenance(device: torch.device | str) -> dict[str, str | int | bool | None]:
@@ -30,7 +32,9 @@ def provenance(device: torch.device | str) -> dict[str, str | int | bool | None]
 
 def _machine(device: torch.device) -> dict[str, str | None]:
     if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device), "driver": _driver(), "cuda": torch.version.cuda or torch.version.hip}
+        cudnn = torch.backends.cudnn.version()
+        where = {"device": torch.cuda.get_device_name(device), "driver": _driver(), "cuda": torch.version.cuda or torch.version.hip}
+        return {**where, "cudnn": None if cudnn is None else str(cudnn)}
     return {"device": f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}", "driver": None, "cuda": None}
 
 
@@ -59,12 +63,14 @@ def _version(package: str) -> str | None:
 
 @cache
 def _commit() -> dict[str, str | bool | None]:
-    """Of the checkout that holds this package; all None when it is installed without one."""
+    """Of the checkout that holds this package, or as TILEWISE_COMMIT says; all None when it is installed without either."""
     here = Path(__file__).parent
     tracked = _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD") if tracked else None
     status = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no") if commit else None
-    return {"commit": commit, "dirty": None if commit is None else bool(status)}
+    if commit is None:
+        return {"commit": os.environ.get(COMMIT) or None, "dirty": None}
+    return {"commit": commit, "dirty": bool(status)}
 
 
 def _output(*command: str) -> str | None:

@@ -1,6 +1,7 @@
 """Rows as tables: for the terminal, and as markdown between markers, so that no number in a document is typed by hand.
 
 A document holds `<!-- tilewise:begin NAME -->` and `<!-- tilewise:end NAME -->`; `refresh` writes the table NAME (see TABLES) between them.
+Those of the ladder have markers of their own: ladder_tables.py.
 """
 
 import re
@@ -267,7 +268,9 @@ def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
 
 
 def fill(text: str, rows: list[Row], where: str = "text") -> str:
-    """`text` with the tables between its markers rewritten from `rows`; see `refresh`."""
+    """`text` with the tables between its markers rewritten from `rows`, the ladder's among them; see `refresh`."""
+    from tilewise.bench.ladder_tables import fill_ladder
+
     begins = re.findall(r"<!-- tilewise:begin (\S+) -->", text)
     ended = [match["name"] for match in _MARKED.finditer(text)]
     if missing := [name for name in begins if name not in ended]:
@@ -280,4 +283,4 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
         chosen = [row for row in rows if not sets or row.name in sets.split("+")]
         return f"{match[1]}\n{TABLES[name](chosen)}\n\n{match[3]}"
 
-    return _MARKED.sub(written, text)
+    return fill_ladder(_MARKED.sub(written, text), rows, where)

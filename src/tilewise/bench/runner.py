@@ -1,23 +1,34 @@
 """Run contenders on workloads: check each, then time those that passed against each other, then measure their memory."""
 
+import math
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from tilewise.bench import gate
 from tilewise.bench.ceiling import ceiling
+from tilewise.bench.gate import Gate
 from tilewise.bench.impls import Attend, Impl
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.bench.provenance import provenance
 from tilewise.bench.store import Row
-from tilewise.bench.timing import GRAPH_BELOW_S, Stats, interleave
+from tilewise.bench.timing import GRAPH_BELOW_S, Clock, Stats, interleave
 from tilewise.bench.workloads import Workload
 
 Progress = Callable[[int, int, str], None]  # workloads done, of how many, what is running now
 Calls = dict[str, Callable[[], object]]
 
 CHECK_SEED, TIME_SEED = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How contenders are timed. `clocks`: which of the device's, in this order; none: they are checked only."""
+
+    budget_s: float = 1.0  # for each contender by each clock
+    clocks: tuple[Clock, ...] = ("events", "wall")
+    once_above_s: float = math.inf  # a call that takes longer is timed once
 
 
 def run(
@@ -29,20 +40,26 @@ def run(
     progress: Progress | None = None,
     memory: bool = True,
     keep: Callable[[list[Row]], object] | None = None,
+    timing: Timing | None = None,
+    limit_s: float = math.inf,
 ) -> list[Row]:
     """Measure every contender on every workload: a row each (and on a GPU one for each clock), in that order.
 
     A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. About `budget_s` seconds go
     to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end,
     `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
+    `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun.
     """
     workloads, impls, device = list(workloads), list(impls), torch.device(device)
+    timing, began = timing or Timing(budget_s=budget_s), time.monotonic()
     environment = provenance(device)
     rows: list[Row] = []
     for done, workload in enumerate(workloads):
+        if time.monotonic() - began > limit_s:
+            break
         if progress:
             progress(done, len(workloads), workload.id)
-        new = [replace(row, environment=environment) for row in _run_one(workload, impls, budget_s, device, memory)]
+        new = [replace(row, environment=environment) for row in _run_one(workload, impls, timing, device, memory)]
         rows += new
         if keep:
             keep(new)
@@ -51,11 +68,14 @@ def run(
     return rows
 
 
-def _run_one(workload: Workload, impls: list[Impl], budget_s: float, device: torch.device, memory: bool) -> list[Row]:
-    checked = [(impl, *_check(impl, workload, device)) for impl in impls]
-    inputs = workload.inputs(TIME_SEED, device)
-    calls = {impl.name: _call(attend, workload, inputs) for impl, attend, _ in checked if attend is not None}
-    timed = _timed(calls, budget_s, device)
+def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
+    gate = Gate(workload, CHECK_SEED, device)
+    checked = [(impl, *_check(impl, workload, device, gate)) for impl in impls]
+    if not timing.clocks:
+        return [row for _, _, row in checked]
+    inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl in impls}}
+    calls = {impl.name: _call(attend, workload, inputs[_heads_first(impl)]) for impl, attend, _ in checked if attend is not None}
+    timed = _timed(calls, timing, device)
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
     rows = []
@@ -69,7 +89,11 @@ def _run_one(workload: Workload, impls: list[Impl], budget_s: float, device: tor
     return rows
 
 
-def _check(impl: Impl, workload: Workload, device: torch.device) -> tuple[Attend | None, Row]:
+def _heads_first(impl: Impl) -> bool:
+    return getattr(impl, "heads_first", False)
+
+
+def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate) -> tuple[Attend | None, Row]:
     """What to time, or None; and the row so far."""
     row = Row(
         impl=impl.name,
@@ -84,7 +108,7 @@ def _check(impl: Impl, workload: Workload, device: torch.device) -> tuple[Attend
         return None, replace(row, reason="; ".join(why_not))
     try:
         attend = impl.prepare(workload, device)
-        error = gate.verify(attend, workload, CHECK_SEED, device)
+        error = gate.verify(attend, _heads_first(impl))
     except AssertionError as failure:
         return None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
     except Exception as refusal:  # each peer refuses in its own way, and none may take the others' rows with it
@@ -102,20 +126,21 @@ def _call(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), d_o)
 
 
-def _timed(calls: Calls, budget_s: float, device: torch.device) -> dict[str, dict[str, Stats]]:
+def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict[str, Stats]]:
     """For every call, its times by clock. On a GPU a forward shorter than its own launch is timed again as the replay of a graph."""
-    clocks = ("events", "wall") if device.type == "cuda" else ("wall",)
+    clocks = timing.clocks if device.type == "cuda" else ("wall",)
     timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
     for clock in clocks:
-        for name, stats in interleave(calls, budget_s=budget_s, device=device, clock=clock).items():
-            timed[name][clock] = stats
+        stats = interleave(calls, budget_s=timing.budget_s, device=device, clock=clock, once_above_s=timing.once_above_s)
+        for name in calls:
+            timed[name][clock] = stats[name]
     short = {name: call for name, call in calls.items() if "events" in timed[name] and timed[name]["events"].median < GRAPH_BELOW_S}
     for name, call in short.items():
         try:
-            graph = interleave({name: call}, budget_s=budget_s, device=device, clock="graph")[name]
+            graph = interleave({name: call}, budget_s=timing.budget_s, device=device, clock="graph")[name]
         except RuntimeError:  # it synchronises, or allocates outside torch: no graph of it exists, and the events stand
             continue
-        timed[name] = {"graph": graph, "wall": timed[name]["wall"]}
+        timed[name] = {"graph": graph, **{clock: stats for clock, stats in timed[name].items() if clock != "events"}}
     return timed
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from itertools import product
 
-from tilewise.bench.workloads import DTYPES, SETS, Workload
+from tilewise.bench.workloads import DTYPES, SETS, Workload, ladder_cells
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.roofline import DIRECTIONS
 
@@ -65,6 +65,28 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
             batches, seqlens, heads, head_dims, text["mask"].split(","), dtypes, directions
         )
     ]
+
+
+LADDER_DEFAULTS = {
+    "seqlen": "512,1024,2048,4096,8192,16384",
+    "head_dim": "128,64",
+    "causal": "0,1",
+    "dtype": "bf16",
+    "direction": "fwd",
+}
+
+
+def ladder_from(options: Mapping[str, str]) -> list[Workload]:
+    """Cells of the ladder's sweep (`ladder_cells`), all of it unless seqlen, head_dim, causal, dtype or direction say which."""
+    options = {name: str(text) for name, text in options.items() if text is not None}
+    if unknown := options.keys() - LADDER_DEFAULTS.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))}: not an option of the ladder's sweep; there are {', '.join(LADDER_DEFAULTS)}")
+    text = LADDER_DEFAULTS | options
+    seqlens, head_dims = (_each(name, text[name], _positive, "a positive number") for name in ("seqlen", "head_dim"))
+    causal = _each("causal", text["causal"], {"0": False, "1": True}.__getitem__, "0 or 1")
+    dtypes = _each("dtype", text["dtype"], DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
+    directions = _each("direction", text["direction"], {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}")
+    return [cell for dtype in dtypes for direction in directions for cell in ladder_cells(seqlens, head_dims, causal, dtype, direction)]
 
 
 def mask_from(text: str) -> Mask:

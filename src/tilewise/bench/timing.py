@@ -6,6 +6,7 @@ captured CUDA graph, for calls shorter than their own launch.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -42,11 +43,17 @@ class Stats:
 
 
 def interleave(
-    calls: dict[str, Callable[[], object]], *, budget_s: float, device: torch.device | str = "cpu", clock: Clock = "wall"
+    calls: dict[str, Callable[[], object]],
+    *,
+    budget_s: float,
+    device: torch.device | str = "cpu",
+    clock: Clock = "wall",
+    once_above_s: float = math.inf,
 ) -> dict[str, Stats]:
     """Time each of `calls` in turn, round after round, for about `budget_s` seconds a call; at least three rounds.
 
-    Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour.
+    Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour. A call whose first sample
+    takes more than `once_above_s` seconds has that one only, and its time does not count against the others' budget.
     Raises ValueError for a clock the device does not have.
     """
     device = torch.device(device)
@@ -67,6 +74,9 @@ def interleave(
             start = done % max(1, len(names))
             for name in names[start:] + names[:start]:
                 seconds[name].append(samplers[name]())
+                if done == 0 and seconds[name][0] > once_above_s:
+                    deadline += seconds[name][0]
+            names = [name for name in names if seconds[name][0] <= once_above_s]
     finally:
         if collecting:
             gc.enable()

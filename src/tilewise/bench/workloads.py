@@ -95,12 +95,16 @@ class Workload:
     def grad(self) -> bool:
         return self.direction != "fwd"
 
-    def inputs(self, seed: int, device: torch.device | str = "cpu") -> Inputs:
-        """Fresh standard normal tensors; q, k, v take gradients when the direction has a backward."""
+    def inputs(self, seed: int, device: torch.device | str = "cpu", heads_first: bool = False) -> Inputs:
+        """Fresh standard normal tensors; q, k, v take gradients when the direction has a backward.
+
+        `heads_first`: the same numbers in memory that is (batch, heads, seqlen, head_dim).
+        """
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-            return torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device).to(self.dtype)
+            x = torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device).to(self.dtype)
+            return x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x
 
         q = normal(self.seqlen_q, self.heads_q, self.head_dim)
         k = normal(self.seqlen_k, self.heads_k, self.head_dim)
@@ -116,6 +120,19 @@ def _short(text: str) -> str:
 def paper_sweep(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
     """FA2 section 4.1, FA3 section 4.1: hidden dimension 2048, 16,384 tokens in all, head_dim 64 to 256, with and without causal mask."""
     return _sweep("papers", (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256), 2048, 16384, dtype, direction)
+
+
+def ladder_sweep(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """The papers' sweep without head_dim 256, which the ladder has no kernels for."""
+    return ladder_cells(dtype=dtype, direction=direction)
+
+
+def ladder_cells(
+    seqlens=(512, 1024, 2048, 4096, 8192, 16384), head_dims=(128, 64), causal=(False, True), dtype=torch.bfloat16, direction="fwd"
+) -> list[Workload]:
+    """Cells of the ladder's sweep, at any length: hidden dimension 2048, and as many sequences as make 16,384 tokens, at least one."""
+    cells = _sweep("ladder", seqlens, head_dims, 2048, 16384, dtype, direction)
+    return [cell for cell in cells if (cell.mask == Causal()) in causal]
 
 
 def cpu_sweep(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
@@ -135,7 +152,7 @@ def _sweep(name, seqlens, head_dims, hidden, tokens, dtype, direction) -> list[W
     return [
         Workload(
             name=name,
-            batch=tokens // seqlen,
+            batch=max(1, tokens // seqlen),
             seqlen_q=seqlen,
             heads_q=hidden // head_dim,
             head_dim=head_dim,
@@ -168,4 +185,4 @@ def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     return [replace(row, dtype=dtype, direction=direction) for row in rows]
 
 
-SETS = {"papers": paper_sweep, "cpu": cpu_sweep, "masks": mask_shapes, "models": model_shapes}
+SETS = {"papers": paper_sweep, "ladder": ladder_sweep, "cpu": cpu_sweep, "masks": mask_shapes, "models": model_shapes}

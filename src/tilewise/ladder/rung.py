@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -65,7 +66,8 @@ class Rung:
 
     @cached_property
     def code(self) -> ModuleType:
-        """The rung's module; imports the DSL."""
+        """The rung's module; imports the DSL, which reads there and then for which GPU it compiles."""
+        os.environ.setdefault("CUTE_DSL_ARCH", hopper.ARCH)
         return import_module(f"tilewise.ladder.{self.module}")
 
     def compiled(self, head_dim: int, causal: bool, options: str = ""):

@@ -1,0 +1,167 @@
+"""The ladder's measurements as tables: every rung beside its peers, in the terminal and in the README and the worklog."""
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tilewise.bench.report import MISSING, describe
+from tilewise.bench.store import Row, latest
+from tilewise.ladder import RUNGS, VARIANTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CLOCKS = ("graph", "events", "wall")  # the one that counts for a kernel, first
+PLACE = {"head_dim": 128, "seqlen_k": 8192}  # where rungs are compared by one number
+MASKS = {"Full()": "full", "Causal()": "causal"}
+Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, seqlen
+
+
+def cells_of(rows: Iterable[Row]) -> Cells:
+    """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts."""
+    cells: Cells = {}
+    for row in latest(row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd"):
+        place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
+        if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
+            cells[place] = row
+    return cells
+
+
+def _contenders(cells: Cells) -> list[str]:
+    """The ladder's in its order, then the peers in the rows' order."""
+    found = list(dict.fromkeys(impl for impl, *_ in cells))
+    return [name for name in (*RUNGS, *VARIANTS) if name in found] + [name for name in found if not _ours(name)]
+
+
+def _ours(name: str) -> bool:
+    return name in RUNGS or name in VARIANTS
+
+
+def rate(row: Row | None) -> str:
+    """TFLOP/s on visible pairs."""
+    return MISSING if row is None else f"{row.flops_per_s * 1e-12:.{0 if row.flops_per_s >= 1e14 else 1}f}"
+
+
+def ladder_table(rows: Iterable[Row]) -> "Table":
+    """TFLOP/s for the terminal: a line a contender, a column a length, a block a head_dim and mask."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    cells = cells_of(rows)
+    lengths = sorted({seqlen for *_, seqlen in cells})
+    made = Table(title="TFLOP/s on visible pairs", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    made.add_column("head_dim, mask")
+    made.add_column("contender", style="cyan")
+    for seqlen in lengths:
+        made.add_column(_length(seqlen), justify="right")
+    for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
+        here = [name for name in _contenders(cells) if any((name, head_dim, mask, seqlen) in cells for seqlen in lengths)]
+        for line, name in enumerate(here):
+            made.add_row(f"{head_dim} {mask}" if line == 0 else "", name, *(rate(cells.get((name, head_dim, mask, n))) for n in lengths))
+        made.add_section()
+    return made
+
+
+def verdicts(rows: Iterable[Row]) -> "Table":
+    """What was checked and how it ended, without times."""
+    from rich.table import Table
+
+    made = Table("contender", "case", "result", "error of O", title="Against the fp64 oracle", title_justify="left")
+    for row in rows:
+        result = {True: "[green]passed[/]", False: "[bold red]wrong[/]"}.get(row.passed, "[yellow]not run[/]")
+        note = "" if row.reason is None else f"{result}: {_plain(row.reason)}"
+        made.add_row(row.impl, _plain(describe(row.case)), note or result, MISSING if row.error is None else f"{row.error:.1e}")
+    return made
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _length(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
+
+
+def ladder_markdown(rows: Iterable[Row]) -> str:
+    """A line a rung: its idea, its rate at PLACE without and with causal mask, and what share of the machine's matmul rate that is."""
+    cells, place = cells_of(rows), (PLACE["head_dim"], PLACE["seqlen_k"])
+    if not cells:
+        return "No measurement of the ladder is committed yet."
+    where = f"head_dim {place[0]}, {_length(place[1])}"
+    lines = ["| | idea | full, TFLOP/s | causal | full, of the matmul rate |", "|---|---|---:|---:|---:|"]
+    for name in (*RUNGS, *VARIANTS, *(name for name in _contenders(cells) if not _ours(name))):
+        title = (RUNGS | VARIANTS)[name].title if _ours(name) else "peer"
+        full, causal = (cells.get((name, place[0], mask, place[1])) for mask in MASKS.values())
+        if not _ours(name) and full is None and causal is None:
+            continue
+        lines.append(f"| {name} | {title} | {rate(full)} | {rate(causal)} | {_share(full)} |")
+    return "\n".join([*lines, "", f"{where}, 16,384 tokens in all, forward in bf16. {_where(cells)}"])
+
+
+def _share(row: Row | None) -> str:
+    if row is None or not row.ceiling_flops_per_s:
+        return MISSING
+    return (
+        f"{row.flops_per_s / row.ceiling_flops_per_s:.1%}" if row.flops_per_s < 1e14 else f"{row.flops_per_s / row.ceiling_flops_per_s:.0%}"
+    )
+
+
+def rung_markdown(rows: Iterable[Row], name: str) -> str:
+    """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
+    if not _ours(name):
+        raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
+    cells, before = cells_of(rows), _before(name)
+    if not cells:
+        return "No measurement of the ladder is committed yet."
+    lengths = sorted({seqlen for *_, seqlen in cells})
+    lines = [f"| TFLOP/s | | {' | '.join(map(_length, lengths))} |", f"|---|---|{'---:|' * len(lengths)}"]
+    for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
+        where = f"{head_dim} {mask}"
+        for each in (*([before] if before else []), name):
+            shown = (rate(cells.get((each, head_dim, mask, seqlen))) for seqlen in lengths)
+            lines.append(f"| {where} | {each} | {' | '.join(f'**{text}**' if each == name else text for text in shown)} |")
+        best = (_best_peer(cells, head_dim, mask, seqlen) for seqlen in lengths)
+        lines.append(f"| {where} | best peer | {' | '.join(f'{rate(row)} {row.impl}' if row else MISSING for row in best)} |")
+    return "\n".join([*lines, "", _where(cells)])
+
+
+def _before(name: str) -> str | None:
+    """The rung below; of a variant, the rung it is a variant of."""
+    if name in VARIANTS:
+        return name.partition(":")[0]
+    order = list(RUNGS)
+    return order[order.index(name) - 1] if name != order[0] else None
+
+
+def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | None:
+    peers = [row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)]
+    return max(peers, key=lambda row: row.flops_per_s, default=None)
+
+
+def _where(cells: Cells) -> str:
+    """The machine and the software of the last row."""
+    last = max(cells.values(), key=lambda row: str(row.environment.get("date")))
+    found = last.environment
+    words = [str(found.get("device", "no machine")), f"torch {found.get('torch', MISSING)}"]
+    if found.get("nvidia-cutlass-dsl"):
+        words.append(f"CuTe DSL {found['nvidia-cutlass-dsl']}")
+    ceiling = f"; a large matmul in the same run: {last.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s" if last.ceiling_flops_per_s else ""
+    return f"Measured on {', '.join(words)}, {str(found.get('date', MISSING))[:10]}; medians, side by side in one process{ceiling}."
+
+
+_LADDER = re.compile(r"(<!-- ladder:begin -->\n).*?(<!-- ladder:end -->)", re.DOTALL)
+_RUNG = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def fill_ladder(text: str, rows: Iterable[Row], where: str = "text") -> str:
+    """`text` with what stands between `<!-- ladder:begin -->` and `<!-- ladder:end -->`, and between `<!-- table:RUNG -->` and
+    `<!-- /table -->`, rewritten. Raises ValueError for a table of no rung, and for a begin without its end."""
+    rows = list(rows)
+    for begin, pattern in ((r"<!-- ladder:begin -->", _LADDER), (r"<!-- table:\S+ -->", _RUNG)):
+        begun, ended = len(re.findall(begin, text)), len(pattern.findall(text))
+        if begun != ended:
+            raise ValueError(f"{where}: {begun} {begin!r} and {ended} with an end after them, each marker on a line of its own")
+    text = _LADDER.sub(lambda match: f"{match[1]}\n{ladder_markdown(rows)}\n\n{match[2]}", text)
+    return _RUNG.sub(lambda match: f"{match[1]}\n{rung_markdown(rows, match['name'])}\n\n{match[3]}", text)

@@ -1,0 +1,150 @@
+"""The ladder and vLLM's FlashAttention-3 as contenders, as far as a machine without a GPU can tell."""
+
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tilewise.bench import Timing, find, ladder_from, ladder_sweep, run
+from tilewise.bench.gate import Gate, verify
+from tilewise.bench.gpu_impls import LIBRARY, OnLadder, PackedFlashAttention3, packed
+from tilewise.bench.impls import Naive
+from tilewise.bench.timing import interleave
+from tilewise.bench.workloads import Workload
+from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.testing import tolerance
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = Workload(name="small", batch=2, seqlen_q=40, heads_q=4, head_dim=16)
+
+
+class Formula:
+    """Stands for a rung: the formula on (heads, seqlen, head_dim)."""
+
+    name = "k0"
+
+    def why_not(self, problem):
+        return []
+
+    def __call__(self, q, k, v, causal):
+        assert all(x.is_contiguous() for x in (q, k, v)), "a copy would be timed"
+        one = replace(SMALL, batch=1, heads_q=q.shape[0], heads_k=0, mask=Causal() if causal else Full())
+        return Naive().prepare(one, CPU)(*(x[None].transpose(1, 2) for x in (q, k, v)))[0].transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+def test_a_rung_gets_heads_first_and_without_a_copy(mask):
+    workload = replace(SMALL, mask=mask)
+    assert Gate(workload, 0, CPU).verify(OnLadder(Formula()).prepare(workload, CPU), heads_first=True) < 1e-5
+    (row,) = run([workload], [OnLadder(Formula())], memory=False, timing=Timing(budget_s=0.0))
+    assert row.impl == "k0" and row.passed and row.median_s > 0
+
+
+def test_inputs_are_the_same_numbers_in_either_memory():
+    for one, other in zip(SMALL.inputs(3), SMALL.inputs(3, heads_first=True), strict=True):
+        assert torch.equal(one, other) and one.is_contiguous() and other.transpose(1, 2).is_contiguous()
+
+
+def test_every_rung_is_a_contender_under_its_own_name():
+    assert [each.name for each in find(",".join((*RUNGS, *VARIANTS)))] == [*RUNGS, *VARIANTS]
+    assert [each.name for each in find("k3_2..k4_2, sdpa, k4_1")] == ["k3_2", "k3_3", "k4_1", "k4_2", "sdpa"]
+    for wrong in ("k1..k9", "k6..k2", "..k2", "k6:turns..k6"):
+        with pytest.raises(ValueError, match=r"a range goes up the ladder, from one of k1, k2, k3_1"):
+            find(wrong)
+
+
+def test_why_a_rung_cannot():
+    cell = ladder_sweep()[0]
+    (rung,) = find("k5")
+    assert rung.why_not(cell, CPU) == ["it runs on a Hopper GPU, and the tensors are on cpu: move them to 'cuda'"]
+    window = rung.why_not(replace(cell, mask=SlidingWindow(64, 0), direction="bwd"), CUDA)
+    assert window[:2] == ["the ladder takes full and causal masks of equal lengths only", "it has no grad"]
+    assert "it takes as many key heads as query heads" in rung.why_not(replace(cell, heads_k=1), CUDA)[0]
+
+
+def test_cells_of_the_sweep():
+    sweep = ladder_sweep()
+    assert len(sweep) == 24 and {cell.name for cell in sweep} == {"ladder"}
+    assert {(cell.batch * cell.seqlen_q, cell.heads_q * cell.head_dim) for cell in sweep} == {(16384, 2048)}
+    (odd,) = ladder_from({"seqlen": "1000", "head_dim": "64", "causal": "1"})
+    assert (odd.batch, odd.heads_q, odd.mask) == (16, 32, Causal())
+    assert ladder_from({"seqlen": "65536", "head_dim": "128", "causal": "0"})[0].batch == 1
+    assert ladder_from({}) == sweep
+    with pytest.raises(ValueError, match="mask: not an option of the ladder's sweep"):
+        ladder_from({"mask": "full"})
+
+
+def test_what_is_right_is_computed_once_a_workload(monkeypatch):
+    asked, held = [], tolerance.expected
+
+    @dataclass(frozen=True)
+    class Counting(Naive):
+        name: str = "counting"
+
+    def expected(*arguments):
+        asked.append(arguments)
+        return held(*arguments)
+
+    monkeypatch.setattr(tolerance, "expected", expected)
+    rows = run([SMALL], [Naive(), Counting()], memory=False, timing=Timing(clocks=()))
+    assert [(row.passed, row.clock, row.median_s) for row in rows] == [(True, "none", None)] * 2
+    assert len(asked) == 1
+
+
+def test_slow_calls_are_timed_once_and_do_not_eat_the_others_time():
+    calls = {"slow": lambda: time.sleep(0.03), "fast": lambda: time.sleep(0.001)}
+    stats = interleave(calls, budget_s=0.02, once_above_s=0.02)
+    assert stats["slow"].samples == 1 and stats["fast"].samples > 3
+    assert interleave(calls, budget_s=0.0)["slow"].samples == 3
+
+
+def test_no_workload_is_begun_after_the_limit():
+    assert run([SMALL], [Naive()], memory=False, timing=Timing(clocks=()), limit_s=-1.0) == []
+
+
+SCHEMA = (
+    "(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_seqlen_q, "
+    "int? max_seqlen_k, float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
+    "bool is_rotary_interleaved, int num_splits, bool? pack_gqa, int sm_margin{}) -> Tensor[]"
+)
+
+
+def operator(name, extra=""):
+    library = torch.library.Library("tilewise_test", "FRAGMENT")
+    library.define(name + SCHEMA.format(extra))
+
+    def forward(q, k, v, k_new, out, cu_q, cu_k, most_q, most_k, scale, causal, left, right, softcap, rotary, splits, pack, margin, *more):
+        assert k_new is None and out is None and pack is None and (softcap, splits, margin, more) == (0.0, 1, 0, (1,) * len(more))
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and (most_q, most_k, scale) == (40, 40, 0.25)
+        mask = Documents(cu_q.tolist(), inner=Causal() if causal else Full())
+        one = replace(SMALL, batch=1, seqlen_q=len(q), seqlen_k=len(k), mask=mask)
+        return [Naive().prepare(one, CPU)(q[None], k[None], v[None])[0], q.new_empty(0)]
+
+    library.impl(name, forward, "CompositeExplicitAutograd")
+    return library, getattr(torch.ops.tilewise_test, name).default
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("extra", ["", ", int cp_world_size"], ids=["shorter", "longer"])
+def test_packed_operators_get_their_arguments_by_name(mask, extra):
+    _library, forward = operator(f"fwd{len(extra)}_{type(mask).__name__}", extra)
+    workload = replace(SMALL, mask=mask)
+    assert verify(packed(forward, workload, CPU), workload, 0, CPU) < 1e-5
+
+
+def test_a_packed_operator_that_wants_more_than_is_known():
+    _library, forward = operator("fwd_unknown", ", int phase_of_moon")
+    with pytest.raises(NotImplementedError, match=r"wants phase_of_moon \(int\), which is not known here"):
+        packed(forward, SMALL, CPU)
+
+
+def test_why_vllms_cannot(monkeypatch, tmp_path):
+    peer, cell = PackedFlashAttention3(), ladder_sweep()[0]
+    monkeypatch.delenv(LIBRARY, raising=False)
+    assert peer.why_not(cell, CUDA)[0].startswith("the environment variable TILEWISE_FA3_LIBRARY does not name the library")
+    (tmp_path / "lib.so").touch()
+    monkeypatch.setenv(LIBRARY, str(tmp_path / "lib.so"))
+    assert peer.why_not(cell, CUDA) == []
+    assert peer.why_not(replace(cell, direction="bwd"), CUDA) == ["fa3:vllm has no backward"]

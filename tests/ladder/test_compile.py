@@ -1,0 +1,152 @@
+"""Every rung compiles for Hopper without a GPU, and the compiled code is what the rung says it is."""
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+from tilewise.hopper.compile import compiled, why_no_compiler
+from tilewise.ladder import RUNGS, VARIANTS
+
+EVERY = {**RUNGS, **VARIANTS}
+REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
+WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
+
+
+@cache
+def inspector() -> Path | None:
+    """NVIDIA's cuobjdump of the package nvidia-cuda-cuobjdump, or of a toolkit on the path."""
+    try:
+        files = distribution("nvidia-cuda-cuobjdump").files or []
+    except PackageNotFoundError:
+        files = []
+    packaged = [Path(file.locate()) for file in files if file.name == "cuobjdump"]
+    found = packaged[0] if packaged else shutil.which("cuobjdump")
+    return Path(found) if found else None
+
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler())),
+    pytest.mark.skipif(inspector() is None, reason="cuobjdump is not installed: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"),
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel: its configuration, what the compiler remarked, what the object needs, and its instructions."""
+
+    config: object
+    remarks: str
+    usage: list[dict[str, int]]  # a kernel each
+    code: list[str]  # instructions with their modifiers and operands
+
+    def count(self, pattern: str) -> int:
+        return sum(re.match(pattern, instruction) is not None for instruction in self.code)
+
+
+@pytest.fixture(scope="module")
+def compile_and_inspect(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("objects")
+    tool = folder / "cuobjdump"
+    for name in ("cuobjdump", "nvdisasm"):  # the wheel may leave them without the right to execute
+        if (source := inspector().with_name(name)).exists():
+            shutil.copyfile(source, folder / name)
+            (folder / name).chmod(0o755)
+
+    def run(rung, head_dim: int, causal: bool, capture) -> Compiled:
+        capture.readouterr()
+        kernel = rung.compiled(head_dim, causal, REMARKS if rung.name >= "k4" else "")
+        remarks = "".join(capture.readouterr())
+        path = folder / f"{rung.name.replace(':', '-')}-{head_dim}-{causal}.cubin"
+        path.write_bytes(kernel.__cubin__)
+        command, environment = [tool, "--dump-resource-usage", "-sass", path], {"PATH": str(folder)}
+        dump = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        lines = (line for line in dump.splitlines() if "REG:" in line)
+        usage = [{name: int(number) for name, number in re.findall(r"(\w+):(\d+)", line)} for line in lines]
+        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][^;]*);", dump, re.MULTILINE)
+        return Compiled(rung.code.configure(head_dim, causal, **rung.choice), remarks, usage, code)
+
+    return run
+
+
+def products(name: str, config) -> tuple[int, int]:
+    """How often S = Q K^T and O += P V stand in the code: masked and unmasked tiles are loops of their own, each compiled once."""
+    if name.startswith("k4_1"):
+        return 1, 0
+    if name.startswith(("k4_2", "k5")) or not config.overlap:
+        return 2, 2
+    loops = 2 if config.causal else 1  # without causal mask only the first tile is masked, and it is ahead of the loop
+    return 1 + loops, loops + 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", EVERY)
+def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
+    found = compile_and_inspect(EVERY[name], head_dim, causal, capfd)
+    config, level = found.config, name.partition(":")[0]
+
+    assert len(found.usage) == (3 if level == "k1" else 1)
+    for usage in found.usage:
+        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS
+    assert found.count(r"LDL|STL") == 0
+    assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
+
+    assert (found.count("UTMALDG") > 0) == (level >= "k3")
+    if level < "k4":
+        assert found.count("HGMMA|WARPGROUP") == 0
+    else:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in found.remarks
+        qk, pv = products(name, config)
+        assert found.count("HGMMA") == qk * (head_dim // 16) + pv * (config.tile_n // 16)
+        # One group of products ends with gsb0 on its last instruction; a serialised one has it on every instruction.
+        assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == qk + pv
+    if level < "k5":
+        assert found.count("USETMAXREG") == 0
+    else:
+        check_registers(found, config)
+
+
+def check_registers(found: Compiled, config):
+    """What setmaxnreg hands out is what Config says, and no more than the block was launched with, or it would wait for ever."""
+    (usage,), (producer, consumer) = found.usage, config.registers
+    launched = usage["REG"] * (1 + config.consumers)
+    assert producer + config.consumers * consumer <= launched and launched * WARPGROUP <= FILE
+    operands = [
+        int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")
+    ]
+    assert Counter(operands) == Counter([producer, consumer])
+
+
+def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):
+    """Touching the sums between two products of a group makes the compiler serialise them; the gate must see that."""
+    from tilewise.hopper.dsl import cute
+
+    right = cute.gemm
+
+    def gemm(atom, acc, *operands):
+        right(atom, acc, *operands)
+        acc[0] = acc[0] + 1.0
+
+    monkeypatch.setattr(cute, "gemm", gemm)
+    compiled.cache_clear()
+    try:
+        found = compile_and_inspect(RUNGS["k4_2"], 64, True, capfd)
+    finally:
+        compiled.cache_clear()
+    assert "(C7" in found.remarks and found.count("HGMMA.*gsb0") > sum(products("k4_2", found.config))
+
+
+def test_what_changes_from_call_to_call_is_no_part_of_the_key():
+    """One object for every length and batch: the key is the rung's configuration, which has no field for either."""
+    rung = RUNGS["k5"]
+    assert rung.compiled(64, False) is rung.compiled(64, False)
+    for each in EVERY.values():
+        fields = set(vars(each.code.configure(64, False, **each.choice)))
+        assert fields <= {"head_dim", "causal", "tile_m", "tile_n", "kv_stages", "pingpong", "overlap", "trace"}, each.name

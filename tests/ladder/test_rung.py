@@ -1,0 +1,119 @@
+"""A rung without a GPU: its name, and what it says to tensors and machines that it cannot serve."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.hopper import compile as hopper
+from tilewise.ladder import RUNGS, VARIANTS, __main__
+from tilewise.ladder.rung import Rung
+
+EVERY = {**RUNGS, **VARIANTS}
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def heads(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def test_names():
+    assert list(RUNGS) == ["k1", "k2", "k3_1", "k3_2", "k3_3", "k4_1", "k4_2", "k5", "k6"]
+    assert all(name == rung.name and rung.title for name, rung in EVERY.items())
+    assert all(name.partition(":")[0] in RUNGS for name in VARIANTS)
+
+
+def test_the_registry_needs_no_dsl():
+    """Names and titles are there without NVIDIA's package; a rung's module is imported when it is used."""
+    code = "import sys; import tilewise.ladder, tilewise.bench; tilewise.bench.known(); sys.exit('cutlass' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ((heads(64, 64),) * 3, ShapeError, "q must be (batch * heads, seqlen, head_dim), got (64, 64)"),
+        ((heads(2, 64, 64), heads(2, 32, 64), heads(2, 64, 64)), ShapeError, "k must be as q, (2, 64, 64) torch.bfloat16 on cpu; got (2, 32, 64)"),
+        ((heads(2, 64, 64), heads(2, 64, 64), heads(2, 64, 64).float()), ShapeError, "v must be as q"),
+        ((heads(2, 64, 64).float(),) * 3, UnsupportedError, "it takes bfloat16 only, and the tensors are torch.float32"),
+        ((heads(2, 64, 72),) * 3, UnsupportedError, "it takes head_dim 64 and 128, and this is 72"),
+        ((heads(2, 64, 64),) * 3, UnsupportedError, "it runs on a Hopper GPU, and the tensors are on cpu: move them to 'cuda'"),
+    ],
+)  # fmt: skip
+def test_bad_tensors(given, error, message):
+    for rung in EVERY.values():
+        with pytest.raises(error) as raised:
+            rung(*given)
+        assert message in str(raised.value)
+
+
+def test_without_the_dsl(monkeypatch):
+    monkeypatch.setattr(hopper, "find_spec", lambda name: None)
+    sentence = "NVIDIA's CuTe DSL is not installed: pip install 'tilewise[hopper]'"
+    assert hopper.why_not_here() == [sentence]
+    assert RUNGS["k5"].reasons(torch.bfloat16, 64, "cuda") == [sentence]
+    with pytest.raises(UnsupportedError, match="k5 cannot be compiled: NVIDIA's CuTe DSL is not installed"):
+        Rung("k5", "k5_warp_specialised", "").compiled(64, False)
+
+
+def test_without_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(hopper, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hopper.why_not_here() == ["torch sees no GPU here: run it on a machine with an H100 or H200"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    assert hopper.why_not_here() == ["it needs a Hopper GPU (compute capability 9.0), and this is 8.0"]
+
+
+@NO_GPU
+def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
+    assert __main__.main([], {}) == 2
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == list(EVERY)
+    assert err.startswith("The ladder cannot run here: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, message",
+    [
+        (["k7"], {}, "impl is 'k7'; it must be among"),
+        (["k6..k1"], {}, "a range goes up the ladder"),
+        ([], {"CAUSAL": "yes"}, "causal is 'yes'; each item of its comma-separated list must be 0 or 1"),
+        ([], {"SEQLEN": "0"}, "seqlen is '0'"),
+    ],
+)
+def test_the_command_refuses_what_makes_no_sense(arguments, environment, message, capsys):
+    assert __main__.main(arguments, environment) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_runs_the_cells_of_the_environment(monkeypatch, capsys):
+    asked = {}
+
+    def run(cells, contenders, **options):
+        asked.update(cells=cells, names=[each.name for each in contenders], **options)
+        return []
+
+    monkeypatch.setattr(__main__, "why_not_here", lambda: [])
+    monkeypatch.setattr(__main__.bench, "run", run)
+    environment = {"CHECK": "1", "SEQLEN": "512", "HEADDIM": "64", "CAUSAL": "0"}
+    assert __main__.main(["k1..k3_1", "sdpa:cudnn"], environment) == 0
+    (cell,) = asked["cells"]
+    assert asked["names"] == ["k1", "k2", "k3_1", "sdpa:cudnn"] and asked["device"] == "cuda"
+    assert (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim, cell.dtype) == (32, 512, 32, 64, torch.bfloat16)
+    assert __main__.main([], {}) == 0
+    assert len(asked["cells"]) == 24 and asked["names"] == list(RUNGS)
+    assert "Against the fp64 oracle" in capsys.readouterr().out
+
+
+def test_a_score_matrix_that_does_not_fit(monkeypatch):
+    """K1 says so before it asks for the memory."""
+    for name, number in (("memory_reserved", 3 << 30), ("memory_allocated", 1 << 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
+    q = SimpleNamespace(shape=(16, 16384, 64), device="cuda")
+    with pytest.raises(UnsupportedError, match=r"\(16, 16384, 16384\) in fp32: 17\.2 GB, and 3\.2 GB are free"):
+        RUNGS["k1"]._scores(q)

@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# What a person with an H100 runs once: the GPU tests, then every rung of the ladder and its peers, measured in turns in one process.
+#
+#   tools/gpu_check.sh                  install what is missing (into $PYTHON's environment), test, measure, summarise
+#   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only
+#     --head-dim 128 --seqlen 8192      cells of the sweep (comma-separated lists);  --causal 0 or 1
+#     --impl k5,k6,sdpa:cudnn           contenders, in place of all that are here
+#     --budget 540                      begin no further cell after so many seconds of measuring
+#     --sample 0.15                     seconds of timing for each contender and cell
+#
+# Environment: PYTHON (python3), OUT (the file or folder of the rows; benchmarks/results/h100.jsonl), TILEWISE_OFFLINE=1 (install nothing),
+# TILEWISE_FA3_LIBRARY (vLLM's build of FlashAttention-3), TILEWISE_COMMIT (where the checkout has no history).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+
+tests=yes bench=yes impl="" limit=100000 sample=0.15 cells=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --tests) bench=no; shift ;;
+    --bench) tests=no; shift ;;
+    --head-dim | --seqlen | --causal) cells+=("$1" "${2:?$1 wants a value}"); shift 2 ;;
+    --impl) impl=${2:?--impl wants names}; shift 2 ;;
+    --budget) limit=${2:?--budget wants seconds}; shift 2 ;;
+    --sample) sample=${2:?--sample wants seconds}; shift 2 ;;
+    *) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"; exit 2 ;;
+  esac
+done
+
+if ! nvidia-smi > /dev/null 2>&1; then # before anything is installed
+  echo "nvidia-smi finds no GPU here: run this on a machine with an H100 or H200" >&2
+  exit 3
+fi
+
+missing() { # MODULE=REQUIREMENT ...: the requirements whose modules are not here
+  "$PYTHON" -c '
+import sys
+from importlib.util import find_spec
+print(*(need for module, need in (each.split("=", 1) for each in sys.argv[1:]) if find_spec(module) is None))' "$@"
+}
+wanted=$(missing torch=torch numpy=numpy rich=rich matplotlib=matplotlib pytest=pytest hypothesis=hypothesis \
+  cutlass=nvidia-cutlass-dsl==4.8.1 tvm_ffi=apache-tvm-ffi)
+peers=$(missing flash_attn.cute=flash-attn-4==4.0.0b36 2> /dev/null || echo flash-attn-4==4.0.0b36)
+if [ "${TILEWISE_OFFLINE:-0}" = 0 ]; then
+  # shellcheck disable=SC2086
+  [ -z "$wanted" ] || "$PYTHON" -m pip install -q $wanted
+  # shellcheck disable=SC2086
+  [ -z "$peers" ] || "$PYTHON" -m pip install -q --pre $peers nvidia-cutlass-dsl==4.8.1 || echo "FlashAttention-4 was not installed: no row of it"
+elif [ -n "$wanted" ]; then
+  echo "missing, and TILEWISE_OFFLINE is set: $wanted" >&2
+  exit 3
+fi
+
+"$PYTHON" - <<'PY' || exit 3
+import sys
+from tilewise.hopper.compile import why_not_here
+sys.exit("; ".join(why_not_here()) or None)
+PY
+
+[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q
+[ "$bench" = yes ] || exit 0
+
+if [ -z "$impl" ]; then
+  impl=$("$PYTHON" - <<'PY'
+import sys
+import torch
+from tilewise import bench
+from tilewise.ladder import RUNGS, VARIANTS
+
+cell, here = bench.ladder_sweep()[0], []
+for contender in bench.find(",".join((*RUNGS, *VARIANTS, "sdpa:cudnn", "sdpa:flash", "fa2", "fa3", "fa3:vllm", "fa4"))):
+    if reasons := contender.why_not(cell, torch.device("cuda")):
+        print(f"no row of {contender.name}: {'; '.join(reasons)}", file=sys.stderr)
+    else:
+        here.append(contender.name)
+print(",".join(here))
+PY
+  )
+fi
+rows=${OUT:-benchmarks/results/h100.jsonl}
+[ ! -d "$rows" ] || rows=$rows/h100.jsonl
+"$PYTHON" -m tilewise bench --impl "$impl" --set ladder "${cells[@]}" --device cuda --dtype bf16 --budget "$sample" --clock events \
+  --once-above 0.3 --no-memory --limit "$limit" --out "$rows"
