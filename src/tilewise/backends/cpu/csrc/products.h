@@ -4,9 +4,14 @@
 
 namespace TW_NAMESPACE {
 
-// So many products of a score are added one after another; longer sums are made of such sums. A chain of 205 (head_dim) put LSE 2.6 times
-// beyond its tolerance.
-constexpr int64_t kChain = 64;
+// So many products are added one after another; longer sums are made of such sums. Where a product and its addition round together (FMA), scores
+// alone need it: a chain of 205 (head_dim) put LSE 2.6 times beyond its tolerance; splitting the sums over keys and rows as well cost up to 11 % of
+// the backward (d64, one thread). Where they round separately (x86 before FMA), every sum needs it.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr int64_t kScoreChain = 64, kUpdateChain = INT64_MAX;
+#else
+constexpr int64_t kScoreChain = 16, kUpdateChain = 16;
+#endif
 
 template <class Op, int M, int W>
 TW_INLINE void add_products(vf (&acc)[M][W], const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t ldb, int64_t begin,
@@ -26,7 +31,7 @@ TW_INLINE void add_products(vf (&acc)[M][W], const float* a, int64_t row_step, i
 // Every sum starts at zero, so that a block's contribution is rounded at its own magnitude before it joins a long running sum.
 template <class Op, int M, int W, class Epilogue>
 TW_INLINE void tile_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t ldb, int64_t depth, Epilogue epilogue,
-                            int64_t chain = kChain) {
+                            int64_t chain = kScoreChain) {
   vf acc[M][W];
   add_products<Op, M, W>(acc, a, row_step, depth_step, b, ldb, 0, min_of(depth, chain));
   for (int64_t k = chain; k < depth; k += chain) {
@@ -48,7 +53,7 @@ TW_INLINE void update_tile(float* c, int64_t ldc, const float* a, int64_t row_st
       float* p = c + r * ldc + w * L;
       store(p, U == Update::kRescale ? load(p) * splat(rescale[r]) + acc[r][w] : load(p) + acc[r][w] * factor);
     }
-  }, depth);  // one chain a block: splitting these as well cost up to 11 % of the backward (d64, one thread)
+  }, min_of(depth, kUpdateChain));
 }
 
 template <class Op, Update U, int W>
