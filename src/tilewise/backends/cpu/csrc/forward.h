@@ -116,11 +116,8 @@ static void add_visible_values(const Panel& p, const Head& h, const BandList& ba
   for (int64_t i = 0; i < p.rows; i++) {
     float* o = p.o + i * ldo;
     for (int64_t e = 0; e < a.head_dim_v; e++) o[e] *= rescale[i];
-    for (int64_t j = c.key_begin; j < c.key_end; j++) {
-      if (!visible(bands, x, p.row + i, j)) continue;
-      const float weight = s[(j - c.key_begin) * kPanel + i];
-      for (int64_t e = 0; e < a.head_dim_v; e++) o[e] += weight * load_one(element(h.v(j), e, a.dtype), a.dtype);
-    }
+    add_visible(o, a.head_dim_v, c.key_end - c.key_begin, a.dtype, [&](int64_t j) { return visible(bands, x, p.row + i, c.key_begin + j); },
+                [&](int64_t j) { return s[j * kPanel + i]; }, [&](int64_t j) { return h.v(c.key_begin + j); });
   }
 }
 
