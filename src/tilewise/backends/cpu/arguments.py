@@ -78,7 +78,8 @@ def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | Non
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
+    """x with its last dimension contiguous, and holding its numbers themselves, not their negatives (Tensor.is_neg)."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

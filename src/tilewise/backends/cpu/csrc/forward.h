@@ -195,7 +195,7 @@ static void finish_panel(const Panel& p, const Head& h) {
     store(lse + w * L, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
   }
   store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, round_up(a.head_dim_v, kPad), p.rows, a.head_dim_v, factors, 1, a.dtype);
-  memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
+  if (a.lse) memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
 }
 
 constexpr int kMaxPanels = 8;
