@@ -95,7 +95,25 @@ def test_what_else_takes_part_is_not_bypassed():
     negated = tw.attention(torch._neg_view(-q), k, v)
     assert torch.equal(negated, plain)
     assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
-    assert remembered() == 1
+    assert remembered() == 2  # without and with gradient
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_by_the_short_way(options):
+    tensors = [x.requires_grad_() for x in qkv(70, 40)]
+    d_o, given = torch.randn(2, 70, 2, 8), {**options, "return_lse": False}
+
+    def gradients(d_o, **how):
+        return torch.autograd.grad(tw.attention(*tensors, **given), tensors, d_o, **how)
+
+    long = gradients(d_o)
+    transposed = d_o.transpose(1, 2).contiguous().transpose(1, 2)
+    for short in (gradients(d_o), gradients(transposed), gradients(d_o, create_graph=True), gradients(torch._neg_view(-d_o))):
+        assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradients(d_o, create_graph=True)[0].sum(), tensors)
+    some = torch.autograd.grad(tw.attention(tensors[0], *(x.detach() for x in tensors[1:]), **given), tensors[0], d_o)
+    assert torch.equal(some[0], long[0])
 
 
 def test_values_are_no_part_of_it():

@@ -139,7 +139,7 @@ def _refuse_second_derivative(ctx, *grads):
     )
 
 
-def _refuse_forward_mode():
+def refuse_forward_mode():
     raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
 
 
@@ -174,7 +174,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 class _Eager(torch.autograd.Function):
@@ -193,7 +193,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 class _Backward(torch.autograd.Function):
@@ -215,7 +215,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -225,6 +225,11 @@ def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     if watched(operands.q):
         return _Forward.apply(*operands)
     return _Eager.apply(*operands) if operands.grad else _forward(*operands)
+
+
+def differentiate(o: Tensor, lse: Tensor, d_o: Tensor, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV of a forward without bias or sink, by the way that all who watch allow."""
+    return _Backward.apply(o, lse, d_o, None, False, *given)[:3]
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -70,7 +70,7 @@ class Cpu:
         return o, lse
 
     def repeat(self, call: Call) -> Repeat | None:
-        """`forward` for more calls that differ from this one in nothing but what q, k and v hold; None where there is no shorter way."""
+        """`forward` and `backward` for more calls that differ in nothing but what q, k and v hold; None where there is no shorter way."""
         modified = call.bias, call.alibi_slopes, call.sink, call.diagonal, call.dropout
         if any(x is not None for x in modified) or 0 in (*call.q.shape, *call.k.shape):
             return None

@@ -94,6 +94,7 @@ def _load() -> Library | str:
     for name in ("tw_backward_workspace", "tw_decode_workspace"):
         getattr(functions, name).restype = ctypes.c_int64
     functions.tw_repeat.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 5)
+    functions.tw_repeat_backward.argtypes = (ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 10)
     pool = _shared_pool()
     functions.tw_set_pool(pool)
     return Library(found, best if isa == "auto" else isa, isas, pool is not None, functions)

@@ -93,6 +93,16 @@ int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, cons
   return status;
 }
 
+int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
+                       const void* d_o, void* dq, void* dk, void* dv, void* workspace) {
+  tw_args a = *prepared;
+  a.threads = threads;
+  a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.d_o.data = d_o, a.dq.data = dq, a.dk.data = dk, a.dv.data = dv;
+  a.lse = (float*)lse;
+  a.workspace = workspace;
+  return tw_backward(&a);
+}
+
 void tw_set_pool(void* gomp_parallel) { tw_set_gomp_parallel(gomp_parallel); }
 
 void tw_info(tw_info_t* info) {

@@ -93,6 +93,9 @@ TW_EXPORT void tw_set_pool(void* gomp_parallel);
 TW_EXPORT int tw_forward(const tw_args* args);
 // tw_forward, or with `few` tw_decode in a workspace of its own, of arguments prepared once and other tensors of the same shapes and strides.
 TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse);
+// Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
+TW_EXPORT int tw_repeat_backward(const tw_args* args, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                 const void* d_o, void* dq, void* dk, void* dv, void* workspace);
 TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
 TW_EXPORT int tw_backward(const tw_args* args);
 TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);
