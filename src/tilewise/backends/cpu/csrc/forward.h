@@ -270,7 +270,7 @@ static void forward_tile(const void* context, int64_t item, char* memory) {
     p = {row, min_of((int64_t)kPanel, a.seqlen_q - row), scratch.q + x * kPanel * dim, scratch.o + x * kPanel * dim_v, scratch.m + x * kPanel,
          scratch.l + x * kPanel};
     Op::panel(p.q, h.q(row), a.q.seq, p.rows, a.head_dim, a.dtype);
-    memset(p.o, 0, (size_t)(kPanel * dim_v) * 4);
+    memset(p.o, 0, (size_t)(p.rows * dim_v) * 4);
     memset(p.l, 0, kPanel * 4);
     for (int i = 0; i < kPanel; i++) p.m[i] = -kInf;
     const BandList bands = bands_at(h.plane, row);
