@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import dispatch
+from tilewise import dispatch, repeats
 from tilewise.errors import UnsupportedError
 
 
@@ -30,11 +30,13 @@ def backends(monkeypatch):
     def install(*installed):
         for cached in (dispatch.reasons, dispatch.choose):
             cached.cache_clear()
+        repeats.forget()
         monkeypatch.setattr(dispatch, "backends", lambda: installed)
 
     yield install
     dispatch.reasons.cache_clear()
     dispatch.choose.cache_clear()
+    repeats.forget()
 
 
 def qkv(dtype=torch.float32):

@@ -139,7 +139,7 @@ def _refuse_second_derivative(ctx, *grads):
     )
 
 
-def _refuse_forward_mode():
+def refuse_forward_mode():
     raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
 
 
@@ -147,23 +147,22 @@ forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
 
 
-def _watched(q: Tensor) -> bool:
+def watched(q: Tensor) -> bool:
     """Whether anything beside autograd must see the operators: a transform of torch.func, a dispatch mode (fake tensors, counters), a subclass."""
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or type(q) not in _PLAIN
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or type(q) not in PLAIN
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Forward(torch.autograd.Function):
-    """`forward` outside traced graphs: for torch.func, whose transforms take this but not an operator's own autograd, and for plain eager
-    calls, which skip the operator's 40 us."""
+    """`forward` for torch.func, whose transforms take this but not an operator's own autograd."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*operands):
-        return forward(*operands) if _watched(operands[0]) else _forward(*operands)
+        return forward(*operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -175,17 +174,36 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_forward_mode()
+        refuse_forward_mode()
+
+
+class _Eager(torch.autograd.Function):
+    """`forward` for plain eager calls, without the operator's 40 us, and without torch's 30 us for a context set up apart."""
+
+    @staticmethod
+    def forward(ctx, *operands):
+        output = _forward(*operands)
+        _setup_context(ctx, operands, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, d_o, d_lse):
+        once = not torch.is_grad_enabled() and not watched(d_lse if d_o is None else d_o)  # nobody differentiates again, or looks on
+        return _differentiate(ctx, d_o, d_lse, _backward if once else _Backward.apply)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_mode()
 
 
 class _Backward(torch.autograd.Function):
-    """`backward` for `_Forward`."""
+    """`backward` for `_Forward` and `_Eager`."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*operands):
-        return backward(*operands) if _watched(operands[0]) else _backward(*operands)
+        return backward(*operands) if watched(operands[0]) else _backward(*operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -197,16 +215,21 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
     if torch.compiler.is_compiling():
         return forward(*operands)
-    if operands.grad or _watched(operands.q):
+    if watched(operands.q):
         return _Forward.apply(*operands)
-    return _forward(*operands)
+    return _Eager.apply(*operands) if operands.grad else _forward(*operands)
+
+
+def differentiate(o: Tensor, lse: Tensor, d_o: Tensor, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV of a forward without bias or sink, by the way that all who watch allow."""
+    return _Backward.apply(o, lse, d_o, None, False, *given)[:3]
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -5,6 +5,7 @@ mask, compiles) and returns what is checked and timed: `attend(q, k, v) -> o`, a
 """
 
 import importlib
+import itertools
 import math
 import os
 import shutil
@@ -121,6 +122,51 @@ class Sdpa:
         if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k:
             return {"is_causal": True}
         return {"attn_mask": workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
+
+
+@dataclass(frozen=True)
+class SdpaDocuments:
+    """SDPA on packed documents without a mask of all their pairs: one call a document, or one call on documents padded to the longest.
+
+    Padding and taking it away again are timed.
+    """
+
+    way: str  # "padded", "loop"
+
+    @property
+    def name(self) -> str:
+        return f"sdpa:{self.way}"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        mask = workload.mask
+        if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
+            whole = mask.cu_seqlens_q[-1] == workload.seqlen_q and workload.batch == 1
+            return (
+                [] if whole and self._plain(workload) else ["it takes one sequence, full of causal documents, or documents of one length"]
+            )
+        return ["it takes packed documents only"]
+
+    def _plain(self, workload: Workload) -> bool:
+        """Whether no key of the padding is seen: under a causal mask what comes after a document's end is hidden from it."""
+        return self.way == "loop" or workload.mask.inner == Causal()
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        cu_seqlens, causal = list(workload.mask.cu_seqlens_q), workload.mask.inner == Causal()
+        lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+        options = {"is_causal": causal, "enable_gqa": workload.heads_q != workload.heads_k}
+
+        def one(*qkv: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), **options).transpose(1, 2)
+
+        def loop(*qkv: Tensor) -> Tensor:
+            documents = zip(*(x.split(lengths, dim=1) for x in qkv), strict=True)
+            return torch.cat([one(*document) for document in documents], dim=1)
+
+        def padded(*qkv: Tensor) -> Tensor:
+            together = (torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in qkv)
+            return torch.cat([o[:length] for o, length in zip(one(*together), lengths, strict=True)])[None]
+
+        return loop if self.way == "loop" else padded
 
 
 @dataclass(frozen=True)
@@ -278,6 +324,7 @@ def known() -> dict[str, Impl]:
         *(Tilewise(backend.name) for backend in backends()),
         Sdpa(),
         *(Sdpa(kernel) for kernel in ("flash", "math", "efficient", "cudnn")),
+        *(SdpaDocuments(way) for way in ("padded", "loop")),
         Flex(),
         Naive(),
         FlashAttention("fa2", "flash_attn", -1),

@@ -23,7 +23,7 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
 
     batch "1,4"; seqlen "512,1024x4096" (queries x keys); heads "8,8/2" (query/key heads); head_dim "64,192/128" (head_dim/head_dim_v);
     mask "full,causal,window:1023" (see `mask_from`); causal "0,1" (short for mask "full,causal"); dtype "fp32,bf16"; direction
-    "fwd,bwd,fwd+bwd"; set "papers,cpu,masks,models" takes these sets of workloads instead, and only dtype and direction combine with it.
+    "fwd,bwd,fwd+bwd"; set "papers,cpu,masks,models" takes these sets of workloads (SETS) instead, and only dtype and direction combine with it.
     Raises ValueError naming the option.
     """
     options = {name: str(text) for name, text in options.items() if text is not None}

@@ -1,12 +1,13 @@
-"""What is measured: `Workload`, the papers' sweep, a sweep that two cores can do, and the attention of models people run."""
+"""What is measured: `Workload`, the papers' sweep, sweeps that two cores can do, and the attention of models people run."""
 
+import random
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, SlidingWindow
+from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,4 +186,65 @@ def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     return [replace(row, dtype=dtype, direction=direction) for row in rows]
 
 
-SETS = {"papers": paper_sweep, "ladder": ladder_sweep, "cpu": cpu_sweep, "masks": mask_shapes, "models": model_shapes}
+def cpu_table(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
+    """Every kind of work that the CPU kernel is held to a target in; what is about one dtype or direction appears in that one only."""
+
+    def made(name: str, seqlen: int, heads: int, head_dim: int, mask: Mask | None = None, **other) -> Workload:
+        sizes = {"batch": 1, "seqlen_q": seqlen, "heads_q": heads, "head_dim": head_dim, **other}
+        return Workload(name=name, mask=mask or Full(), dtype=dtype, direction=direction, **sizes)
+
+    causal, both = Causal(), (Full(), Causal())
+    if dtype == torch.float16:
+        return [made("cpu-dense", 1024, 8, 64, mask) for mask in both]
+    lengths = (1024, 2048, 4096, 8192) if dtype == torch.float32 else (1024, 4096)
+    rows = [made("cpu-dense", seqlen, 8, 64, mask) for mask in both for seqlen in lengths]
+    rows += [made("cpu-dense", seqlen, 4, 128, mask) for mask in both for seqlen in (1024, 4096)]
+    rows += [made("cpu-gqa", 1024, heads_q, 128, causal, heads_k=heads_k) for heads_q, heads_k in ((32, 8), (16, 2))]
+    rows += [made("cpu-window", 16384, 2, 64, SlidingWindow(1023, 0)), made("cpu-wide", 1024, 8, 192, causal, head_dim_v=128)]
+    rows += [made("cpu-BERT", 128, 12, 32, batch=8), made("cpu-ViT", 197, 12, 64, batch=16)]
+    if direction == "fwd":
+        rows.append(made("cpu-decode", 1, 8, 64, seqlen_k=16384))
+        rows += [made("cpu-tiny", 7, 1, 64)] if dtype == torch.float32 else []
+    return rows
+
+
+def cpu_packed(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
+    """Sixteen documents of 32 to 2,048 tokens in one sequence, for `sdpa:padded` and `sdpa:loop`."""
+    lengths = random.Random(16)
+    cu_seqlens = [0, 2048]
+    for _ in range(15):
+        cu_seqlens.append(cu_seqlens[-1] + lengths.randint(32, 700))
+    mask = Documents(cu_seqlens, inner=Causal())
+    sizes = {"batch": 1, "seqlen_q": cu_seqlens[-1], "heads_q": 8, "head_dim": 64}
+    return [Workload(name="cpu-packed", mask=mask, dtype=dtype, direction=direction, **sizes)]
+
+
+def cpu_random(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
+    """Twenty shapes and masks drawn at random, none of more than some tens of milliseconds; others for another dtype or direction."""
+    draw = random.Random(f"{dtype} {direction}")
+    rows: list[Workload] = []
+    while len(rows) < 20:
+        seqlen_q, seqlen_k = (round(2 ** draw.uniform(0, 11)) for _ in range(2))
+        heads_k, group, batch = draw.choice((1, 2, 4, 7)), draw.choice((1, 1, 2, 4)), draw.choice((1, 2, 5, 16))
+        head_dim = draw.choice((16, 32, 40, 64, 64, 80, 96, 128, 128, 192))
+        mask, square = (
+            draw.choice((Full(), Full(), Causal(), Causal(), SlidingWindow(draw.randint(0, 300), 0), PrefixLM(10))),
+            draw.random() < 0.7,
+        )
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "heads_q": heads_k * group, "heads_k": heads_k, "head_dim": head_dim}
+        made = Workload(name="cpu-random", **sizes, seqlen_k=seqlen_q if square else seqlen_k, mask=mask, dtype=dtype, direction=direction)
+        if 4 * made.seqlen_q * made.seqlen_k * made.batch * made.heads_q * head_dim < 1e10:
+            rows.append(made)
+    return rows
+
+
+SETS = {
+    "papers": paper_sweep,
+    "ladder": ladder_sweep,
+    "cpu": cpu_sweep,
+    "masks": mask_shapes,
+    "models": model_shapes,
+    "cpu-table": cpu_table,
+    "cpu-packed": cpu_packed,
+    "cpu-random": cpu_random,
+}

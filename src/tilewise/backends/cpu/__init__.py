@@ -12,6 +12,7 @@ from tilewise.backends.cpu.arguments import DTYPES, add_workspace, arguments_of,
 from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, problem, run
 from tilewise.backends.cpu.planes import TILE_N
+from tilewise.backends.cpu.repeat import Repeat
 from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Cpu"]
@@ -60,13 +61,21 @@ class Cpu:
         args, keep = arguments_of(call, self._isa(found))
         set_tensor(args.o, o)
         args.lse = lse.data_ptr()
-        if seqlen_q <= FEW_QUERIES and call.dropout is None and call.mask.kind != "bitmap":
+        if _few_queries(call):
             keep.append(add_workspace(args, found.functions.tw_decode_workspace))
             run(found.functions.tw_decode, args)
         else:
             run(found.functions.tw_forward, args)
         del keep
         return o, lse
+
+    def repeat(self, call: Call) -> Repeat | None:
+        """`forward` and `backward` for more calls that differ in nothing but what q, k and v hold; None where there is no shorter way."""
+        modified = call.bias, call.alibi_slopes, call.sink, call.diagonal, call.dropout
+        if any(x is not None for x in modified) or 0 in (*call.q.shape, *call.k.shape):
+            return None
+        found = library()
+        return Repeat(call, found, self._isa(found), _few_queries(call))
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
@@ -102,3 +111,7 @@ class Cpu:
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self.isa or found.isa)
+
+
+def _few_queries(call: Call) -> bool:
+    return call.seqlen_q <= FEW_QUERIES and call.dropout is None and call.mask.kind != "bitmap"

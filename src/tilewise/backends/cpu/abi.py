@@ -3,7 +3,7 @@
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 ISAS = ("auto", "generic", "avx2", "avx512", "avx512_bf16")

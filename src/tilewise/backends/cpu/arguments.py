@@ -78,7 +78,8 @@ def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | Non
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
+    """x with its last dimension contiguous, and holding its numbers themselves, not their negatives (Tensor.is_neg)."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -105,11 +106,15 @@ KEEP_BYTES = 16 << 20
 
 def add_workspace(args: abi.Args, size) -> Tensor:
     """The memory that a function wants, 64-byte aligned in args.workspace; it must stay alive while that runs."""
-    wanted = size(ctypes.byref(args)) + 64
-    workspace = _kept.workspace
-    if workspace is None or workspace.shape[0] < wanted:
-        workspace = torch.empty(wanted, dtype=torch.uint8)
-        if wanted <= KEEP_BYTES:
-            _kept.workspace = workspace
-    args.workspace = -(-workspace.data_ptr() // 64) * 64
-    return workspace
+    memory, args.workspace = workspace(size(ctypes.byref(args)))
+    return memory
+
+
+def workspace(size: int) -> tuple[Tensor, int]:
+    """Memory of at least `size` bytes, and the address in it at which they start, 64-byte aligned."""
+    memory = _kept.workspace
+    if memory is None or memory.shape[0] < size + 64:
+        memory = torch.empty(size + 64, dtype=torch.uint8)
+        if size + 64 <= KEEP_BYTES:
+            _kept.workspace = memory
+    return memory, -(-memory.data_ptr() // 64) * 64

@@ -57,8 +57,13 @@ def library() -> Library:
 def run(function, args: abi.Args) -> None:
     """Call a kernel; MemoryError or RuntimeError where it fails."""
     if status := function(ctypes.byref(args)):
-        message = f"the CPU kernel failed: {_FAILURES.get(status, f'status {status}')}"
-        raise MemoryError(message) if status == abi.NO_MEMORY else RuntimeError(message)
+        raise failure(status)
+
+
+def failure(status: int) -> Exception:
+    """What a kernel's status says, as an exception."""
+    message = f"the CPU kernel failed: {_FAILURES.get(status, f'status {status}')}"
+    return MemoryError(message) if status == abi.NO_MEMORY else RuntimeError(message)
 
 
 @cache
@@ -88,6 +93,8 @@ def _load() -> Library | str:
         return f"TILEWISE_CPU_ISA={isa} is not available here; the kernel and this processor have {', '.join(isas)}"
     for name in ("tw_backward_workspace", "tw_decode_workspace"):
         getattr(functions, name).restype = ctypes.c_int64
+    functions.tw_repeat.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 5)
+    functions.tw_repeat_backward.argtypes = (ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 10)
     pool = _shared_pool()
     functions.tw_set_pool(pool)
     return Library(found, best if isa == "auto" else isa, isas, pool is not None, functions)

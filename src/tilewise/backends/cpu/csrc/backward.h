@@ -198,11 +198,15 @@ static void prepare_panel(const void* context, int64_t item, char* memory) {
   float *o = (float*)memory, *d_o = o + kPanel * round_up(a.head_dim_v, kPad);
   Single::panel_of<DT>(o, h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v);
   Single::panel_of<DT>(d_o, h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v);
-  for (int v = 0; v < kPanelVectors; v++) {
+  for (int64_t v = 0; v * L < rows; v++) {
     vf sum = {};
-    for (int64_t c = 0; c < a.head_dim_v; c++) {
-      const vf x = load(o + c * kPanel + v * L), y = load(d_o + c * kPanel + v * L);
-      sum += x * (x == vf{} ? vf{} : y);
+    for (int64_t begin = 0; begin < a.head_dim_v; begin += kScoreChain) {
+      vf part = {};
+      for (int64_t c = begin; c < min_of(begin + kScoreChain, a.head_dim_v); c++) {
+        const vf x = load(o + c * kPanel + v * L), y = load(d_o + c * kPanel + v * L);
+        part += x * (x == vf{} ? vf{} : y);
+      }
+      sum += part;
     }
     store(o + v * L, sum);
   }

@@ -259,7 +259,7 @@ static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head)
     const int64_t row = r % a.seqlen_q;
     const float factor = l == 0.f ? 0.f : 1.f / l;
     store_rows(h.out(a.o, row, h.head), 0, o, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
-    a.lse[h.statistics(row)] = l == 0.f ? -kInf : top + log_of(splat(l))[0];
+    if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : top + log_of(splat(l))[0];
   }
 }
 

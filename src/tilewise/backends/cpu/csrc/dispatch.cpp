@@ -80,6 +80,29 @@ int tw_decode(const tw_args* a) {
   return kernels ? kernels->decode(*a) : TW_BAD_ISA;
 }
 
+int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse) {
+  tw_args a = *prepared;
+  a.threads = threads;
+  a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.lse = lse;
+  if (!few) return tw_forward(&a);
+  void* workspace = nullptr;
+  if (posix_memalign(&workspace, 64, (size_t)tw_decode_workspace(&a) + 64) != 0) return TW_NO_MEMORY;
+  a.workspace = workspace;
+  const int status = tw_decode(&a);
+  free(workspace);
+  return status;
+}
+
+int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
+                       const void* d_o, void* dq, void* dk, void* dv, void* workspace) {
+  tw_args a = *prepared;
+  a.threads = threads;
+  a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.d_o.data = d_o, a.dq.data = dq, a.dk.data = dk, a.dv.data = dv;
+  a.lse = (float*)lse;
+  a.workspace = workspace;
+  return tw_backward(&a);
+}
+
 void tw_set_pool(void* gomp_parallel) { tw_set_gomp_parallel(gomp_parallel); }
 
 void tw_info(tw_info_t* info) {

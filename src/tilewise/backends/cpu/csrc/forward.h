@@ -116,11 +116,8 @@ static void add_visible_values(const Panel& p, const Head& h, const BandList& ba
   for (int64_t i = 0; i < p.rows; i++) {
     float* o = p.o + i * ldo;
     for (int64_t e = 0; e < a.head_dim_v; e++) o[e] *= rescale[i];
-    for (int64_t j = c.key_begin; j < c.key_end; j++) {
-      if (!visible(bands, x, p.row + i, j)) continue;
-      const float weight = s[(j - c.key_begin) * kPanel + i];
-      for (int64_t e = 0; e < a.head_dim_v; e++) o[e] += weight * load_one(element(h.v(j), e, a.dtype), a.dtype);
-    }
+    add_visible(o, a.head_dim_v, c.key_end - c.key_begin, a.dtype, [&](int64_t j) { return visible(bands, x, p.row + i, c.key_begin + j); },
+                [&](int64_t j) { return s[j * kPanel + i]; }, [&](int64_t j) { return h.v(c.key_begin + j); });
   }
 }
 
@@ -198,7 +195,7 @@ static void finish_panel(const Panel& p, const Head& h) {
     store(lse + w * L, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
   }
   store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, round_up(a.head_dim_v, kPad), p.rows, a.head_dim_v, factors, 1, a.dtype);
-  memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
+  if (a.lse) memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
 }
 
 constexpr int kMaxPanels = 8;
@@ -273,7 +270,7 @@ static void forward_tile(const void* context, int64_t item, char* memory) {
     p = {row, min_of((int64_t)kPanel, a.seqlen_q - row), scratch.q + x * kPanel * dim, scratch.o + x * kPanel * dim_v, scratch.m + x * kPanel,
          scratch.l + x * kPanel};
     Op::panel(p.q, h.q(row), a.q.seq, p.rows, a.head_dim, a.dtype);
-    memset(p.o, 0, (size_t)(kPanel * dim_v) * 4);
+    memset(p.o, 0, (size_t)(p.rows * dim_v) * 4);
     memset(p.l, 0, kPanel * 4);
     for (int i = 0; i < kPanel; i++) p.m[i] = -kInf;
     const BandList bands = bands_at(h.plane, row);

@@ -166,20 +166,22 @@ static void add_visible_gradients(const KeyChunk& keys, const QueryBlock& querie
                                   const Crop& c, int64_t first, const GradBuffers& b, RowsF32 dq) {
   const tw_args& a = h.args;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  for (int64_t i = 0; i < c.rows; i++) {
-    if (queries.lse[panel * kPanel + i] == kInf) continue;
-    const char *q = h.q(c.row + i), *d_o = h.out(a.d_o, c.row + i, h.head);
-    for (int64_t j = c.key_begin; j < c.key_end; j++) {
-      if (!visible(bands, x, c.row + i, j)) continue;
-      const int64_t at = (first + j - c.key_begin) * kQueryBlock + panel * kPanel + i, key = j - keys.key;
-      const float p = b.p[at], ds = b.ds[at];
-      for (int64_t e = 0; e < a.head_dim_v; e++) keys.dv[key * dim_v + e] += p * load_one(element(d_o, e, a.dtype), a.dtype);
-      for (int64_t e = 0; e < a.head_dim; e++) {
-        keys.dk[key * dim + e] += ds * load_one(element(q, e, a.dtype), a.dtype);
-        dq.data[i * dq.stride + e] += a.scale * ds * load_one(element(h.k(j), e, a.dtype), a.dtype);
-      }
-    }
+  const int64_t keys_here = c.key_end - c.key_begin;
+  const auto seen = [&](int64_t i, int64_t j) {
+    return queries.lse[panel * kPanel + i] != kInf && visible(bands, x, c.row + i, c.key_begin + j);
+  };
+  const auto at = [&](int64_t i, int64_t j) { return (first + j) * kQueryBlock + panel * kPanel + i; };
+  for (int64_t j = 0; j < keys_here; j++) {
+    const int64_t key = c.key_begin + j - keys.key;
+    const auto row_sees = [&](int64_t i) { return seen(i, j); };
+    add_visible(keys.dv + key * dim_v, a.head_dim_v, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.p[at(i, j)]; },
+                [&](int64_t i) { return h.out(a.d_o, c.row + i, h.head); });
+    add_visible(keys.dk + key * dim, a.head_dim, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.ds[at(i, j)]; },
+                [&](int64_t i) { return h.q(c.row + i); });
   }
+  for (int64_t i = 0; i < c.rows; i++)
+    add_visible(dq.data + i * dq.stride, a.head_dim, keys_here, a.dtype, [&](int64_t j) { return seen(i, j); },
+                [&](int64_t j) { return a.scale * b.ds[at(i, j)]; }, [&](int64_t j) { return h.k(c.key_begin + j); });
 }
 
 static bool queries_finite(QueryBlock& queries, const Head& h) {

@@ -50,7 +50,7 @@ struct Single {
   template <int DT>
   static void panel_of(float* out, const char* in, int64_t stride, int64_t rows, int64_t dim) {
     for (int64_t c = 0; c < dim; c += L)
-      for (int v = 0; v < kPanelVectors; v++) {
+      for (int64_t v = 0; v * L < rows; v++) {  // nobody reads the vectors beyond
         vf r[L];
         TW_UNROLL for (int x = 0; x < L; x++) {
           const int64_t i = v * L + x;
@@ -96,7 +96,7 @@ struct Pairs {
 
   static void panel(float* out, const char* in, int64_t stride, int64_t rows, int64_t dim, int) {
     for (int64_t c = 0; 2 * c < dim; c += L)
-      for (int v = 0; v < kPanelVectors; v++) {
+      for (int64_t v = 0; v * L < rows; v++) {  // nobody reads the vectors beyond
         vf r[L];
         TW_UNROLL for (int x = 0; x < L; x++) {
           const int64_t i = v * L + x;

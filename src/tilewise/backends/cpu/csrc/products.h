@@ -4,9 +4,14 @@
 
 namespace TW_NAMESPACE {
 
-// So many products of a score are added one after another; longer sums are made of such sums. A chain of 205 (head_dim) put LSE 2.6 times
-// beyond its tolerance.
-constexpr int64_t kChain = 64;
+// So many products are added one after another; longer sums are made of such sums. Where a product and its addition round together (FMA), scores
+// alone need it: a chain of 205 (head_dim) put LSE 2.6 times beyond its tolerance; splitting the sums over keys and rows as well cost up to 11 % of
+// the backward (d64, one thread). Where they round separately (x86 before FMA), every sum needs it.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr int64_t kScoreChain = 64, kUpdateChain = INT64_MAX;
+#else
+constexpr int64_t kScoreChain = 16, kUpdateChain = 16;
+#endif
 
 template <class Op, int M, int W>
 TW_INLINE void add_products(vf (&acc)[M][W], const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t ldb, int64_t begin,
@@ -26,7 +31,7 @@ TW_INLINE void add_products(vf (&acc)[M][W], const float* a, int64_t row_step, i
 // Every sum starts at zero, so that a block's contribution is rounded at its own magnitude before it joins a long running sum.
 template <class Op, int M, int W, class Epilogue>
 TW_INLINE void tile_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t ldb, int64_t depth, Epilogue epilogue,
-                            int64_t chain = kChain) {
+                            int64_t chain = kScoreChain) {
   vf acc[M][W];
   add_products<Op, M, W>(acc, a, row_step, depth_step, b, ldb, 0, min_of(depth, chain));
   for (int64_t k = chain; k < depth; k += chain) {
@@ -48,7 +53,7 @@ TW_INLINE void update_tile(float* c, int64_t ldc, const float* a, int64_t row_st
       float* p = c + r * ldc + w * L;
       store(p, U == Update::kRescale ? load(p) * splat(rescale[r]) + acc[r][w] : load(p) + acc[r][w] * factor);
     }
-  }, depth);  // one chain a block: splitting these as well cost up to 11 % of the backward (d64, one thread)
+  }, min_of(depth, kUpdateChain));
 }
 
 template <class Op, Update U, int W>
@@ -79,6 +84,26 @@ static void update_rows(float* c, int64_t ldc, int64_t rows, int64_t columns, co
   TW_COLUMNS(1);
 #endif
 #undef TW_COLUMNS
+}
+
+// out += sum of weight(i) * row(i) over the i in [0, n) that are `seen`; each kVisible of them are added up by themselves first.
+// For operands that hold a NaN or an infinity, of which a hidden pair must not see even 0 times.
+constexpr int64_t kVisible = 16;
+
+template <class Seen, class Weight, class Row>
+static void add_visible(float* out, int64_t dim, int64_t n, int dtype, const Seen& seen, const Weight& weight, const Row& row) {
+  for (int64_t begin = 0; begin < n; begin += kVisible)
+    for (int64_t column = 0; column < dim; column += kPad) {
+      const int64_t end = min_of(begin + kVisible, n), columns = min_of(kPad, dim - column);
+      float sum[kPad] = {0};
+      for (int64_t i = begin; i < end; i++) {
+        if (!seen(i)) continue;
+        const float w = weight(i);
+        const char* in = element(row(i), column, dtype);
+        for (int64_t e = 0; e < columns; e++) sum[e] += w * load_one(element(in, e, dtype), dtype);
+      }
+      for (int64_t e = 0; e < columns; e++) out[column + e] += sum[e];
+    }
 }
 
 // Runs a tile over `rows` rows: full register tiles, then smaller ones. With kPack 2 the number of rows is even, and so is every tile.

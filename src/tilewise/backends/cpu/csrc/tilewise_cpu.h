@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 1
+#define TW_ABI_VERSION 2
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -52,7 +52,7 @@ typedef struct {
   const int32_t* plane_of;  // (batch, heads_q), or null: plane 0 everywhere
 
   tw_tensor q, k, v, o, d_o;
-  float* lse;          // (batch, heads_q, seqlen_q)
+  float* lse;          // (batch, heads_q, seqlen_q); null for a forward or decode whose caller does not want it
   const float* d_lse;  // (batch, heads_q, seqlen_q) or null
   tw_tensor dq, dk, dv;
 
@@ -91,6 +91,11 @@ TW_EXPORT void tw_info(tw_info_t* info);
 // Hands over GOMP_parallel of the OpenMP runtime that the process already uses, so that both share one pool of threads. Null: own threads.
 TW_EXPORT void tw_set_pool(void* gomp_parallel);
 TW_EXPORT int tw_forward(const tw_args* args);
+// tw_forward, or with `few` tw_decode in a workspace of its own, of arguments prepared once and other tensors of the same shapes and strides.
+TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse);
+// Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
+TW_EXPORT int tw_repeat_backward(const tw_args* args, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                 const void* d_o, void* dq, void* dk, void* dv, void* workspace);
 TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
 TW_EXPORT int tw_backward(const tw_args* args);
 TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);

@@ -1,0 +1,104 @@
+"""Calls like one before: their checks, choice of backend and arguments are remembered, and the kernel runs at once.
+
+What is remembered is found by everything that those depend on (`_signature`); what a tensor holds, and how many threads there are, is no part of
+it. Only plain calls are remembered: eager, on q, k and v alone. Bad input is never remembered, so it gets its error.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.dispatch import choose
+from tilewise.masks import Mask
+
+MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A call that can be repeated: the backend's short way (see `backends`), and the operands of the long way but for the tensors."""
+
+    short: object
+    given: ops.Operands
+    return_lse: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self.given.grad:
+            return _Repeated.apply(q, k, v, self)
+        o, lse = self.short.forward(q, k, v, self.return_lse)
+        return (o, lse) if self.return_lse else o
+
+
+_KNOWN: dict[tuple, Known] = {}
+
+
+class _Repeated(torch.autograd.Function):
+    """The short way with a gradient, of O alone."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, known):
+        o, lse = known.short.forward(q, k, v, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.known = known
+        return o
+
+    @staticmethod
+    def backward(ctx, d_o):
+        q, k, v, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled() or ops.watched(d_o) or d_o.is_neg() or not d_o.is_contiguous():
+            given = ctx.known.given._replace(q=q, k=k, v=v)
+            return *ops.differentiate(o, lse, d_o, given), None
+        return *ctx.known.short.backward(q, k, v, o, lse, d_o), None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        ops.refuse_forward_mode()
+
+
+def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
+    """What is known of calls with this signature, as a function of q, k and v."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        known = _KNOWN.get(_signature(q, k, v, options))
+    except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an option that cannot be a key: for the checks to name
+        return None
+    return known if known is not None and _plain(q, k, v) else None
+
+
+def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operands) -> None:
+    """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
+    if torch.compiler.is_compiling() or given.dropout_p > 0.0 or not _plain(q, k, v):
+        return
+    *_, mask, return_lse = options
+    if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
+        return
+    if (return_lse and given.grad) or not all(x is y and type(x) in ops.PLAIN for x, y in ((q, given.q), (k, given.k), (v, given.v))):
+        return
+    call = ops.call_of(given)
+    repeat = getattr(choose(call.problem, given.backend), "repeat", None)
+    short = repeat and repeat(call)
+    if short is not None:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[_signature(q, k, v, options)] = Known(short, given._replace(q=None, k=None, v=None), return_lse)
+
+
+def forget() -> None:
+    """Remember nothing: for those who change which backends there are."""
+    _KNOWN.clear()
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
+    """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed."""
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = type(q), q.dtype, q.device, q.shape, q.stride(), type(k), k.dtype, k.device, k.shape, k.stride()
+    return grad, tensors, type(v), v.dtype, v.device, v.shape, v.stride(), options, *map(type, options)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing beside autograd takes part in the call: no transform, dispatch mode, autocast or lazy negation."""
+    lazy = q.is_neg() or k.is_neg() or v.is_neg()
+    return not (lazy or ops.watched(q) or torch.is_autocast_enabled(q.device.type))

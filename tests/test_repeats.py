@@ -1,0 +1,146 @@
+"""Calls like one before take the short way: the same bits, and nothing that the long way would have seen is lost."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise as tw
+from tilewise import repeats
+from tilewise.errors import ShapeError
+from tilewise.masks import Causal, Dense, SlidingWindow
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    repeats.forget()
+    yield
+    repeats.forget()
+
+
+def qkv(seqlen_q=5, seqlen_k=7, dtype=torch.float32):
+    return tuple(torch.randn(2, n, 2, 8).to(dtype) for n in (seqlen_q, seqlen_k, seqlen_k))
+
+
+def remembered() -> int:
+    return len(repeats._KNOWN)
+
+
+OPTIONS = (
+    {},
+    {"causal": True},
+    {"mask": SlidingWindow(2, 0), "scale": 0.3},
+    {"softcap": 2.0, "return_lse": True},
+    {"mask": {(0, 1): Causal(), (1, 2): SlidingWindow(1, 1)}},
+    {"backend": "cpu"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", ((5, 7), (1, 300), (70, 70)), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_the_short_way_gives_the_same_bits(options, lengths, dtype):
+    first, second = qkv(*lengths, dtype), qkv(*lengths, dtype)
+    tw.attention(*first, **options)
+    short = tw.attention(*second, **options)
+    repeats.forget()
+    long = tw.attention(*second, **options)
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True)) and type(short) is type(long)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_one_way_for_each_signature(causal):
+    q, k, v = qkv()
+    for _ in range(3):
+        tw.attention(q, k, v, causal=causal)
+    assert remembered() == 1
+    tw.attention(q.transpose(0, 1), k[:5].transpose(0, 1)[:5], v.transpose(0, 1)[:5], causal=causal)
+    tw.attention(*(x.double() for x in (q, k, v)), causal=causal)  # no short way there
+    assert remembered() == 2
+
+
+def test_bad_input_still_gets_its_error():
+    q, k, v = qkv()
+    tw.attention(q, k, v)
+    tw.attention(q, k, v, scale=1.0)
+    for bad in (
+        {"causal": 0},
+        {"return_lse": 0},
+        {"deterministic": 0.0},
+        {"scale": True},
+        {"scale": [1]},
+        {"softcap": False},
+        {"dropout_p": False},
+    ):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            tw.attention(q, k, v, **bad)
+    for bad in ((q.numpy(), k, v), (q, k.to_sparse(), v), (q, k, v.to("meta")), (q, k.half(), v), (q.tolist(), k, v)):
+        with pytest.raises(ShapeError):
+            tw.attention(*bad)
+    with pytest.raises(ValueError, match="dropout_seed"):
+        tw.attention(q, k, v, dropout_p=0.5, dropout_seed=-1)
+
+
+def test_what_else_takes_part_is_not_bypassed():
+    q, k, v = qkv()
+    plain = tw.attention(q, k, v)
+    assert remembered() == 1
+    with_grad = tw.attention(q, k, v.clone().requires_grad_())
+    assert with_grad.requires_grad and torch.equal(plain, with_grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tw.attention(q, k, v).dtype == torch.bfloat16
+    stacked = torch.vmap(tw.attention)(*(torch.stack((x, x)) for x in (q, k, v)))
+    assert torch.equal(stacked[1], plain)
+    with FlopCounterMode(display=False):
+        assert torch.equal(tw.attention(q, k, v), plain)
+    negated = tw.attention(torch._neg_view(-q), k, v)
+    assert torch.equal(negated, plain)
+    assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
+    assert remembered() == 2  # without and with gradient
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_by_the_short_way(options):
+    tensors = [x.requires_grad_() for x in qkv(70, 40)]
+    d_o, given = torch.randn(2, 70, 2, 8), {**options, "return_lse": False}
+
+    def gradients(d_o, **how):
+        return torch.autograd.grad(tw.attention(*tensors, **given), tensors, d_o, **how)
+
+    long = gradients(d_o)
+    transposed = d_o.transpose(1, 2).contiguous().transpose(1, 2)
+    for short in (gradients(d_o), gradients(transposed), gradients(d_o, create_graph=True), gradients(torch._neg_view(-d_o))):
+        assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradients(d_o, create_graph=True)[0].sum(), tensors)
+    some = torch.autograd.grad(tw.attention(tensors[0], *(x.detach() for x in tensors[1:]), **given), tensors[0], d_o)
+    assert torch.equal(some[0], long[0])
+
+
+def test_values_are_no_part_of_it():
+    q, k, v = qkv(4, 4)
+    shown = torch.ones(4, 4, dtype=torch.bool)
+    tw.attention(q, k, v, mask=Dense(shown))
+    assert remembered() == 0
+    torch.manual_seed(0)
+    first, second = (tw.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert remembered() == 0 and not torch.equal(first, second)
+    tw.attention(q, k, v)
+    q.mul_(2)
+    assert torch.equal(tw.attention(q, k, v), tw.attention(q.clone(), k, v)) and remembered() == 1
+
+
+def test_threads_are_read_at_each_call():
+    q, k, v = qkv(300, 300)
+    before, one = torch.get_num_threads(), tw.attention(q, k, v)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(tw.attention(q, k, v), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_does_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr(repeats, "MOST", 3)
+    for n in range(1, 9):
+        tw.attention(*qkv(n, n))
+        assert remembered() <= 3
