@@ -1,6 +1,6 @@
 """What limits each rung, by the hardware's counters: `python tools/ladder_profile.py run` on a machine with an H100 and Nsight Compute.
 
-    run [k5 ...]   profile one launch of each rung and append rows to benchmarks/results/h100-profile.jsonl (or --out)
+    run [k5 ...]   profile one launch of each rung and append rows to benchmarks/results/profiles/h100.jsonl (or --out)
     reread FILE    make rows of counters that `run --raw FILE` kept; needs no GPU
     tables         write the rows as tables into docs/worklog/*.md, between `<!-- profile:k5 -->` and `<!-- /profile -->`; a list of
                    rungs (`profile:k3_1,k3_2`) shows these, a single one also the rung before it
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "benchmarks/results/h100-profile.jsonl"
+ROWS = ROOT / "benchmarks/results/profiles/h100.jsonl"
 PAGES = ROOT / "docs/worklog"
 HEAD_DIM, HIDDEN = 128, 2048
 SEQLEN, TOKENS = 4096, 16384

@@ -20,7 +20,7 @@ def test_no_step_is_higher_than_declared():
 
 def test_a_step_too_high_and_a_floor_that_is_none_are_said(monkeypatch):
     monkeypatch.setattr(steps, "NEW_FLOORS", {})
-    assert any(fault.startswith("k2 is 8") for fault in steps.faults())
+    assert any(fault.startswith("k2 is ") for fault in steps.faults()) and len(steps.faults()) == 6
     monkeypatch.setattr(steps, "steps", lambda: [("k1", "k2", 1, 100)])
     monkeypatch.setattr(steps, "NEW_FLOORS", {"k2": "no reason"})
     assert steps.faults() == ["k2 is only 1% new over k1: it is no new floor, take it out of NEW_FLOORS"]

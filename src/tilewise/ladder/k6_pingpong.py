@@ -141,27 +141,23 @@ def produce(
     loads: Loads, sm: Smem, pipes: Pipes, m_block: Int32, head: Int32, seqlen: Int32,
     stamps: trace.Stamps | None, config: Constexpr[Config],
 ):  # fmt: skip
-    """One warp asks for Q, then for K and V of every tile, the last first; with the overlap, for K of the next tile before V of this one."""
+    """One warp asks for Q, then for K and V of every tile, the last first."""
     n_blocks, _ = walk.key_blocks(m_block, seqlen, config)
-    k_state, v_state = tma.at_first_empty(config.kv_stages), tma.at_first_empty(config.kv_stages)
-    behind = const_expr(1 if config.overlap else 0)
+    state = tma.at_first_empty(config.kv_stages)
     trace.mark(stamps, Phase.LOAD)
     pipes.q.producer_acquire(tma.at_first_empty(1))
     tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
-    for i in cutlass.range(n_blocks + behind, unroll=1):
+    for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
-        if n_block >= 0:
-            trace.mark(stamps, Phase.EMPTY)
-            pipes.k.producer_acquire(k_state)
-            trace.mark(stamps, Phase.LOAD)
-            tma.load(loads.K, sm.K, pipes.k, k_state, (config.tile_n, config.head_dim), (n_block, 0, head))
-            k_state.advance()
-        if i >= behind:
-            trace.mark(stamps, Phase.EMPTY)
-            pipes.v.producer_acquire(v_state)
-            trace.mark(stamps, Phase.LOAD)
-            tma.load(loads.V, sm.V, pipes.v, v_state, (config.head_dim, config.tile_n), (0, n_block + behind, head))
-            v_state.advance()
+        trace.mark(stamps, Phase.EMPTY)
+        pipes.k.producer_acquire(state)
+        trace.mark(stamps, Phase.LOAD)
+        tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, head))
+        trace.mark(stamps, Phase.EMPTY)
+        pipes.v.producer_acquire(state)
+        trace.mark(stamps, Phase.LOAD)
+        tma.load(loads.V, sm.V, pipes.v, state, (config.head_dim, config.tile_n), (0, n_block, head))
+        state.advance()
     trace.stop(stamps)
 
 

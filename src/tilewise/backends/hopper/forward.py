@@ -184,21 +184,17 @@ def walk_of(m0: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -
 
 @cute.jit
 def produce(loads: Loads, sm: Smem, pipes: Pipes, block: Block, walk: Walk, config: Constexpr[Config]):
-    """One warp asks for Q, then for every tile, the last first, for K of the next one and V of this one: in the order they are wanted."""
-    k_state, v_state = tma.at_first_empty(config.kv_stages), tma.at_first_empty(config.kv_stages)
-    once = tma.at_first_empty(1)
+    """One warp asks for Q, then for K and V of every tile, the last first."""
+    state, once = tma.at_first_empty(config.kv_stages), tma.at_first_empty(1)
     pipes.q.producer_acquire(once)
     tma.load(loads.Q, sm.Q, pipes.q, once, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
-    for i in cutlass.range(walk.last - walk.first + 1, unroll=1):
+    for i in cutlass.range(walk.last - walk.first, unroll=1):
         n_block = walk.last - 1 - i
-        if n_block >= walk.first:
-            pipes.k.producer_acquire(k_state)
-            tma.load(loads.K, sm.K, pipes.k, k_state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
-            k_state.advance()
-        if i > 0:
-            pipes.v.producer_acquire(v_state)
-            tma.load(loads.V, sm.V, pipes.v, v_state, (config.head_dim_v, config.tile_n), (0, n_block + 1, block.head_k, block.batch))
-            v_state.advance()
+        pipes.k.producer_acquire(state)
+        tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+        pipes.v.producer_acquire(state)
+        tma.load(loads.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch))
+        state.advance()
 
 
 class Tile(NamedTuple):
