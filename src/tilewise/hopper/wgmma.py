@@ -28,15 +28,6 @@ def products(config, dtype=BFloat16) -> Mma:
     )
 
 
-def of_warpgroup(tiled_mma: cute.TiledMma, index) -> cute.ThrMma:
-    """The slice for the operands in shared memory, which are a whole warpgroup's: `index` is the same in all its threads.
-
-    Their descriptors then stay in uniform registers. Sliced by thread, they are computed in vector registers and moved over (R2UR), between
-    the barrier that begins a turn and its first product.
-    """
-    return tiled_mma.get_slice(index * 128)
-
-
 def layout_Q(config, dtype=BFloat16) -> cute.ComposedLayout:
     """(tile_m, head_dim, 1)"""
     return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, 1)

@@ -82,8 +82,7 @@ def arguments(config) -> list:
     from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
 
     dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = (hopper.size() for _ in range(5))
-    dim, dim_v = config.dims
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (hopper.size() for _ in range(7))
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)

@@ -13,9 +13,8 @@ class Config:
     """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
 
     dtype: torch.dtype
-    head_dim: int  # of the tile; the tensors' are `dims`, and may be smaller
+    head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    dims: tuple[int, int]
     sees: Literal["all", "until", "interval"]  # of the keys, each row: all, those before an end, or those from a beginning to an end
     tile_m: int
     tile_n: int
@@ -52,13 +51,4 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
     tile_m, tile_n, turns = TILES[dims][sees]
-    return Config(
-        dtype=dtype,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        dims=(head_dim, head_dim_v),
-        sees=sees,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        pingpong=turns,
-    )
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns)
