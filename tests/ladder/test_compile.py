@@ -1,4 +1,4 @@
-"""Every rung compiles for Hopper without a GPU, and the compiled code is what the rung says it is."""
+"""Every rung and every configuration that ships compiles for Hopper without a GPU, and the compiled code is what it says it is."""
 
 import re
 import shutil
@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import torch
 
+from tilewise.backends.hopper import _launch, arguments, config
 from tilewise.hopper.compile import compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -59,20 +61,26 @@ def compile_and_inspect(tmp_path_factory):
             shutil.copyfile(source, folder / name)
             (folder / name).chmod(0o755)
 
-    def run(rung, head_dim: int, causal: bool, capture) -> Compiled:
+    def run(compile_it, config, capture) -> Compiled:
         capture.readouterr()
-        kernel = rung.compiled(head_dim, causal, REMARKS if rung.name >= "k4" else "")
+        kernel = compile_it()
         remarks = "".join(capture.readouterr())
-        path = folder / f"{rung.name.replace(':', '-')}-{head_dim}-{causal}.cubin"
+        path = folder / "kernel.cubin"
         path.write_bytes(kernel.__cubin__)
         command, environment = [tool, "--dump-resource-usage", "-sass", path], {"PATH": str(folder)}
         dump = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
         lines = (line for line in dump.splitlines() if "REG:" in line)
         usage = [{name: int(number) for name, number in re.findall(r"(\w+):(\d+)", line)} for line in lines]
         code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][^;]*);", dump, re.MULTILINE)
-        return Compiled(rung.code.configure(head_dim, causal, **rung.choice), remarks, usage, code)
+        return Compiled(config, remarks, usage, code)
 
     return run
+
+
+def inspect_rung(inspect, rung, head_dim: int, causal: bool, capture) -> Compiled:
+    options = REMARKS if rung.name >= "k4" else ""
+    config = rung.code.configure(head_dim, causal, **rung.choice)
+    return inspect(lambda: rung.compiled(head_dim, causal, options), config, capture)
 
 
 def products(name: str, config) -> tuple[int, int]:
@@ -89,28 +97,44 @@ def products(name: str, config) -> tuple[int, int]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", EVERY)
 def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
-    found = compile_and_inspect(EVERY[name], head_dim, causal, capfd)
-    config, level = found.config, name.partition(":")[0]
+    found = inspect_rung(compile_and_inspect, EVERY[name], head_dim, causal, capfd)
+    level = name.partition(":")[0]
 
     assert len(found.usage) == (3 if level == "k1" else 1)
-    for usage in found.usage:
-        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS
-    assert found.count(r"LDL|STL") == 0
-    assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
-
+    check_nothing_spills(found)
     assert (found.count("UTMALDG") > 0) == (level >= "k3")
     if level < "k4":
         assert found.count("HGMMA|WARPGROUP") == 0
     else:
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in found.remarks
-        qk, pv = products(name, config)
-        assert found.count("HGMMA") == qk * (head_dim // 16) + pv * (config.tile_n // 16)
+        qk, pv = products(name, found.config)
+        assert found.count("HGMMA") == qk * (head_dim // 16) + pv * (found.config.tile_n // 16)
         # One group of products ends with gsb0 on its last instruction; a serialised one has it on every instruction.
         assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == qk + pv
     if level < "k5":
         assert found.count("USETMAXREG") == 0
     else:
-        check_registers(found, config)
+        check_registers(found, found.config)
+
+
+@pytest.mark.parametrize("sees", ["all", "until", "interval"])
+@pytest.mark.parametrize("dims", config.TILES, ids=str)
+def test_shipped_configuration(dims, sees, compile_and_inspect, capfd):
+    """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see."""
+    shipped = config.configure(torch.bfloat16, *dims, sees)
+    found = compile_and_inspect(lambda: compiled(_launch(), arguments, shipped, REMARKS), shipped, capfd)
+    check_nothing_spills(found)
+    check_registers(found, shipped)
+    loops = {"all": 2, "until": 2, "interval": 3}[sees]
+    assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
+    assert found.count("HGMMA") == (1 + loops) * (dims[0] // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
+
+
+def check_nothing_spills(found: Compiled):
+    for usage in found.usage:
+        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS
+    assert found.count(r"LDL|STL") == 0
+    assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
 
 
 def check_registers(found: Compiled, config):
@@ -137,7 +161,7 @@ def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):
     monkeypatch.setattr(cute, "gemm", gemm)
     compiled.cache_clear()
     try:
-        found = compile_and_inspect(RUNGS["k4_2"], 64, True, capfd)
+        found = inspect_rung(compile_and_inspect, RUNGS["k4_2"], 64, True, capfd)
     finally:
         compiled.cache_clear()
     assert "(C7" in found.remarks and found.count("HGMMA.*gsb0") > sum(products("k4_2", found.config))

@@ -50,12 +50,13 @@ def test_bad_tensors(given, error, message):
         assert message in str(raised.value)
 
 
-def test_without_the_dsl(monkeypatch):
-    monkeypatch.setattr(hopper, "find_spec", lambda name: None)
-    sentence = "NVIDIA's CuTe DSL is not installed: pip install 'tilewise[hopper]'"
+@pytest.mark.parametrize("missing, name", [("cutlass", "NVIDIA's CuTe DSL"), ("tvm_ffi", "apache-tvm-ffi")])
+def test_without_the_dsl(monkeypatch, missing, name):
+    monkeypatch.setattr(hopper, "find_spec", lambda module: None if module == missing else object())
+    sentence = f"{name} is not installed: pip install 'tilewise[hopper]'"
     assert hopper.why_not_here() == [sentence]
     assert RUNGS["k5"].reasons(torch.bfloat16, 64, "cuda") == [sentence]
-    with pytest.raises(UnsupportedError, match="k5 cannot be compiled: NVIDIA's CuTe DSL is not installed"):
+    with pytest.raises(UnsupportedError, match=f"k5 cannot be compiled: {name} is not installed"):
         Rung("k5", "k5_warp_specialised", "").compiled(64, False)
 
 

@@ -5,7 +5,6 @@ mask, compiles) and returns what is checked and timed: `attend(q, k, v) -> o`, a
 """
 
 import importlib
-import itertools
 import math
 import os
 import shutil
@@ -122,51 +121,6 @@ class Sdpa:
         if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k:
             return {"is_causal": True}
         return {"attn_mask": workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
-
-
-@dataclass(frozen=True)
-class SdpaDocuments:
-    """SDPA on packed documents without a mask of all their pairs: one call a document, or one call on documents padded to the longest.
-
-    Padding and taking it away again are timed.
-    """
-
-    way: str  # "padded", "loop"
-
-    @property
-    def name(self) -> str:
-        return f"sdpa:{self.way}"
-
-    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        mask = workload.mask
-        if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
-            whole = mask.cu_seqlens_q[-1] == workload.seqlen_q and workload.batch == 1
-            return (
-                [] if whole and self._plain(workload) else ["it takes one sequence, full of causal documents, or documents of one length"]
-            )
-        return ["it takes packed documents only"]
-
-    def _plain(self, workload: Workload) -> bool:
-        """Whether no key of the padding is seen: under a causal mask what comes after a document's end is hidden from it."""
-        return self.way == "loop" or workload.mask.inner == Causal()
-
-    def prepare(self, workload: Workload, device: torch.device) -> Attend:
-        cu_seqlens, causal = list(workload.mask.cu_seqlens_q), workload.mask.inner == Causal()
-        lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
-        options = {"is_causal": causal, "enable_gqa": workload.heads_q != workload.heads_k}
-
-        def one(*qkv: Tensor) -> Tensor:
-            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), **options).transpose(1, 2)
-
-        def loop(*qkv: Tensor) -> Tensor:
-            documents = zip(*(x.split(lengths, dim=1) for x in qkv), strict=True)
-            return torch.cat([one(*document) for document in documents], dim=1)
-
-        def padded(*qkv: Tensor) -> Tensor:
-            together = (torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in qkv)
-            return torch.cat([o[:length] for o, length in zip(one(*together), lengths, strict=True)])[None]
-
-        return loop if self.way == "loop" else padded
 
 
 @dataclass(frozen=True)
@@ -317,6 +271,7 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
     from tilewise.bench.gpu_impls import gpu_impls
+    from tilewise.bench.packed_impls import SdpaDocuments
     from tilewise.dispatch import backends
 
     everyone: list[Impl] = [

@@ -1,4 +1,4 @@
-"""Compile a rung or kernel once for each (launch, config, scratch): the only place that calls the DSL's compiler.
+"""Compile a rung or kernel once for each (launch, arguments, config): the only place that calls the DSL's compiler.
 
 The key holds nothing that changes from call to call: lengths, batch and strides are symbols of the compiled code.
 """
@@ -7,18 +7,21 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+import torch
+from torch import Tensor
+
 ARCH = "sm_90a"
+ALIGNMENT = 8  # 16-bit numbers in the 16 bytes at whose multiples the copy engine and wide reads start
 
 
 def why_no_compiler() -> list[str]:
-    """A sentence where the DSL is missing; compiling needs nothing else."""
-    return [] if find_spec("cutlass") else ["NVIDIA's CuTe DSL is not installed: pip install 'tilewise[hopper]'"]
+    """A sentence where the DSL, or what its compiled functions are called through, is missing; compiling needs nothing else."""
+    needs = {"cutlass": "NVIDIA's CuTe DSL", "tvm_ffi": "apache-tvm-ffi"}
+    return [f"{name} is not installed: pip install 'tilewise[hopper]'" for module, name in needs.items() if not find_spec(module)]
 
 
 def why_not_here() -> list[str]:
     """Sentences that say why no Hopper kernel can run on this machine; empty where one can."""
-    import torch
-
     if missing := why_no_compiler():
         return missing
     if not torch.cuda.is_available():
@@ -42,6 +45,12 @@ def compiled(launch, arguments, config, options: str = ""):
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
     return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; two bytes a number."""
+    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def size():

@@ -19,7 +19,6 @@ from tilewise.problem import Call, Problem
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 65535  # the second dimension of a grid
-ALIGNMENT = 8  # elements of bf16 in the 16 bytes that the copy engine and wide reads need
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Rung:
         scratch = [self._scores(q)] if self._stores_scores else []
         kernel, stamps = self.compiled(head_dim, causal), [] if events is None else [events]
         with torch.cuda.device(q.device):
-            kernel(*(_aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
+            kernel(*(hopper.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
         return o, lse
 
     def _scores(self, q: Tensor) -> Tensor:
@@ -172,9 +171,3 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             given, expected = (f"{tuple(y.shape)} {y.dtype} on {y.device}" for y in (x, q))
             raise ShapeError(f"{name} must be as q, {expected}; got {given}")
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy whose rows lie as the kernels need them."""
-    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous().clone() if x.is_contiguous() else x.contiguous()

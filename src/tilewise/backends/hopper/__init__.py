@@ -16,7 +16,6 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-ALIGNMENT = 8  # elements in the 16 bytes at whose multiples rows start
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
@@ -34,9 +33,9 @@ class Hopper:
         if problem.dtype not in (torch.bfloat16, torch.float16):
             wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
         dims = problem.head_dim, problem.head_dim_v
-        if tile_dims(*dims) is None or any(dim % ALIGNMENT for dim in dims):
+        if tile_dims(*dims) is None or any(dim % hopper.ALIGNMENT for dim in dims):
             wrong.append(
-                f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {ALIGNMENT}, not {dims[0]} and {dims[1]}"
+                f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {hopper.ALIGNMENT}, not {dims[0]} and {dims[1]}"
             )
         if problem.mask not in ("full", "band"):
             wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
@@ -65,7 +64,7 @@ class Hopper:
         with torch.cuda.device(q.device):
             for first in range(0, batch, MOST):
                 part = slice(first, first + MOST)
-                tensors = (_aligned(x[part]) for x in (q, call.k, call.v))
+                tensors = (hopper.aligned(x[part]) for x in (q, call.k, call.v))
                 kernel(*tensors, o[part], lse[part], *_band(call.mask, seqlen_q, call.seqlen_k), scale / math.log(2))
         return o, lse
 
@@ -111,9 +110,3 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale > 0.0:
         return q, scale
     return (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy whose rows lie as the copy engine needs them."""
-    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
