@@ -118,3 +118,16 @@ def test_a_score_matrix_that_does_not_fit(monkeypatch):
     q = SimpleNamespace(shape=(16, 16384, 64), device="cuda")
     with pytest.raises(UnsupportedError, match=r"\(16, 16384, 16384\) in fp32: 17\.2 GB, and 3\.2 GB are free"):
         RUNGS["k1"]._scores(q)
+
+
+def test_rows_are_laid_out_as_the_kernels_need_them():
+    whole = torch.randn(4, 10, 72).bfloat16()
+    assert hopper.aligned(whole) is whole and hopper.aligned(whole[:, 2:, :64]).data_ptr() == whole[:, 2:].data_ptr()
+    for x in (
+        whole[..., 1:65],
+        whole[..., ::2],
+        whole.flatten()[1 : 1 + 4 * 8 * 64].view(4, 8, 64),
+        torch.randn(4, 10, 68).bfloat16()[..., :64],
+    ):
+        copy = hopper.aligned(x)
+        assert torch.equal(copy, x) and copy.data_ptr() % 16 == 0 and not any(step % 8 for step in copy.stride()[:-1])
