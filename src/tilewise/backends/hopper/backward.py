@@ -17,6 +17,7 @@ from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_parts import Band, Tensors
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
+    Boolean,
     Constexpr,
     CUstream,
     Float32,
@@ -64,7 +65,7 @@ class Smem(NamedTuple):
     dS: cute.Tensor  # (tile_m, tile_n, ds_stages)
     dQ: cute.Tensor  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32
     lse: cute.Tensor  # (tile_m, stages) fp32
-    delta: cute.Tensor  # (tile_m, stages) fp32
+    minus_delta: cute.Tensor  # (tile_m, stages) fp32
 
 
 class Layouts(NamedTuple):
@@ -81,7 +82,7 @@ class Pipes(NamedTuple):
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
     q: pipeline.PipelineTmaAsync  # with the tile's log-sum-exp
-    do: pipeline.PipelineTmaAsync  # with its delta
+    do: pipeline.PipelineTmaAsync  # with its -delta
 
 
 class Loads(NamedTuple):
@@ -150,12 +151,12 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
-    mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, delta: cute.Tensor, sum_dQ: cute.Tensor,
+    mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
     has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
-    tensors = Tensors(mQ, mK, mV, mdO, lse, delta, sum_dQ)
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (config.tile_n, config.head_dim), (config.tile_n, config.head_dim_v), (config.tile_m, config.head_dim), (config.tile_m, config.head_dim_v)
@@ -163,7 +164,7 @@ def launch(
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     band = Band(q0, q1, k0, k1, lo, hi)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, delta, sum_dQ, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
+    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
     kernel(tensors, mdK, mdV, loads, band, scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
         block=((1 + config.consumers) * THREADS, 1, 1),
@@ -260,7 +261,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     for g in cutlass.range(block.group, unroll=1):
         head = block.head_k * block.group + g
-        lse, delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.delta))
+        lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
         for i in cutlass.range(walk.last - walk.first, unroll=1):
             m_block = walk.first + i
             pipes.q.producer_acquire(state)
@@ -268,7 +269,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
             load_rows(lse, sm.lse, pipes.q, state, m_block, config)
             pipes.do.producer_acquire(state)
             tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
-            load_rows(delta, sm.delta, pipes.do, state, m_block, config)
+            load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
             state.advance()
 
 
@@ -356,14 +357,10 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     for _g in cutlass.range(block.group, unroll=1):
-        if const_expr(config.sees != "all"):
-            for i in cutlass.range(walk.free_first - walk.first, unroll=1):
-                state = step(tile, pipes, state, walk.first + i, True, has_dQ, config)
-        for i in cutlass.range(walk.free_last - walk.free_first, unroll=1):
-            state = step(tile, pipes, state, walk.free_first + i, False, has_dQ, config)
-        if const_expr(config.sees != "from"):
-            for i in cutlass.range(walk.last - walk.free_last, unroll=1):
-                state = step(tile, pipes, state, walk.free_last + i, True, has_dQ, config)
+        for i in cutlass.range(walk.last - walk.first, unroll=1):
+            m_block = walk.first + i
+            masked = m_block < walk.free_first or m_block >= walk.free_last
+            state = step(tile, pipes, state, m_block, masked, has_dQ, config)
     gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (mdK, mdV))
     dk, dv = mma.dk.get_slice(thread), mma.dv.get_slice(thread)
     cdK = dk.partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
@@ -390,7 +387,7 @@ def make_tile(
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(parts.FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
-    tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.delta))
+    tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
     return Tile(
         mma=mma,
         tSrK=s.make_fragment_A(s.partition_A(sm.K))[None, None, None, 0],
@@ -418,22 +415,24 @@ def make_tile(
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, masked: Constexpr[bool], has_dQ: Constexpr[bool],
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, masked: Boolean, has_dQ: Constexpr[bool],
     config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
-    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
     pipes.do.consumer_wait(state)
-    acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
+    acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
+    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+    fragments.product(tile.mma.s, acc_dP, tile.tPrV, tile.tPrdO[None, None, None, stage], True)
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
-    probabilities(tile, acc_S, lse, m_block * config.tile_m, masked, config)
+    if masked:
+        hide(tile, acc_S, m_block * config.tile_m, config)
+    probabilities(acc_S, lse, tile.scale_log2)
     P = as_left_operand(tile.mma.dv, acc_S, config)
     warpgroup.wait_group(0)
-    delta = per_query(tile.tdelta, stage)
-    differentiate(tile, acc_dP, acc_S, delta, m_block * config.tile_m, masked, config)
+    differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
@@ -469,6 +468,25 @@ def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
 
 
 @cute.jit
+def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
+    """-delta in every row of an accumulator, to which dP is then added: a subtraction less for each number of S.
+
+    pairs: (2, tile_m / 8) in shared memory. Each register is read on its own: copies of one for the other row would come to lie between the
+    products, and ptxas then waits for the first before it issues the second (C7517, DSL 4.8.1).
+    """
+    acc_dP = cute.make_rmem_tensor(like.shape, Float32)
+    dP = fragments.by_rows(acc_dP)
+    for c in range_constexpr(cute.size(pairs, mode=[1])):
+        for r in range_constexpr(fragments.ROWS):
+            dP[r, 2 * c], dP[r, 2 * c + 1] = arch.inline_ptx(
+                "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                write_only_types=[Float32, Float32],
+                read_only_args=[pairs[None, c].iterator.toint()],
+            )
+    return acc_dP
+
+
+@cute.jit
 def seen(tile: Tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
     """Whether the query of a column sees the key of row r."""
     if const_expr(config.sees == "all"):
@@ -479,29 +497,28 @@ def seen(tile: Tile, r: Constexpr[int], column: Int32, m0: Int32, config: Conste
 
 
 @cute.jit
-def probabilities(tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, m0: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
-    """S becomes P = exp(S - LSE) (Eq. 24), 0 where hidden."""
+def hide(tile: Tile, acc_S: cute.Tensor, m0: Int32, config: Constexpr[Config]):
+    """-inf for the pairs that are hidden, or whose key does not exist: P = 0 there, and dS = 0 unless dP is NaN (`repair_dKV`)."""
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(S, mode=[1])):
-            p = cute.math.exp2(S[r, c] * tile.scale_log2 - lse[c], fastmath=True)
-            if const_expr(masked):
-                p = p if seen(tile, r, at[r, c][1], m0, config) else Float32(0.0)
-            S[r, c] = p
+            S[r, c] = S[r, c] if seen(tile, r, at[r, c][1], m0, config) else -Float32.inf
 
 
 @cute.jit
-def differentiate(
-    tile: Tile, acc_dP: cute.Tensor, acc_P: cute.Tensor, delta: cute.Tensor, m0: Int32, masked: Constexpr[bool], config: Constexpr[Config]
-):
-    """dP becomes dS = P (dP - delta) (Eq. 25), 0 where hidden: dP may be NaN there."""
-    dP, P, at = fragments.by_rows(acc_dP), fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
+def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes P = exp(S - LSE) (Eq. 24)."""
+    S = fragments.by_rows(acc_S)
     for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(dP, mode=[1])):
-            ds = P[r, c] * (dP[r, c] - delta[c])
-            if const_expr(masked):
-                ds = ds if seen(tile, r, at[r, c][1], m0, config) else Float32(0.0)
-            dP[r, c] = ds
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse[c], fastmath=True)
+
+
+@cute.jit
+def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
+    """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
+    for i in range_constexpr(cute.size(acc_dP)):
+        acc_dP[i] = acc_P[i] * acc_dP[i]
 
 
 @cute.jit

@@ -37,7 +37,7 @@ class Tensors(NamedTuple):
     V: cute.Tensor
     dO: cute.Tensor
     lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two, +inf for a row without keys
-    delta: cute.Tensor  # likewise
+    minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
 
 
@@ -62,7 +62,7 @@ def queries_seeing(key: Int32, band: Band):
 @cute.kernel
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32,
-    lse: cute.Tensor, delta: cute.Tensor, sum_dQ: cute.Tensor, config: Constexpr[Config],
+    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -87,7 +87,7 @@ def prepare(
             total = Float32(0.0)
         if lane == 0:
             lse[batch, head, row] = base
-            delta[batch, head, row] = total
+            minus_delta[batch, head, row] = -total
     zeros = cute.make_rmem_tensor(4, Float32)
     zeros.fill(0.0)
     gSum = sum_dQ[batch, head, m_block, None]
@@ -160,7 +160,7 @@ class Head(NamedTuple):
     V: cute.Tensor
     dO: cute.Tensor
     lse: cute.Tensor
-    delta: cute.Tensor
+    minus_delta: cute.Tensor
 
 
 @cute.jit
@@ -169,7 +169,7 @@ def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
     Q, dO = rows
     keys = (x[batch, None, head_k, None] for x in (tensors.K, tensors.V))
     K, V = keys
-    return Head(Q, K, V, dO, tensors.lse[batch, head, None], tensors.delta[batch, head, None])
+    return Head(Q, K, V, dO, tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None])
 
 
 @cute.jit
@@ -181,7 +181,7 @@ def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32):
     for c in cutlass.range(at.dO.shape[1], unroll=4):
         dp += at.dO[i, c].to(Float32) * at.V[j, c].to(Float32)
     p = cute.math.exp2(s * scale_log2 - at.lse[i], fastmath=True)
-    return p, p * (dp - at.delta[i])
+    return p, p * (dp + at.minus_delta[i])
 
 
 @cute.jit
