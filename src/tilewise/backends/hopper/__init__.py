@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import gradients
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Mask
@@ -41,7 +42,7 @@ class Hopper:
             wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
         wrong += [f"it has no {name} yet" for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
         if problem.grad:
-            wrong.append("it has no backward pass yet")
+            wrong += [reason for reason in gradients.why_not(problem) if reason not in wrong]
         return wrong or hopper.why_not_here()
 
     def tile(self, call: Call) -> tuple[int, int]:
@@ -69,7 +70,8 @@ class Hopper:
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-        raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+        """See gradients.py."""
+        return gradients.backward(call, o, lse, d_o, d_lse, bias_grad)
 
     def _config(self, call: Call):
         sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"

@@ -49,8 +49,10 @@ class Barrier(IntEnum):
 
 
 class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits; those in [free_first, free_last) need no mask."""
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
 
+    start: Int32
+    step: Int32  # 1, or -1 where it begins at the last
     first: Int32
     last: Int32
     free_first: Int32
@@ -101,13 +103,21 @@ class Mma(NamedTuple):
     dq: cute.TiledMma  # dQ = dS K, shared memory
 
 
+class Order(NamedTuple):
+    """Of the thread blocks."""
+
+    slots: Int32  # how many the machine runs at a time
+    together: Int32  # heads that take turns
+
+
 class Block(NamedTuple):
     """What one thread block computes: 64 * consumers keys of one head."""
 
     n0: Int32
     head_k: Int32
     batch: Int32
-    group: Int32
+    first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
+    last_mate: Int32
 
 
 def products(config, dtype) -> Mma:
@@ -152,11 +162,11 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ)
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (config.tile_n, config.head_dim), (config.tile_n, config.head_dim_v), (config.tile_m, config.head_dim), (config.tile_m, config.head_dim_v)
@@ -164,9 +174,9 @@ def launch(
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     band = Band(q0, q1, k0, k1, lo, hi)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
-    kernel(tensors, mdK, mdV, loads, band, scale, scale_log2, mma, *layouts, config).launch(
-        grid=(cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
+    kernel(tensors, mdK, mdV, loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+        grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -178,7 +188,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, mdK: cute.Tensor, mdV: cute.Tensor, loads: Loads, band: Band, scale: Float32, scale_log2: Float32, mma: Mma,
+    tensors: Tensors, mdK: cute.Tensor, mdV: cute.Tensor, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout,
     layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -191,16 +201,16 @@ def kernel(
     statistics = cute.make_layout((config.tile_m, config.stages))
     sm = Smem(sK, sV, sQ, sdO, sdS, sdQ, storage.allocate_tensor(Float32, statistics, 128), storage.allocate_tensor(Float32, statistics, 128))
     pipes = make_pipes(storage, config)
-    n_block, head_k, batch = arch.block_idx()
-    block = Block(n_block * config.tile_n, head_k, batch, tensors.Q.shape[2] // tensors.K.shape[2])
-    walk = walk_of(block.n0, band, tensors.Q.shape[1], tensors.K.shape[1], config)
+    heads_k = tensors.K.shape[2]
+    block = block_of(arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config)
+    walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, walk, config)
         elif warp_idx <= config.dq_consumers:
-            add_up_dQ(tensors, sm, block, walk, warp_idx - 1, config)
+            add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -227,13 +237,34 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def walk_of(n0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr[Config]) -> Walk:
-    """Empty where no query sees any of the keys. Rows beyond the last query need no mask: their log-sum-exp is +inf, so P = 0."""
-    tile_m, tile_n = config.tile_m, config.tile_n
+def block_of(number: Int32, n_blocks: Int32, heads_k: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
+    """The block's share of `heads` (of all sequences): `together` heads take turns, each with its first keys first.
+
+    Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
+    wait for each other.
+    """
+    first_head = number // (order.together * n_blocks) * order.together
+    begin, together = first_head * n_blocks, min(order.together, heads - first_head)
+    n_block, head = (number - begin) // together, (number - begin) % together
+    first_of_wave = number // order.slots * order.slots
+    before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
+    until = max(first_of_wave + order.slots - begin - head + together - 1, 0) // together
+    head += first_head
+    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, before, min(until, n_blocks))
+
+
+@cute.jit
+def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr[Config]) -> Walk:
+    """Empty where no query sees any of the keys. Rows beyond the last query need no mask: their log-sum-exp is +inf, so P = 0.
+
+    Where it begins and which way it goes: see `turn_of`.
+    """
+    tile_m, tile_n, n0 = config.tile_m, config.tile_n, block.n0
     m_blocks = cute.ceil_div(seqlen_q, tile_m)
     if const_expr(config.sees == "all"):
         free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
-        return Walk(Int32(0), m_blocks, Int32(0), free)
+        start = (n0 // tile_n - block.first_mate) * m_blocks // (block.last_mate - block.first_mate)
+        return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
     left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the keys that anybody sees
     begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of them
     first = max(begin, 0) // tile_m
@@ -247,7 +278,31 @@ def walk_of(n0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Con
     free_last = max(end, 0) // tile_m
     if end >= seqlen_q:
         free_last = last
-    return Walk(first, last, free_first, min(max(free_last, free_first), last))
+    return Walk(last - 1, Int32(-1), first, last, free_first, min(max(free_last, free_first), last))
+
+
+@cute.jit
+def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+    """How many blocks of keys add to a tile of dQ before this one, in an order that keeps nobody waiting.
+
+    All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
+    that began at this tile or before it the last comes first, and then the others, again the last first.
+
+    Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
+    from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
+    """
+    n_block = block.n0 // config.tile_n
+    visitors = parts.visitors_of(m_block, band, seqlen_k, config)
+    if const_expr(config.sees != "all"):
+        return n_block - visitors.first
+    mates = block.last_mate - block.first_mate
+    begun = block.first_mate + min(cute.ceil_div((m_block + 1) * mates, m_blocks), mates)
+    return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)
+
+
+@cute.jit
+def next_tile(m_block: Int32, walk: Walk) -> Int32:
+    return walk.first if m_block + walk.step == walk.last else m_block + walk.step
 
 
 @cute.jit
@@ -259,11 +314,12 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-    for g in cutlass.range(block.group, unroll=1):
-        head = block.head_k * block.group + g
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
         lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
-        for i in cutlass.range(walk.last - walk.first, unroll=1):
-            m_block = walk.first + i
+        m_block = walk.start
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
             pipes.q.producer_acquire(state)
             tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
             load_rows(lse, sm.lse, pipes.q, state, m_block, config)
@@ -271,6 +327,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
             tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
             load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
             state.advance()
+            m_block = next_tile(m_block, walk)
 
 
 @cute.jit
@@ -292,29 +349,76 @@ def load_rows(
 
 
 @cute.jit
-def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, walk: Walk, consumer: Int32, config: Constexpr[Config]):
-    """One warp a warpgroup of dQ: adds its part of every tile to the sum in global memory."""
-    numbers = const_expr(THREADS * config.dq_numbers)
-    for g in cutlass.range(block.group, unroll=1):
-        head = block.head_k * block.group + g
-        for i in cutlass.range(walk.last - walk.first, unroll=1):
-            gSum = tensors.sum_dQ[block.batch, head, walk.first + i, None]
+def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
+    """One warp a warpgroup of dQ: adds its part of every tile to the sum in global memory; `ordered`: when it is this block's turn.
+
+    A block waits for its turn only where it is about to add, after it has given all others on: so the one whose turn it is never waits.
+    The first writes instead of adding.
+    """
+    m_blocks = tensors.sum_dQ.shape[2]
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
+        gTurns = tensors.turns[block.batch, head, None, consumer]
+        m_block, before = walk.start, Int32(-1)
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            gSum = tensors.sum_dQ[block.batch, head, m_block, None]
             arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+            turn = Int32(-1)
+            if const_expr(config.ordered):
+                turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+                if arch.lane_idx() == 0:
+                    now = turn_now(gTurns, m_block)
+                    if before >= 0:
+                        arch.cp_async_bulk_wait_group(0)
+                        give_turn(gTurns, before)
+                    while now != turn:
+                        now = turn_now(gTurns, m_block)
+                before = m_block
             arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            with arch.elect_one():
-                arch.inline_ptx(
-                    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                    read_only_args=[
-                        (gSum.iterator + consumer * numbers).toint(),
-                        sm.dQ[None, None, None, consumer].iterator.toint(),
-                        Int32(4 * numbers),
-                    ],
-                )
+            if arch.lane_idx() == 0:
+                if turn == 0:
+                    bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
+                else:
+                    bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
                 arch.cp_async_bulk_commit_group()
                 arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
-    with arch.elect_one():
-        arch.cp_async_bulk_wait_group(0)
+            m_block = next_tile(m_block, walk)
+        if arch.lane_idx() == 0:
+            arch.cp_async_bulk_wait_group(0)
+            if const_expr(config.ordered):
+                if before >= 0:
+                    give_turn(gTurns, before)
+
+
+@cute.jit
+def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int32, config: Constexpr[Config]):
+    """A warpgroup's part of a tile of dQ from shared to global memory, by one thread."""
+    numbers = const_expr(THREADS * config.dq_numbers)
+    arch.inline_ptx(
+        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
+        read_only_args=[
+            (gSum.iterator + consumer * numbers).toint(),
+            sm.dQ[None, None, None, consumer].iterator.toint(),
+            Int32(4 * numbers),
+        ],
+    )
+
+
+@cute.jit
+def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
+    return arch.inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()]
+    )
+
+
+@cute.jit
+def give_turn(gTurns: cute.Tensor, m_block: Int32):
+    """What this thread added is there before the next one's turn is."""
+    arch.inline_ptx(
+        "red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[(gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()]
+    )
 
 
 class Tile(NamedTuple):
@@ -356,11 +460,12 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
-    for _g in cutlass.range(block.group, unroll=1):
-        for i in cutlass.range(walk.last - walk.first, unroll=1):
-            m_block = walk.first + i
+    for _g in cutlass.range(tensors.Q.shape[2] // tensors.K.shape[2], unroll=1):
+        m_block = walk.start
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
             masked = m_block < walk.free_first or m_block >= walk.free_last
             state = step(tile, pipes, state, m_block, masked, has_dQ, config)
+            m_block = next_tile(m_block, walk)
     gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (mdK, mdV))
     dk, dv = mma.dk.get_slice(thread), mma.dv.get_slice(thread)
     cdK = dk.partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))

@@ -39,6 +39,7 @@ class Tensors(NamedTuple):
     lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two, +inf for a row without keys
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
+    turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
 
 
 @cute.jit
@@ -59,10 +60,30 @@ def queries_seeing(key: Int32, band: Band):
     return begin, end
 
 
+class Visitors(NamedTuple):
+    """Blocks of keys [first, last) whose walk visits a tile of queries."""
+
+    first: Int32
+    last: Int32
+
+
+@cute.jit
+def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Visitors:
+    """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
+    if const_expr(config.sees == "all"):
+        return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
+    top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
+    begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
+    first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
+    if bottom < band.q0 or top >= band.q1 or begin >= band.k1 or end <= band.k0:
+        last = first
+    return Visitors(first, max(first, last))
+
+
 @cute.kernel
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32,
-    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, config: Constexpr[Config],
+    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -88,11 +109,15 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    zeros = cute.make_rmem_tensor(4, Float32)
-    zeros.fill(0.0)
-    gSum = sum_dQ[batch, head, m_block, None]
-    for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
-        cute.autovec_copy(zeros, vector(gSum, i, 4))
+    if const_expr(config.ordered):
+        if thread < config.dq_consumers:
+            turns[batch, head, m_block, thread] = 0
+    else:
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        gSum = sum_dQ[batch, head, m_block, None]
+        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
+            cute.autovec_copy(zeros, vector(gSum, i, 4))
 
 
 @cute.jit
@@ -125,8 +150,11 @@ def finish(
     numbers = cute.size(acc)
     flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
     first = thread // 128 * (numbers // 4) * 128 + thread % 128
-    for i in range_constexpr(numbers // 4):
-        cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+    acc.fill(0.0)
+    visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+    if const_expr(not config.ordered) or visitors.first < visitors.last:
+        for i in range_constexpr(numbers // 4):
+            cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)

@@ -11,6 +11,7 @@ from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
 
 MOST = 65535  # the second and third dimension of a grid: heads, batch
+CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
@@ -43,6 +44,10 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
+    slots = torch.cuda.get_device_properties(call.q.device).multi_processor_count
+    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim) * call.group
+    together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     kernel = hopper.compiled(_launch(), arguments, config)
     numbers = *_band(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
@@ -50,8 +55,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     with torch.cuda.device(call.q.device):
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
-            given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq))
-            kernel(*given, int(d_lse is not None), *numbers)
+            given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
+            kernel(*given, slots, together, int(d_lse is not None), *numbers)
     return Gradients(d_q, d_k, d_v, None, None)
 
 
@@ -68,8 +73,9 @@ def arguments(config: Config) -> list:
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
-    numbers = [*(Int32(0) for _ in range(7)), Float32(1.0), Float32(1.0)]
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, *numbers]
+    turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
+    numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
 
 
 def _launch():
