@@ -22,6 +22,7 @@ from tilewise.hopper.dsl import (
     CUstream,
     Float32,
     Int32,
+    Int64,
     LayoutEnum,
     OperandMajorMode,
     SmemAllocator,
@@ -44,8 +45,8 @@ class Barrier(IntEnum):
     """Named barriers; 0 is the whole block's."""
 
     DS = 1  # dS of all warpgroups is in shared memory
-    DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written
-    DQ_FULL = 5  # likewise: it is written
+    DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
+    DQ_FULL = 5  # likewise: it is written, or added
 
 
 class Walk(NamedTuple):
@@ -65,7 +66,8 @@ class Smem(NamedTuple):
     Q: cute.Tensor  # (tile_m, head_dim, stages)
     dO: cute.Tensor  # (tile_m, head_dim_v, stages)
     dS: cute.Tensor  # (tile_m, tile_n, ds_stages)
-    dQ: cute.Tensor  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32
+    dQ: cute.Tensor | None  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32; None if it goes from registers
+    first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
     lse: cute.Tensor  # (tile_m, stages) fp32
     minus_delta: cute.Tensor  # (tile_m, stages) fp32
 
@@ -197,9 +199,12 @@ def kernel(
     sK, sV, sQ, sdO, sdS = (
         storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V, layout_Q, layout_dO, layout_dS)
     )
-    sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
+    sdQ = None
+    if const_expr(not config.direct):
+        sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
+    first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     statistics = cute.make_layout((config.tile_m, config.stages))
-    sm = Smem(sK, sV, sQ, sdO, sdS, sdQ, storage.allocate_tensor(Float32, statistics, 128), storage.allocate_tensor(Float32, statistics, 128))
+    sm = Smem(sK, sV, sQ, sdO, sdS, sdQ, first, storage.allocate_tensor(Float32, statistics, 128), storage.allocate_tensor(Float32, statistics, 128))
     pipes = make_pipes(storage, config)
     heads_k = tensors.K.shape[2]
     block = block_of(arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config)
@@ -210,7 +215,10 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, walk, config)
         elif warp_idx <= config.dq_consumers:
-            add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
+            if const_expr(not config.direct):
+                add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
+            elif const_expr(config.ordered):
+                take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -393,6 +401,38 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
 
 
 @cute.jit
+def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
+    """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
+    m_blocks = tensors.sum_dQ.shape[2]
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
+        gTurns = tensors.turns[block.batch, head, None, consumer]
+        m_block, before = walk.start, Int32(-1)
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+            now = Int32(0)
+            if arch.lane_idx() == 0:
+                now = turn_now(gTurns, m_block)
+            if before >= 0:
+                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+            if arch.lane_idx() == 0:
+                if before >= 0:
+                    give_turn(gTurns, before)
+                while now != turn:
+                    now = turn_now(gTurns, m_block)
+                sm.first[consumer] = Int32(turn == 0)
+            arch.sync_warp()
+            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+            before = m_block
+            m_block = next_tile(m_block, walk)
+        if before >= 0:
+            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+            if arch.lane_idx() == 0:
+                give_turn(gTurns, before)
+
+
+@cute.jit
 def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int32, config: Constexpr[Config]):
     """A warpgroup's part of a tile of dQ from shared to global memory, by one thread."""
     numbers = const_expr(THREADS * config.dq_numbers)
@@ -435,7 +475,8 @@ class Tile(NamedTuple):
     tQrK: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
-    tdQsdQ: cute.Tensor  # (4, dq_numbers / 4)
+    tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
+    first: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages)
     tdelta: cute.Tensor
     tScS: cute.Tensor  # (key, query) of each number of S^T
@@ -460,11 +501,13 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
-    for _g in cutlass.range(tensors.Q.shape[2] // tensors.K.shape[2], unroll=1):
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
         m_block = walk.start
         for _i in cutlass.range(walk.last - walk.first, unroll=1):
             masked = m_block < walk.free_first or m_block >= walk.free_last
-            state = step(tile, pipes, state, m_block, masked, has_dQ, config)
+            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
             m_block = next_tile(m_block, walk)
     gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (mdK, mdV))
     dk, dv = mma.dk.get_slice(thread), mma.dv.get_slice(thread)
@@ -505,7 +548,8 @@ def make_tile(
         tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
-        tdQsdQ=sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
+        tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
+        first=sm.first,
         tlse=tlse,
         tdelta=tdelta,
         tScS=tScS,
@@ -520,7 +564,7 @@ def make_tile(
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, masked: Boolean, has_dQ: Constexpr[bool],
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean, has_dQ: Constexpr[bool],
     config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
@@ -555,7 +599,7 @@ def step(
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
-        hand_over(tile, acc_dQ)
+        hand_over(tile, acc_dQ, gSum, config)
     else:
         pipes.do.consumer_release(state)
     warpgroup.wait_group(0)
@@ -636,10 +680,35 @@ def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, config: Constexp
 
 
 @cute.jit
-def hand_over(tile: Tile, acc_dQ: cute.Tensor):
-    """dQ of this warpgroup to the warp that adds it up, while dK is being computed."""
-    arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
-    flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout(tile.tdQsdQ.shape))
-    cute.autovec_copy(flat, tile.tdQsdQ)
-    arch.fence_proxy("async.shared", space="cta")
-    arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+    """dQ of this warpgroup to the warp that adds it up, or to global memory, while dK is being computed. gSum: of this tile."""
+    flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // 4)))
+    if const_expr(config.direct):
+        add_directly(tile, flat, gSum, config)
+    else:
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+        cute.autovec_copy(flat, tile.tdQsdQ)
+        arch.fence_proxy("async.shared", space="cta")
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+
+
+@cute.jit
+def add_directly(tile: Tile, flat: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+    """flat: (4, dq_numbers / 4), vectors of 16 bytes; a warp's lie side by side."""
+    address = (gSum.iterator + tile.consumer * THREADS * config.dq_numbers + arch.thread_idx()[0] % THREADS * 4).toint()
+    first = Int32(0)
+    if const_expr(config.ordered):
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+        first = tile.first[tile.consumer]
+    if first != 0:
+        each_vector("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+    else:
+        each_vector("red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+    if const_expr(config.ordered):
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+
+
+@cute.jit
+def each_vector(instruction: Constexpr[str], flat: cute.Tensor, address: Int64):
+    for i in range_constexpr(cute.size(flat, mode=[1])):
+        arch.inline_ptx(instruction, read_only_args=[address + 16 * THREADS * i, *(flat[j, i] for j in range(4))])
