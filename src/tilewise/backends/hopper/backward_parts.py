@@ -1,4 +1,4 @@
-"""What the backward pass on Hopper does before and after its main kernel, and what all three share: which pairs are visible.
+"""What the backward pass on Hopper does before and after its main kernel.
 
 `prepare`: delta = rowsum(dO O) - dLSE (Eq. 23, 28), the log-sum-exp in powers of two, zeros where dQ is summed up.
 `finish`: dQ = scale * the sum, in the inputs' dtype.
@@ -8,25 +8,14 @@
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_order import Band, keys_seen, queries_seeing, visitors_of
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 THREADS = 256  # of a block of `prepare`
 LANES = 8  # that share a row in `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
-FAR = 1 << 30  # beyond every row
 LOG2_E = 1.4426950408889634
-
-
-class Band(NamedTuple):
-    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none."""
-
-    q0: Int32
-    q1: Int32
-    k0: Int32
-    k1: Int32
-    lo: Int32
-    hi: Int32
 
 
 class Tensors(NamedTuple):
@@ -40,44 +29,6 @@ class Tensors(NamedTuple):
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
-
-
-@cute.jit
-def keys_seen(row: Int32, band: Band):
-    """[begin, end) of the keys that a query sees."""
-    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
-    if row < band.q0 or row >= band.q1:
-        end = begin
-    return begin, end
-
-
-@cute.jit
-def queries_seeing(key: Int32, band: Band):
-    """[begin, end) of the queries that see a key."""
-    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
-    if key < band.k0 or key >= band.k1:
-        end = begin
-    return begin, end
-
-
-class Visitors(NamedTuple):
-    """Blocks of keys [first, last) whose walk visits a tile of queries."""
-
-    first: Int32
-    last: Int32
-
-
-@cute.jit
-def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Visitors:
-    """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
-    if const_expr(config.sees == "all"):
-        return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
-    top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
-    begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
-    first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
-    if bottom < band.q0 or top >= band.q1 or begin >= band.k1 or end <= band.k0:
-        last = first
-    return Visitors(first, max(first, last))
 
 
 @cute.kernel
