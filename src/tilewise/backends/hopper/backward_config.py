@@ -24,14 +24,24 @@ class Config:
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
+    ahead: bool = False  # S of the next tile is issued before dQ and dK of this one are there
+    early: bool = False  # dV is issued before dP is there
+    split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+
     @property
     def consumers(self) -> int:
-        return self.tile_n // 64
+        return self.tile_n // 64 if self.split == "keys" else 2
 
     @property
     def dq_grid(self) -> tuple[int, int]:
-        """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns."""
+        """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
         return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of dQ that a warpgroup computes at a time."""
+        return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property
     def dq_numbers(self) -> int:
@@ -48,6 +58,9 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
 }
 
 

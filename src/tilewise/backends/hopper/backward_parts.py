@@ -193,37 +193,41 @@ def repair_dQ(
     at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
     lane, warp = arch.lane_idx(), arch.thread_idx()[0] // WARP
     over_rows, over_columns = config.dq_grid
-    width = const_expr(config.head_dim // over_columns)
-    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * width
+    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * config.dq_width
     arch.sync_warp()
-    for i in cutlass.range(16, unroll=1):
-        row = row0 + i
+    for i in cutlass.range(16 * config.dq_pieces, unroll=1):
+        row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
         if row < gdQ.shape[0]:
             begin, end = keys_seen(row, band)
-            dq = cute.make_rmem_tensor(width // WARP, Float32)
+            dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
                 if j0 + lane < end:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0)
-            write_row(gdQ, row, dq, scale, column0)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column)
+            write_row(gdQ, row, dq, scale, column)
 
 
 @cute.jit
 def repair_dKV(
-    tensors: Tensors, gdK: cute.Tensor, gdV: cute.Tensor, n0: Int32, head_k: Int32, batch: Int32, band: Band,
+    tensors: Tensors, gdK: cute.Tensor, gdV: cute.Tensor, n0: Int32, share: Int32, head_k: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """dK and dV of the 16 keys from n0 on, which this warp has written, again: likewise, over the query heads of the group."""
+    """dK and dV of the 16 keys from n0 on, which this warp has written, again: likewise, over the query heads of the group.
+
+    share: which of the warpgroups' parts of the columns, where these are split.
+    """
+    parts = const_expr(2 if config.split == "columns" else 1)
+    width_k, width_v = const_expr(config.head_dim // parts), const_expr(config.head_dim_v // parts)
     lane, group = arch.lane_idx(), tensors.Q.shape[2] // tensors.K.shape[2]
     arch.sync_warp()
     for i in cutlass.range(16, unroll=1):
         key = n0 + i
         if key < gdK.shape[0]:
             begin, end = queries_seeing(key, band)
-            dk = cute.make_rmem_tensor(config.head_dim // WARP, Float32)
-            dv = cute.make_rmem_tensor(config.head_dim_v // WARP, Float32)
+            dk = cute.make_rmem_tensor(width_k // WARP, Float32)
+            dv = cute.make_rmem_tensor(width_v // WARP, Float32)
             dk.fill(0.0)
             dv.fill(0.0)
             for g in cutlass.range(group, unroll=1):
@@ -232,7 +236,7 @@ def repair_dKV(
                     p, ds = Float32(0.0), Float32(0.0)
                     if i0 + lane < end:
                         p, ds = pair_weights(at, i0 + lane, key, scale_log2)
-                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), Int32(0))
-                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), Int32(0))
-            write_row(gdK, key, dk, scale, Int32(0))
-            write_row(gdV, key, dv, Float32(1.0), Int32(0))
+                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v)
+                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k)
+            write_row(gdK, key, dk, scale, share * width_k)
+            write_row(gdV, key, dv, Float32(1.0), share * width_v)

@@ -46,7 +46,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
     slots = torch.cuda.get_device_properties(call.q.device).multi_processor_count
-    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim) * call.group
+    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     kernel = hopper.compiled(_launch(), arguments, config)
