@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+SHARED_BYTES = 227 * 1024 - 1024  # of a thread block, less what barriers and alignment take
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 
 
@@ -20,10 +21,17 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
+    persistent: bool = True  # thread blocks stay and draw tiles; otherwise one block a tile
 
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
+
+    @property
+    def own_O(self) -> bool:
+        """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
+        operands = self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
 
     @property
     def registers(self) -> tuple[int, int]:
