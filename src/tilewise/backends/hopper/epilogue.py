@@ -15,7 +15,6 @@ from tilewise.hopper.dsl import (
     Int32,
     LayoutEnum,
     arch,
-    const_expr,
     cpasync,
     cute,
     cutlass,

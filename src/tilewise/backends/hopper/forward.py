@@ -63,14 +63,6 @@ class Copies(NamedTuple):
     O: tma.Tma
 
 
-class States(NamedTuple):
-    """Where a warp is on each of its rings."""
-
-    q: pipeline.PipelineState
-    kv: pipeline.PipelineState
-    drawn: pipeline.PipelineState
-
-
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor | None,
@@ -85,17 +77,20 @@ def launch(
     dtype = mQ.element_type
     layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim_v, config.tile_n)
-    loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, strict=True)]
+    sharers = 1, config.cluster, config.cluster
+    loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     tensors = Tensors(mQ, mK, mV, mO, mL)
     band = Band(q0, q1, k0, k1, lo, hi)
-    m_blocks, heads = cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[2] * mO.shape[0]
+    m_blocks, heads = config.cluster * cute.ceil_div(mO.shape[1], config.cluster * config.tile_m), mO.shape[2] * mO.shape[0]
     units = Units(m_blocks * heads, heads, m_blocks, section)
-    grid = units.count
-    if const_expr(counter is not None):
-        grid = min(grid, blocks)
+    grid = min(units.count, blocks)
     kernel(copies, tensors, counter, units, band, scale_log2, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(grid, 1, 1), block=((1 + config.consumers) * THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(grid, 1, 1),
+        block=((1 + config.consumers) * THREADS, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -116,6 +111,8 @@ def kernel(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consume(copies, tensors, sm, pipes, queue, units, band, scale_log2, mma, config)
+    if const_expr(config.cluster > 1):
+        tma.meet_cluster()  # no block leaves while another may still write into it
 
 
 @cute.jit
@@ -134,11 +131,16 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * config.tile_m * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps, config.cluster),
     )
-    tma.barriers_ready()
+    tma.barriers_ready(config.cluster)
     return pipes
+
+
+@cute.jit
+def block_of(unit: Int32, units: Units, tensors: Tensors, config: Constexpr[Config]) -> Block:
+    return schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
 
 
 @cute.jit
@@ -146,30 +148,33 @@ def produce(
     copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, config: Constexpr[Config]
 ):
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
-    states = States(tma.at_first_empty(1), tma.at_first_empty(config.kv_stages), tma.at_first_empty(schedule.AHEAD))
+    state, done = tma.at_first_empty(config.kv_stages), Int32(0)
     unit = arch.block_idx()[0]
     while unit < units.count:
-        block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
+        block = block_of(unit, units, tensors, config)
         walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
-        states = load_unit(copies, sm, pipes, states, block, walk, config)
-        unit = schedule.draw(queue, states.drawn, units)
-        states.drawn.advance()
+        state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, config)
+        unit = schedule.draw(queue, done, unit, units)
+        done += 1
 
 
 @cute.jit
-def load_unit(copies: Copies, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, config: Constexpr[Config]) -> States:
-    pipes.q.producer_acquire(states.q)
-    tma.load(copies.Q, sm.Q, pipes.q, states.q, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
-    states.q.advance()
-    state = states.kv
+def load_unit(
+    copies: Copies, sm: Smem, pipes: Pipes, once: pipeline.PipelineState, state: pipeline.PipelineState, block: Block, walk: Walk,
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    pipes.q.producer_acquire(once)
+    tma.load(copies.Q, sm.Q, pipes.q, once, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
     for i in cutlass.range(walk.last - walk.first, unroll=1):
         n_block = walk.last - 1 - i
         pipes.k.producer_acquire(state)
-        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), config.cluster)
         pipes.v.producer_acquire(state)
-        tma.load(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch))
+        tma.load(
+            copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch), config.cluster
+        )
         state.advance()
-    return States(states.q, state, states.drawn)
+    return state
 
 
 class Tile(NamedTuple):
@@ -196,24 +201,24 @@ def consume(
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
-    states = States(tma.at_first(1), tma.at_first(config.kv_stages), schedule.at_first_drawn())
+    state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     unit = arch.block_idx()[0]
     while unit < units.count:
-        block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-        walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
-        states = attend(copies, tensors, sm, pipes, states, block, walk, band, scale_log2, consumer, mma, config)
-        unit = schedule.told(queue, states.drawn, units)
-        states.drawn.advance()
+        state = attend(copies, tensors, sm, pipes, tma.after(done, 1), state, unit, units, band, scale_log2, consumer, mma, config)
+        unit = schedule.told(queue, done, unit)
+        done += 1
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, scale_log2: Float32,
-    consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
-) -> States:  # fmt: skip
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, once: pipeline.PipelineState, state: pipeline.PipelineState, unit: Int32,
+    units: Units, band: Band, scale_log2: Float32, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
+    m0 = block_of(unit, units, tensors, config).m0
+    walk = visible.walk_of(m0, band, tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
@@ -226,14 +231,13 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=fragments.fresh_rows(),
-        m0=block.m0,
+        m0=m0,
         band=band,
         scale_log2=scale_log2,
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
-    pipes.q.consumer_wait(states.q)
-    state = states.kv
+    pipes.q.consumer_wait(once)
     first_scores(tile, pipes, state, walk.last - 1, config)
     unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
     for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
@@ -244,16 +248,15 @@ def attend(
         for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
             state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, True, config)
     if const_expr(config.own_O):
-        pipes.q.consumer_release(states.q)
+        pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
     state.advance()
-    store(copies, tensors, sm, tile, lse, block, config)
+    store(copies, tensors, sm, tile, lse, block_of(schedule.forgotten(unit), units, tensors, config), config)
     if const_expr(not config.own_O):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        pipes.q.consumer_release(states.q)
-    states.q.advance()
-    return States(states.q, state, states.drawn)
+        pipes.q.consumer_release(once)
+    return state
 
 
 @cute.jit

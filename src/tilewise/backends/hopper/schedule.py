@@ -1,9 +1,9 @@
-"""Which thread block computes which tile of queries, and when: blocks that stay, and draw their next tile from a counter.
+"""Which thread block computes which tile of queries, and when: blocks that stay, and take one tile after another.
 
 A tile of queries of one head is a unit of work. Units are numbered so that those with the most keys come first and those that run at the same
-time share keys: a section of `section` heads, all its last tiles, then those before them. One thread block a multiprocessor begins with the
-unit of its own number; the next is the number of blocks plus what it draws from the counter. Its loader draws ahead, so that a tile's loads
-begin while the tile before it is still computed.
+time share keys: a section of `section` heads, all its last tiles, then those before them. A thread block begins with the unit of its own
+number. Where all units take as long it goes on by the number of blocks; else it draws its next unit from a counter. Its loader is ahead, so
+that a tile's loads begin while the tile before it is still computed.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 def make_queue(storage: SmemAllocator, counter: cute.Tensor | None, readers: int) -> Queue | None:
-    """With its barriers initialised, and visible after `tma.barriers_ready`; None where each block has one unit."""
+    """With its barriers initialised, and visible after `tma.barriers_ready`; None where no one draws."""
     if counter is None:
         return None
     barriers = storage.allocate_array(cute.Int64, 2 * AHEAD)
@@ -68,36 +68,40 @@ def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: 
 
 
 @cute.jit
-def draw(queue: Queue | None, state: pipeline.PipelineState, units: Units) -> Int32:
-    """The loader's next unit (the count of units or more: there is none), told to the readers. One warp calls it.
+def forgotten(unit: Int32) -> Int32:
+    """The same number, of which the compiler does not know that it is: what was computed from it before is computed anew, not kept in registers."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[unit])
+
+
+@cute.jit
+def draw(queue: Queue | None, done: Int32, unit: Int32, units: Units) -> Int32:
+    """The loader's unit after `unit`, its `done`-th (the count of units or more: there is none), told to the readers. One warp calls it.
 
     Every block draws until there is nothing left, which makes as many draws as there are units; the last one sets the counter back.
     """
-    unit = units.count
+    following = unit + arch.grid_dim()[0]
     if const_expr(queue is not None):
         ticket = Int32(0)
         if arch.lane_idx() == 0:
             ticket = arch.atomic_add(queue.counter.iterator, Int32(1))
             if ticket == units.count - 1:
                 queue.counter[0] = Int32(0)
-        unit = arch.shuffle_sync(ticket, 0) + arch.grid_dim()[0]
+        following = arch.shuffle_sync(ticket, 0) + arch.grid_dim()[0]
+        state = tma.after_empty(done, AHEAD)
         queue.pipe.producer_acquire(state)
         if arch.lane_idx() == 0:
-            queue.drawn[state.index] = unit
+            queue.drawn[state.index] = following
             queue.pipe.producer_commit(state)
-    return unit
+    return following
 
 
 @cute.jit
-def told(queue: Queue | None, state: pipeline.PipelineState, units: Units) -> Int32:
-    """The readers' next unit, in every thread."""
-    unit = units.count
+def told(queue: Queue | None, done: Int32, unit: Int32) -> Int32:
+    """The readers' unit after `unit`, their `done`-th, in every thread."""
+    following = unit + arch.grid_dim()[0]
     if const_expr(queue is not None):
+        state = tma.after(done, AHEAD)
         queue.pipe.consumer_wait(state)
-        unit = queue.drawn[state.index]
+        following = queue.drawn[state.index]
         queue.pipe.consumer_release(state)
-    return unit
-
-
-def at_first_drawn() -> pipeline.PipelineState:
-    return tma.at_first(AHEAD)
+    return following
