@@ -82,11 +82,10 @@ def launch(
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     tensors = Tensors(mQ, mK, mV, mO, mL)
     band = Band(q0, q1, k0, k1, lo, hi)
-    m_blocks, heads = config.cluster * cute.ceil_div(mO.shape[1], config.cluster * config.tile_m), mO.shape[2] * mO.shape[0]
-    units = Units(m_blocks * heads, heads, m_blocks, section)
-    grid = min(units.count, blocks)
+    m_rows, heads = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m), mO.shape[2] * mO.shape[0]
+    units = Units(m_rows * heads, heads, m_rows, section)
     kernel(copies, tensors, counter, units, band, scale_log2, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(grid, 1, 1),
+        grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=1,
@@ -101,7 +100,7 @@ def kernel(
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
-    queue = schedule.make_queue(storage, counter, config.consumers * THREADS)
+    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config.cluster)
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
@@ -149,12 +148,12 @@ def produce(
 ):
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
-    unit = arch.block_idx()[0]
+    unit = schedule.first_unit(config)
     while unit < units.count:
         block = block_of(unit, units, tensors, config)
-        walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
+        walk = visible.walk_of(block.m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
         state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, config)
-        unit = schedule.draw(queue, done, unit, units)
+        unit = schedule.draw(queue, done, unit, units, config)
         done += 1
 
 
@@ -165,8 +164,8 @@ def load_unit(
 ) -> pipeline.PipelineState:  # fmt: skip
     pipes.q.producer_acquire(once)
     tma.load(copies.Q, sm.Q, pipes.q, once, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
-    for i in cutlass.range(walk.last - walk.first, unroll=1):
-        n_block = walk.last - 1 - i
+    for i in cutlass.range(walk.loaded_last - walk.loaded_first, unroll=1):
+        n_block = walk.loaded_last - 1 - i
         pipes.k.producer_acquire(state)
         tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), config.cluster)
         pipes.v.producer_acquire(state)
@@ -188,6 +187,7 @@ class Tile(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
+    rescale: cute.Tensor  # what O is still to be multiplied with, where that waits for the next product
     m0: Int32
     band: Band
     scale_log2: Float32
@@ -204,10 +204,10 @@ def consume(
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    unit = arch.block_idx()[0]
+    unit = schedule.first_unit(config)
     while unit < units.count:
         state = attend(copies, tensors, sm, pipes, tma.after(done, 1), state, unit, units, band, scale_log2, consumer, mma, config)
-        unit = schedule.told(queue, done, unit)
+        unit = schedule.told(queue, done, unit, config)
         done += 1
 
 
@@ -218,7 +218,7 @@ def attend(
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     m0 = block_of(unit, units, tensors, config).m0
-    walk = visible.walk_of(m0, band, tensors.K.shape[1], config)
+    walk = visible.walk_of(m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
@@ -231,12 +231,16 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=fragments.fresh_rows(),
+        rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=m0,
         band=band,
         scale_log2=scale_log2,
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
+    tile.rescale.fill(1.0)
+    if const_expr(config.cluster > 1):
+        state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
     first_scores(tile, pipes, state, walk.last - 1, config)
     unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
@@ -251,11 +255,25 @@ def attend(
         pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
     state.advance()
+    if const_expr(config.cluster > 1):
+        state = leave_out(pipes, state, walk.first - walk.loaded_first)
     store(copies, tensors, sm, tile, lse, block_of(schedule.forgotten(unit), units, tensors, config), config)
     if const_expr(not config.own_O):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
         pipes.q.consumer_release(once)
+    return state
+
+
+@cute.jit
+def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipeline.PipelineState:
+    """Tiles that came for other blocks of the cluster."""
+    for _ in cutlass.range(tiles, unroll=1):
+        pipes.k.consumer_wait(state)
+        pipes.k.consumer_release(state)
+        pipes.v.consumer_wait(state)
+        pipes.v.consumer_release(state)
+        state.advance()
     return state
 
 
@@ -284,12 +302,17 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
 
 @cute.jit
 def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
-    """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other."""
+    """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
+
+    With turns O is rescaled while the other warpgroup multiplies; without, under the next product of its own.
+    """
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
+    if const_expr(not config.pingpong):
+        rescale_late(tile, config)
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
@@ -301,13 +324,27 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(config.pingpong):
+        fragments.scale_rows(tile.acc_O, rescale)
+    else:
+        tile.rescale.store(rescale.load())
     return state
+
+
+@cute.jit
+def rescale_late(tile: Tile, config: Constexpr[Config]):
+    if const_expr(config.lazy):
+        if arch.vote_any_sync(tile.rescale[0] != 1.0 or tile.rescale[1] != 1.0):
+            fragments.scale_rows(tile.acc_O, tile.rescale)
+    else:
+        fragments.scale_rows(tile.acc_O, tile.rescale)
 
 
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
+    if const_expr(not config.pingpong):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     lse, inverse = fragments.close(tile.rows)

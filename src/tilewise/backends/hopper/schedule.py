@@ -1,39 +1,40 @@
 """Which thread block computes which tile of queries, and when: blocks that stay, and take one tile after another.
 
-A tile of queries of one head is a unit of work. Units are numbered so that those with the most keys come first and those that run at the same
-time share keys: a section of `section` heads, all its last tiles, then those before them. A thread block begins with the unit of its own
-number. Where all units take as long it goes on by the number of blocks; else it draws its next unit from a counter. Its loader is ahead, so
-that a tile's loads begin while the tile before it is still computed.
+A tile of queries of one head, or `cluster` neighbouring ones, are a unit of work, for a thread block or a cluster of them. Units are numbered so
+that those with the most keys come first and those that run at the same time share keys: a section of `section` heads, all its last tiles, then
+those before them. A cluster begins with the unit of its own number. Where all units take as long it goes on by the number of clusters; else
+its first block draws the next unit from a counter and tells the others. Loaders are ahead of their readers, so that a tile's loads begin while
+the tile before it is still computed.
 """
 
 from typing import NamedTuple
 
 from tilewise.hopper import tma
-from tilewise.hopper.dsl import Constexpr, Int32, SmemAllocator, arch, const_expr, cute, pipeline
+from tilewise.hopper.dsl import Constexpr, Int32, SmemAllocator, arch, const_expr, cute, pipeline, range_constexpr
 
-WARP = 32
 AHEAD = 2  # units that the loader may be ahead of its readers
+BYTES = 4  # of what it tells them
 
 
 class Units(NamedTuple):
-    """All units of a launch: `count` of them, over `heads` (of all batches) and tiles of queries, `section` heads at a time."""
+    """All units of a launch: `count` of them, `rows` (of one tile, or of a cluster's) for each of `heads` (of all batches), `section` at a time."""
 
     count: Int32
     heads: Int32
-    m_blocks: Int32
+    rows: Int32
     section: Int32
 
 
 class Queue(NamedTuple):
-    """Where blocks draw from, and where a block's loader tells its readers what it drew."""
+    """Where clusters draw from, and where each of their blocks finds what was drawn."""
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 before and after
     drawn: cute.Tensor  # (AHEAD,) int32
-    pipe: pipeline.PipelineAsync
+    pipe: pipeline.PipelineTmaAsync
 
 
 class Block(NamedTuple):
-    """A unit: the queries from m0 on, of one head."""
+    """A block's part of a unit: the queries from m0 on, of one head."""
 
     m0: Int32
     head: Int32
@@ -41,22 +42,23 @@ class Block(NamedTuple):
     batch: Int32
 
 
-def make_queue(storage: SmemAllocator, counter: cute.Tensor | None, readers: int) -> Queue | None:
-    """With its barriers initialised, and visible after `tma.barriers_ready`; None where no one draws."""
+def make_queue(storage: SmemAllocator, counter: cute.Tensor | None, warps: int, cluster: int) -> Queue | None:
+    """With its barriers initialised, and visible after `tma.barriers_ready`; None where no one draws. The loader is a reader, too."""
     if counter is None:
         return None
-    barriers = storage.allocate_array(cute.Int64, 2 * AHEAD)
-    one, all_readers = (pipeline.CooperativeGroup(pipeline.Agent.Thread, size) for size in (1, readers))
-    pipe = pipeline.PipelineAsync.create(
-        barrier_storage=barriers, num_stages=AHEAD, producer_group=one, consumer_group=all_readers, defer_sync=True
-    )
+    pipe = tma.make_pipe(storage, AHEAD, BYTES, warps + 1, cluster)
     return Queue(counter, storage.allocate_tensor(Int32, cute.make_layout(AHEAD), 8), pipe)
 
 
 @cute.jit
+def first_unit(config: Constexpr) -> Int32:
+    return arch.block_idx()[0] // config.cluster
+
+
+@cute.jit
 def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Block:
-    """The unit of number `unit`: within a section the last tiles of all heads first, since under a causal mask they have the most keys."""
-    per_section = units.section * units.m_blocks
+    """This block's part of a unit. Within a section the last tiles of all heads come first: under a causal mask they have the most keys."""
+    per_section = units.section * units.rows
     section = unit // per_section
     within, first = unit - section * per_section, section * units.section
     width = min(units.section, units.heads - first)  # the last section may have fewer heads
@@ -64,7 +66,10 @@ def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: 
     head = first + within - row * width
     batch = head // heads_q
     head -= batch * heads_q
-    return Block((units.m_blocks - 1 - row) * config.tile_m, head, head // (heads_q // heads_k), batch)
+    m_block = units.rows - 1 - row
+    if const_expr(config.cluster > 1):
+        m_block = m_block * config.cluster + arch.block_idx_in_cluster()
+    return Block(m_block * config.tile_m, head, head // (heads_q // heads_k), batch)
 
 
 @cute.jit
@@ -74,31 +79,38 @@ def forgotten(unit: Int32) -> Int32:
 
 
 @cute.jit
-def draw(queue: Queue | None, done: Int32, unit: Int32, units: Units) -> Int32:
-    """The loader's unit after `unit`, its `done`-th (the count of units or more: there is none), told to the readers. One warp calls it.
+def draw(queue: Queue | None, done: Int32, unit: Int32, units: Units, config: Constexpr) -> Int32:
+    """The loader's unit after `unit`, its `done`-th (the count of units or more: there is none), told to all readers. One warp calls it.
 
-    Every block draws until there is nothing left, which makes as many draws as there are units; the last one sets the counter back.
+    Every cluster draws until there is nothing left, which makes as many draws as there are units; the last one sets the counter back.
     """
-    following = unit + arch.grid_dim()[0]
     if const_expr(queue is not None):
-        ticket = Int32(0)
-        if arch.lane_idx() == 0:
+        state = tma.after_empty(done, AHEAD)
+        queue.pipe.producer_acquire(state)
+        if arch.block_idx_in_cluster() == 0 and arch.lane_idx() == 0:
             ticket = arch.atomic_add(queue.counter.iterator, Int32(1))
             if ticket == units.count - 1:
                 queue.counter[0] = Int32(0)
-        following = arch.shuffle_sync(ticket, 0) + arch.grid_dim()[0]
-        state = tma.after_empty(done, AHEAD)
-        queue.pipe.producer_acquire(state)
-        if arch.lane_idx() == 0:
-            queue.drawn[state.index] = following
-            queue.pipe.producer_commit(state)
-    return following
+            for rank in range_constexpr(config.cluster):
+                tell(queue, state, ticket + arch.grid_dim()[0] // config.cluster, rank)
+    return told(queue, done, unit, config)
 
 
 @cute.jit
-def told(queue: Queue | None, done: Int32, unit: Int32) -> Int32:
+def tell(queue: Queue, state: pipeline.PipelineState, unit: Int32, rank: Constexpr[int]):
+    """Write `unit` into the slot of block `rank` of this cluster, whose barrier counts the bytes."""
+    slot, barrier = (queue.drawn.iterator + state.index).toint(), queue.pipe.producer_get_barrier(state).toint()
+    arch.inline_ptx(
+        "{ .reg .b32 slot, barrier; mapa.shared::cluster.u32 slot, {$r0}, {$r3}; mapa.shared::cluster.u32 barrier, {$r1}, {$r3}; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [slot], {$r2}, [barrier]; }",
+        read_only_args=[slot, barrier, unit, Int32(rank)],
+    )
+
+
+@cute.jit
+def told(queue: Queue | None, done: Int32, unit: Int32, config: Constexpr) -> Int32:
     """The readers' unit after `unit`, their `done`-th, in every thread."""
-    following = unit + arch.grid_dim()[0]
+    following = unit + arch.grid_dim()[0] // config.cluster
     if const_expr(queue is not None):
         state = tma.after(done, AHEAD)
         queue.pipe.consumer_wait(state)
