@@ -291,6 +291,7 @@ def warmup(options: Namespace) -> int:
 
     console = console_for_tables()
     if options.clear:
+        warmup.require_cache()
         console.print(f"removed: {cache.clear()} kernels from {cache.folder()}", highlight=False, soft_wrap=True)
         return OK
     everything = {"head_dim": ",".join(f"{qk}/{v}" for qk, v in config.TILES), "dtype": "bf16,fp16", "mask": "full,causal,window:1"}
@@ -300,6 +301,7 @@ def warmup(options: Namespace) -> int:
     if options.list:
         console.print(_kernels_table([(*warmup.describe(kernel), "", "", "") for kernel in todo]))
         return OK
+    warmup.require_compiler()
     warmup.require_cache()
     outcomes = []
     with progress(console) as bars:

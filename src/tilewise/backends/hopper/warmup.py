@@ -55,10 +55,14 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     return list(dict.fromkeys(Kernel(*kernel) for cell in cells for kernel in Hopper().kernels(_call(cell))))
 
 
-def require_cache() -> None:
-    """Raise UnsupportedError where nothing can be compiled, or kept."""
+def require_compiler() -> None:
+    """Raise UnsupportedError where nothing can be compiled."""
     if missing := hopper.why_no_compiler():
         raise UnsupportedError("; ".join(missing))
+
+
+def require_cache() -> None:
+    """Raise UnsupportedError where what is compiled cannot be kept."""
     if why := cache.why_not():
         raise UnsupportedError(f"compiled kernels cannot be kept: {why}")
 
