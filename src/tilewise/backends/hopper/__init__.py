@@ -81,6 +81,10 @@ class Hopper:
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
 
+    def kernels(self, call: Call) -> list[tuple]:
+        """What `compile.compiled` takes, for every kernel that the call launches."""
+        return [(_launch(), arguments, self._config(call))]
+
     def _config(self, call: Call):
         sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
         return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
@@ -99,10 +103,9 @@ def arguments(config) -> list:
     return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0)]
 
 
-def _launch():
-    from tilewise.backends.hopper.forward import launch
-
-    return launch
+def _launch() -> str:
+    """By name, so that a kernel from the cache needs no DSL."""
+    return "tilewise.backends.hopper.forward:launch"
 
 
 @cache
