@@ -64,7 +64,7 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            counter = _counter(q.device) if config.draws else None
+            counter = _counter(q.device)
             section = _section(call, config)
             kernel(
                 *tensors,
@@ -99,7 +99,7 @@ def arguments(config) -> list:
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    counter = hopper.tensor(Int32, 1, aligned=False) if config.draws else None
+    counter = hopper.tensor(Int32, 1, aligned=False)
     return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0)]
 
 

@@ -21,7 +21,6 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
-    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     lazy: bool = False  # without turns: O is rescaled only where a maximum of the warp has grown
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
 

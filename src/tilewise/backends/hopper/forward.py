@@ -65,7 +65,7 @@ class Copies(NamedTuple):
 
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor | None,
+    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    copies: Copies, tensors: Tensors, counter: cute.Tensor | None, units: Units, band: Band, scale_log2: Float32, mma: wgmma.Mma,
+    copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, scale_log2: Float32, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -109,7 +109,7 @@ def kernel(
             produce(copies, tensors, sm, pipes, queue, units, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, sm, pipes, queue, units, band, scale_log2, mma, config)
+        consume(copies, tensors, sm, pipes, queue, band, scale_log2, mma, config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -138,23 +138,16 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def block_of(unit: Int32, units: Units, tensors: Tensors, config: Constexpr[Config]) -> Block:
-    return schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-
-
-@cute.jit
-def produce(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, config: Constexpr[Config]
-):
+def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, units: Units, band: Band, config: Constexpr[Config]):
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
-    unit = schedule.first_unit(config)
-    while unit < units.count:
-        block = block_of(unit, units, tensors, config)
+    heads = tensors.O.shape[2], tensors.K.shape[2]
+    block = schedule.draw(queue, done, units, *heads, config)
+    while block.m0 >= 0:
         walk = visible.walk_of(block.m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
         state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, config)
-        unit = schedule.draw(queue, done, unit, units, config)
         done += 1
+        block = schedule.draw(queue, done, units, *heads, config)
 
 
 @cute.jit
@@ -196,7 +189,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, scale_log2: Float32,
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, band: Band, scale_log2: Float32,
     mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
@@ -204,20 +197,20 @@ def consume(
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    unit = schedule.first_unit(config)
-    while unit < units.count:
-        state = attend(copies, tensors, sm, pipes, tma.after(done, 1), state, unit, units, band, scale_log2, consumer, mma, config)
-        unit = schedule.told(queue, done, unit, config)
+    m0 = schedule.told(queue, done, config).m0
+    while m0 >= 0:
+        state = attend(copies, tensors, sm, pipes, queue, done, state, m0, band, scale_log2, consumer, mma, config)
         done += 1
+        m0 = schedule.told(queue, done, config).m0
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, once: pipeline.PipelineState, state: pipeline.PipelineState, unit: Int32,
-    units: Units, band: Band, scale_log2: Float32, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState, m0: Int32,
+    band: Band, scale_log2: Float32, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
-    m0 = block_of(unit, units, tensors, config).m0
+    once = tma.after(done, 1)
     walk = visible.walk_of(m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
@@ -257,7 +250,9 @@ def attend(
     state.advance()
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.first - walk.loaded_first)
-    store(copies, tensors, sm, tile, lse, block_of(schedule.forgotten(unit), units, tensors, config), config)
+    block = schedule.told(queue, done, config)
+    schedule.forget(queue, done)
+    store(copies, tensors, sm, tile, lse, block, config)
     if const_expr(not config.own_O):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
