@@ -100,7 +100,7 @@ def kernel(
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
-    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config.cluster)
+    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
@@ -142,12 +142,15 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
     heads = tensors.O.shape[2], tensors.K.shape[2]
-    block = schedule.draw(queue, done, units, *heads, config)
+    ticket = schedule.begin(queue, units, *heads, config)
+    block = schedule.told(queue, done, config)
     while block.m0 >= 0:
+        ticket = schedule.announce(queue, done + 1, ticket, units, *heads, config)
         walk = visible.walk_of(block.m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
         state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, config)
+        schedule.forget(queue, done, config)
         done += 1
-        block = schedule.draw(queue, done, units, *heads, config)
+        block = schedule.told(queue, done, config)
 
 
 @cute.jit
