@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import _launch, arguments, config
-from tilewise.hopper.compile import compiled, why_no_compiler
+from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
@@ -117,17 +117,15 @@ def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
         check_registers(found, found.config)
 
 
-@pytest.mark.parametrize("sees", ["all", "until", "interval"])
-@pytest.mark.parametrize("dims", config.TILES, ids=str)
-def test_shipped_configuration(dims, sees, compile_and_inspect, capfd):
+@pytest.mark.parametrize("shipped", config.shipped(torch.bfloat16), ids=str)
+def test_shipped_configuration(shipped, compile_and_inspect, capfd):
     """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see."""
-    shipped = config.configure(torch.bfloat16, *dims, sees)
-    found = compile_and_inspect(lambda: compiled(_launch(), arguments, shipped, REMARKS), shipped, capfd)
+    found = compile_and_inspect(lambda: build(_launch(), arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
-    loops = {"all": 2, "until": 2, "interval": 3}[sees]
+    loops = {"all": 2, "until": 2, "interval": 3}[shipped.sees]
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
-    assert found.count("HGMMA") == (1 + loops) * (dims[0] // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
+    assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 
 
 def check_nothing_spills(found: Compiled):

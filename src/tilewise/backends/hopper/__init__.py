@@ -87,7 +87,7 @@ class Hopper:
 
     def _config(self, call: Call):
         sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
-        return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+        return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q)
 
 
 def arguments(config) -> list:
