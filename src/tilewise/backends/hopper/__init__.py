@@ -17,6 +17,7 @@ from tilewise.problem import Call, Gradients, Problem
 __all__ = ["Hopper"]
 
 SECTION_BYTES = 32 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+FLOAT_MAX = torch.finfo(torch.float32).max
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
@@ -39,7 +40,8 @@ class Hopper:
             )
         if problem.mask not in ("full", "band"):
             wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
-        wrong += [f"it has no {name} yet" for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
+        if problem.dropout:
+            wrong.append("it has no dropout yet")
         if problem.grad:
             wrong.append("it has no backward pass yet")
         return wrong or hopper.why_not_here()
@@ -58,9 +60,9 @@ class Hopper:
         o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=call.q.device)
         if lse.numel() == 0 or call.seqlen_k == 0:
-            return o.zero_(), lse.fill_(-math.inf)
-        q, scale = _positive_scale(call.q, call.scale)
+            return o.zero_(), lse.fill_(-math.inf) if call.sink is None else lse.copy_(call.sink[:, None].expand_as(lse))
         config = self._config(call)
+        q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
@@ -74,7 +76,8 @@ class Hopper:
                 *_band(call.mask, seqlen_q, call.seqlen_k),
                 section,
                 _multiprocessors(q.device),
-                scale / math.log(2),
+                *_factors(config, scale, call.softcap),
+                *_changes(call),
             )
         return o, lse
 
@@ -83,20 +86,42 @@ class Hopper:
 
     def _config(self, call: Call):
         sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
-        return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+        return configure(
+            call.q.dtype,
+            call.head_dim,
+            call.head_dim_v,
+            sees,
+            softcap=call.softcap > 0.0,
+            bias=None if call.bias is None else call.bias.dtype,
+            alibi=call.alibi_slopes is not None,
+            diagonal=call.alibi_slopes is not None and call.diagonal is not None,
+            sink=call.sink is not None,
+        )
 
 
 def arguments(config) -> list:
     """Stand-ins for `forward.launch`'s tensors, band and scale."""
-    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+    from tilewise.hopper.dsl import Float32, Int32, Int64
 
-    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    dtype = _dsl(config.dtype)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (hopper.size() for _ in range(7))
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     counter = hopper.tensor(Int32, 1, aligned=False) if config.persistent else None
-    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0)]
+    factors = [Float32(1.0), Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None]
+    bias = hopper.tensor(_dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
+    slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
+    diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
+    sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
+    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), *factors, bias, slopes, diagonal, sink]
+
+
+def _dsl(dtype: torch.dtype):
+    """torch's dtype as the DSL calls it."""
+    from tilewise.hopper import dsl
+
+    return {torch.bfloat16: dsl.BFloat16, torch.float16: dsl.Float16, torch.float32: dsl.Float32}[dtype]
 
 
 def _launch():
@@ -125,7 +150,7 @@ def _counter(device: torch.device) -> Tensor:
 
 def _section(call: Call, config) -> int:
     """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
-    if config.sees != "until":
+    if not isinstance(call.mask, Causal):
         return 1
     a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
     return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
@@ -140,6 +165,26 @@ def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         return 0, 0, 0, 0, -FAR, FAR
     (band,) = bands
     return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
+
+
+def _factors(config, scale: float, softcap: float) -> tuple[float | None, ...]:
+    """scale_log2, inner and factor of scores.py, as finite fp32."""
+    outer = softcap if config.softcap else scale
+    inner = max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)) if config.softcap else None
+    return outer / math.log(2), inner, outer if config.natural else None
+
+
+def _changes(call: Call) -> tuple[Tensor | None, ...]:
+    """What the kernel reads to change scores: bias, slopes, diagonal, sink."""
+    slopes, bias = call.alibi_slopes, call.bias
+    diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
+    sink = None if call.sink is None else call.sink.float().contiguous()
+    return (
+        bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
+        slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
+        diagonal,
+        sink,
+    )
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -1,6 +1,6 @@
 """Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,6 +22,11 @@ class Config:
     kv_stages: int = 2
     pingpong: bool = True
     persistent: bool = True  # thread blocks stay and draw tiles; otherwise one block a tile
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    sink: bool = False
 
     @property
     def consumers(self) -> int:
@@ -32,6 +37,15 @@ class Config:
         """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
         operands = self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
+
+    @property
+    def natural(self) -> bool:
+        """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -56,7 +70,11 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str) -> Config:
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **changes) -> Config:
+    """`changes` of the scores: softcap, bias, alibi, diagonal, sink."""
+    if changes.get("bias") and sees == "until":
+        sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
     tile_m, tile_n, turns = TILES[dims][sees]
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns)
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns, **changes)
+    return replace(config, tile_m=128) if config.modified and tile_m > 128 else config

@@ -5,7 +5,9 @@ Each warp stores its own 16 rows, so no warp waits for another here, and the nex
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import scores
 from tilewise.backends.hopper.schedule import Block
+from tilewise.backends.hopper.scores import Scores
 from tilewise.backends.hopper.visible import Band, interval
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import (
@@ -93,7 +95,7 @@ def all_finite(x: cute.Tensor) -> Boolean:
 
 
 @cute.jit
-def repair(tensors: Tensors, block: Block, band: Band, scale_log2: Float32, warp: Int32, config: Constexpr):
+def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: Int32, config: Constexpr):
     """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
 
     Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
@@ -108,14 +110,16 @@ def repair(tensors: Tensors, block: Block, band: Band, scale_log2: Float32, warp
         row = block.m0 + warp * ROWS + i
         if row < gO.shape[0]:
             begin, end = interval(row, band)
-            base = tensors.L[block.batch, block.head, row] * fragments.LOG2_E
+            lse = tensors.L[block.batch, block.head, row]
+            if const_expr(config.bias is not None) and lse == -Float32.inf:
+                end = begin  # every logit is -inf: it sees nothing
             o.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 s = Float32(0.0)
                 if j0 + lane < end:
                     for c in cutlass.range(gQ.shape[1], unroll=8):
                         s += gQ[row, c].to(Float32) * gK[j0 + lane, c].to(Float32)
-                p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
+                p = scores.weight(scores.logit_at(s, row, j0 + lane, changes, block, config), lse, changes, config)
                 for j in cutlass.range(min(end - j0, WARP), unroll=1):
                     weight = arch.shuffle_sync(p, j)
                     for x in range_constexpr(config.head_dim_v // WARP):

@@ -12,10 +12,11 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue, schedule, visible
+from tilewise.backends.hopper import epilogue, schedule, scores, visible
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
 from tilewise.backends.hopper.schedule import Block, Queue, Units
+from tilewise.backends.hopper.scores import Scores, Terms
 from tilewise.backends.hopper.visible import Band, Walk
 from tilewise.hopper import fragments, tma, wgmma
 from tilewise.hopper.dsl import (
@@ -75,9 +76,11 @@ class States(NamedTuple):
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor | None,
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
+    inner: Float32 | None, factor: Float32 | None,
+    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """Tensors as in `Tensors`; scores are multiplied by `scale_log2` ln 2; `section` as in `Units`; at most `blocks` thread blocks."""
+    """Tensors as in `Tensors`, and those of `Scores` with its factors; `section` as in `Units`; at most `blocks` thread blocks."""
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -91,17 +94,18 @@ def launch(
     band = Band(q0, q1, k0, k1, lo, hi)
     m_blocks, heads = cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[2] * mO.shape[0]
     units = Units(m_blocks * heads, heads, m_blocks, section)
+    changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     grid = units.count
     if const_expr(counter is not None):
         grid = min(grid, blocks)
-    kernel(copies, tensors, counter, units, band, scale_log2, wgmma.products(config, dtype), *layouts, config).launch(
+    kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(grid, 1, 1), block=((1 + config.consumers) * THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
 
 
 @cute.kernel
 def kernel(
-    copies: Copies, tensors: Tensors, counter: cute.Tensor | None, units: Units, band: Band, scale_log2: Float32, mma: wgmma.Mma,
+    copies: Copies, tensors: Tensors, counter: cute.Tensor | None, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -115,7 +119,7 @@ def kernel(
             produce(copies, tensors, sm, pipes, queue, units, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, sm, pipes, queue, units, band, scale_log2, mma, config)
+        consume(copies, tensors, sm, pipes, queue, units, band, changes, mma, config)
 
 
 @cute.jit
@@ -185,13 +189,14 @@ class Tile(NamedTuple):
     rows: fragments.Rows
     m0: Int32
     band: Band
-    scale_log2: Float32
+    changes: Scores
+    terms: Terms
     consumer: Int32
 
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, scale_log2: Float32,
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, changes: Scores,
     mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
@@ -203,32 +208,34 @@ def consume(
     while unit < units.count:
         block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
         walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
-        states = attend(copies, tensors, sm, pipes, states, block, walk, band, scale_log2, consumer, mma, config)
+        states = attend(copies, tensors, sm, pipes, states, block, walk, band, changes, consumer, mma, config)
         unit = schedule.told(queue, states.drawn, units)
         states.drawn.advance()
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, scale_log2: Float32,
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, changes: Scores,
     consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> States:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
+    tScS = qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
     tile = Tile(
         mma=mma,
         tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, 0],
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
-        tScS=qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n))),
+        tScS=tScS,
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
-        rows=fragments.fresh_rows(),
+        rows=scores.fresh_rows(changes, block, config),
         m0=block.m0,
         band=band,
-        scale_log2=scale_log2,
+        changes=changes,
+        terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
@@ -264,8 +271,8 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
     epilogue.store(tile.acc_O, sm.O, copies.O, tile.mma.pv, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
-        epilogue.repair(tensors, block, tile.band, tile.scale_log2, thread // WARP, config)
+    if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
+        epilogue.repair(tensors, block, tile.band, tile.changes, thread // WARP, config)
 
 
 @cute.jit
@@ -274,8 +281,9 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
+    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, True, config)
     visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
-    fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
+    scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
 
 
@@ -292,9 +300,10 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     pass_turn(tile.consumer, config)
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
+    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, masked, config)
     if const_expr(masked):
         visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
-    rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
+    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
@@ -307,7 +316,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    lse, inverse = fragments.close(tile.rows)
+    lse, inverse = scores.close(tile.rows, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)
