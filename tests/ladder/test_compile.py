@@ -145,11 +145,22 @@ def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
+RUNS = [((128, 128), "runs", {}), ((64, 64), "rows", {})]
+RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", "runs") for changes in ({}, EVERY_CHANGE)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO if case not in RUNS]
+)
+def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+
+
 def check_shipped(shipped, compile_and_inspect, capfd):
     found = compile_and_inspect(lambda: compiled(_launch(), arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
-    loops = {"all": 2, "until": 2, "interval": 3}[shipped.sees]
+    loops = 3 if shipped.sees in ("interval", "rows") else 2
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
     assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 

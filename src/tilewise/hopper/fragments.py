@@ -40,6 +40,11 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.composition(acc.layout, order))
 
 
+def column(c: int) -> int:
+    """Of a thread's c-th number of a row, counted from its first."""
+    return c % 2 + 8 * (c // 2)
+
+
 @cute.jit
 def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
     """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise."""

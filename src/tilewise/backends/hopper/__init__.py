@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
+from tilewise.backends.hopper.tables import tables
 from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
@@ -38,8 +39,6 @@ class Hopper:
             wrong.append(
                 f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {hopper.ALIGNMENT}, not {dims[0]} and {dims[1]}"
             )
-        if problem.mask not in ("full", "band"):
-            wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
         if problem.dropout:
             wrong.append("it has no dropout yet")
         if problem.grad:
@@ -73,11 +72,12 @@ class Hopper:
                 o,
                 lse,
                 counter,
-                *_band(call.mask, seqlen_q, call.seqlen_k),
+                *(_band(call.mask, seqlen_q, call.seqlen_k) if config.sees in ("until", "interval") else (0, 0, 0, call.seqlen_k, 0, 0)),
                 section,
                 _multiprocessors(q.device),
                 *_factors(config, scale, call.softcap),
                 *_changes(call),
+                *_tables(call, config),
             )
         return o, lse
 
@@ -85,7 +85,9 @@ class Hopper:
         raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
 
     def _config(self, call: Call):
-        sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
+        sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+        if isinstance(call.mask, Causal):
+            sees = "until"
         return configure(
             call.q.dtype,
             call.head_dim,
@@ -114,7 +116,16 @@ def arguments(config) -> list:
     slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
     diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
-    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), *factors, bias, slopes, diagonal, sink]
+    m_blocks, heads = hopper.size(), (batch, heads_q)
+    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("runs",) else None
+    tables = [None] * 5
+    if config.sees == "runs":
+        shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
+        tables = [hopper.tensor(Int32, *shape, aligned=False) for shape in shapes]
+    ends = [None] * 2
+    if config.sees == "rows":
+        ends = [hopper.tensor(Int32, *shape, aligned=False) for shape in ((2, seqlen_q), (m_blocks, 4))]
+    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), *factors, bias, slopes, diagonal, sink, order, *tables, *ends]
 
 
 def _dsl(dtype: torch.dtype):
@@ -150,7 +161,7 @@ def _counter(device: torch.device) -> Tensor:
 
 def _section(call: Call, config) -> int:
     """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
-    if not isinstance(call.mask, Causal):
+    if not isinstance(call.mask, Causal) and config.sees not in ("rows", "runs"):
         return 1
     a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
     return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
@@ -165,6 +176,16 @@ def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         return 0, 0, 0, 0, -FAR, FAR
     (band,) = bands
     return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
+
+
+def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
+    """What the kernel reads to know what is visible: the fields of visible.Tables."""
+    made = [None] * 8
+    if config.sees == "runs":
+        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
+        made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
+    return tuple(made)
 
 
 def _factors(config, scale: float, softcap: float) -> tuple[float | None, ...]:

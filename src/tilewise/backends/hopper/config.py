@@ -16,7 +16,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "until", "interval"]  # of the keys, each row: all, those before an end, or those from a beginning to an end
+    sees: Literal["all", "until", "interval", "rows", "runs"]  # visible.py says what each means
     tile_m: int
     tile_n: int
     kv_stages: int = 2
@@ -65,6 +65,9 @@ TILES = {
 }
 
 
+CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
+
+
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
@@ -75,6 +78,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **c
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    tile_m, tile_n, turns = TILES[dims][sees]
+    tile_m, tile_n, turns = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns, **changes)
-    return replace(config, tile_m=128) if config.modified and tile_m > 128 else config
+    if config.modified:  # which takes registers
+        config = replace(config, tile_m=min(tile_m, 128), tile_n=CHANGED.get(dims, tile_n))
+    return config

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
 from tilewise.backends.hopper.schedule import Block, Queue, Units
 from tilewise.backends.hopper.scores import Scores, Terms
-from tilewise.backends.hopper.visible import Band, Walk
+from tilewise.backends.hopper.visible import Band, Seen, Walk
 from tilewise.hopper import fragments, tma, wgmma
 from tilewise.hopper.dsl import (
     Constexpr,
@@ -78,9 +78,11 @@ def launch(
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None,
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
+    order: cute.Tensor | None, spans: cute.Tensor | None, runs: cute.Tensor | None, bands: cute.Tensor | None,
+    bitmaps: cute.Tensor | None, planes: cute.Tensor | None, row_ends: cute.Tensor | None, walks: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """Tensors as in `Tensors`, and those of `Scores` with its factors; `section` as in `Units`; at most `blocks` thread blocks."""
+    """Tensors as in `Tensors`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` thread blocks."""
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -91,9 +93,9 @@ def launch(
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     tensors = Tensors(mQ, mK, mV, mO, mL)
-    band = Band(q0, q1, k0, k1, lo, hi)
+    band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
     m_blocks, heads = cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[2] * mO.shape[0]
-    units = Units(m_blocks * heads, heads, m_blocks, section)
+    units = Units(m_blocks * heads, heads, m_blocks, section, order)
     changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     grid = units.count
     if const_expr(counter is not None):
@@ -154,26 +156,49 @@ def produce(
     unit = arch.block_idx()[0]
     while unit < units.count:
         block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-        walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
-        states = load_unit(copies, sm, pipes, states, block, walk, config)
+        walk = visible.walk_of(block, band, tensors.K.shape[1], config)
+        states = load_unit(copies, sm, pipes, states, block, walk, band, config)
         unit = schedule.draw(queue, states.drawn, units)
         states.drawn.advance()
 
 
 @cute.jit
-def load_unit(copies: Copies, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, config: Constexpr[Config]) -> States:
+def load_unit(
+    copies: Copies, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, config: Constexpr[Config]
+) -> States:
     pipes.q.producer_acquire(states.q)
     tma.load(copies.Q, sm.Q, pipes.q, states.q, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
     states.q.advance()
     state = states.kv
-    for i in cutlass.range(walk.last - walk.first, unroll=1):
-        n_block = walk.last - 1 - i
+    if const_expr(config.sees == "runs"):
+        for r in cutlass.range(walk.first, walk.last, unroll=1):
+            run = visible.run_of(r, band)
+            state = load_tiles(copies, sm, pipes, state, block, run.first, run.last, config)
+    else:
+        state = load_tiles(copies, sm, pipes, state, block, walk.first, walk.last, config)
+    return States(states.q, state, states.drawn)
+
+
+@cute.jit
+def load_tiles(
+    copies: Copies,
+    sm: Smem,
+    pipes: Pipes,
+    state: pipeline.PipelineState,
+    block: Block,
+    first: Int32,
+    last: Int32,
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:
+    """K and V of the tiles [first, last), the last one first."""
+    for i in cutlass.range(last - first, unroll=1):
+        n_block = last - 1 - i
         pipes.k.producer_acquire(state)
         tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
         pipes.v.producer_acquire(state)
         tma.load(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch))
         state.advance()
-    return States(states.q, state, states.drawn)
+    return state
 
 
 class Tile(NamedTuple):
@@ -189,6 +214,7 @@ class Tile(NamedTuple):
     rows: fragments.Rows
     m0: Int32
     band: Band
+    seen: Seen
     changes: Scores
     terms: Terms
     consumer: Int32
@@ -207,7 +233,7 @@ def consume(
     unit = arch.block_idx()[0]
     while unit < units.count:
         block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-        walk = visible.walk_of(block.m0, band, tensors.K.shape[1], config)
+        walk = visible.walk_of(block, band, tensors.K.shape[1], config)
         states = attend(copies, tensors, sm, pipes, states, block, walk, band, changes, consumer, mma, config)
         unit = schedule.told(queue, states.drawn, units)
         states.drawn.advance()
@@ -234,22 +260,18 @@ def attend(
         rows=scores.fresh_rows(changes, block, config),
         m0=block.m0,
         band=band,
+        seen=visible.rows_of(band, tScS, block.m0, config),
         changes=changes,
         terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
     pipes.q.consumer_wait(states.q)
-    state = states.kv
-    first_scores(tile, pipes, state, walk.last - 1, config)
-    unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
-    for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
-        state = step(tile, pipes, state, walk.last - 2 - i, True, config)
-    for i in cutlass.range(unmasked - min(walk.free_first, unmasked), unroll=1):
-        state = step(tile, pipes, state, unmasked - 1 - i, False, config)
-    if const_expr(config.sees == "interval"):
-        for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
-            state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, True, config)
+    state = (
+        walk_runs(tile, pipes, states.kv, walk, config)
+        if const_expr(config.sees == "runs")
+        else walk_tiles(tile, pipes, states.kv, walk, config)
+    )
     if const_expr(config.own_O):
         pipes.q.consumer_release(states.q)
     lse = last_product(tile, pipes, state, config)
@@ -261,6 +283,39 @@ def attend(
         pipes.q.consumer_release(states.q)
     states.q.advance()
     return States(states.q, state, states.drawn)
+
+
+@cute.jit
+def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
+    first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
+    unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
+    for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
+        state = step(tile, pipes, state, walk.last - 2 - i, Int32(0), True, config)
+    for i in cutlass.range(unmasked - min(walk.free_first, unmasked), unroll=1):
+        state = step(tile, pipes, state, unmasked - 1 - i, Int32(0), False, config)
+    if const_expr(config.sees in ("interval", "rows")):
+        for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
+            state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, Int32(0), True, config)
+    return state
+
+
+@cute.jit
+def walk_runs(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """Run after run, each from its last tile to its first: the runs to be masked, then those that are seen whole."""
+    run = visible.run_of(walk.first, tile.band)
+    first_scores(tile, pipes, state, run.last - 1, run.ref, config)
+    for r in cutlass.range(walk.first, walk.free_first, unroll=1):
+        run = visible.run_of(r, tile.band)
+        last = run.last - Int32(r == walk.first)  # the first tile is done
+        for i in cutlass.range(last - run.first, unroll=1):
+            state = step(tile, pipes, state, last - 1 - i, run.ref, True, config)
+    for r in cutlass.range(walk.free_first, walk.free_last, unroll=1):
+        run = visible.run_of(r, tile.band)
+        last = run.last - Int32(r == walk.first)
+        for i in cutlass.range(last - run.first, unroll=1):
+            state = step(tile, pipes, state, last - 1 - i, run.ref, False, config)
+    return state
 
 
 @cute.jit
@@ -276,19 +331,29 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
 
 
 @cute.jit
-def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, config: Constexpr[Config]):
+def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
+    seen = seen_of(tile, n_block, ref, config)
     pipes.k.consumer_wait(state)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, True, config)
-    visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
+    visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
     scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
 
 
 @cute.jit
-def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
+def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -> Seen:
+    if const_expr(config.sees == "runs"):
+        return visible.bits_of(tile.band, ref, tile.tScS, tile.m0, n_block * config.tile_n, config)
+    return tile.seen
+
+
+@cute.jit
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other."""
     before = state.clone()
     state.advance()
@@ -298,11 +363,12 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
+    seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, masked, config)
     if const_expr(masked):
-        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
+        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
     rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)

@@ -22,6 +22,7 @@ class Units(NamedTuple):
     heads: Int32
     m_blocks: Int32
     section: Int32
+    order: cute.Tensor | None = None  # (m_blocks,) int32: tiles of queries, those with the most keys first; None: the last one first
 
 
 class Queue(NamedTuple):
@@ -64,7 +65,10 @@ def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: 
     head = first + within - row * width
     batch = head // heads_q
     head -= batch * heads_q
-    return Block((units.m_blocks - 1 - row) * config.tile_m, head, head // (heads_q // heads_k), batch)
+    m_block = units.m_blocks - 1 - row
+    if const_expr(units.order is not None):
+        m_block = units.order[row]
+    return Block(m_block * config.tile_m, head, head // (heads_q // heads_k), batch)
 
 
 @cute.jit

@@ -88,15 +88,10 @@ def modify(
             for c in range_constexpr(cute.size(S, mode=[1])):
                 bias, distance = Float32(0.0), Float32(0.0)
                 if const_expr(config.bias is not None):
-                    bias = read(gBias, column(c), keys, config.bias)
+                    bias = read(gBias, fragments.column(c), keys, config.bias)
                 if const_expr(config.alibi):
-                    distance = place - float(column(c))
+                    distance = place - float(fragments.column(c))
                 S[r, c] = logit(S[r, c], bias, distance, scores, terms.slope, config)
-
-
-def column(c: int) -> int:
-    """Of a thread's c-th number of a row, counted from its first (fragments.py says who holds what)."""
-    return c % 2 + 8 * (c // 2)
 
 
 @cute.jit
