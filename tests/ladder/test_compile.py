@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, config
+from tilewise.backends.hopper import _launch, arguments, config, documents
 from tilewise.hopper.compile import compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -154,6 +154,12 @@ RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", 
 )
 def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+
+
+def test_intervals_of_documents(compile_and_inspect, capfd):
+    """The small kernel ahead of "rows"."""
+    rows = documents.RowsConfig(tile_m=128, tile_n=128)
+    check_nothing_spills(compile_and_inspect(lambda: compiled(documents._launch(), documents.arguments, rows), rows, capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import documents
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.tables import tables
 from tilewise.hopper import compile as hopper
@@ -56,6 +57,7 @@ class Hopper:
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
         batch, seqlen_q, heads_q, _ = call.q.shape
+        documents.check(call.mask, seqlen_q, call.seqlen_k)
         o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=call.q.device)
         if lse.numel() == 0 or call.seqlen_k == 0:
@@ -88,6 +90,8 @@ class Hopper:
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
         if isinstance(call.mask, Causal):
             sees = "until"
+        elif documents.by_rows(call.mask):
+            sees = "rows"
         return configure(
             call.q.dtype,
             call.head_dim,
@@ -185,6 +189,9 @@ def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
         planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
+    if config.sees == "rows":
+        rows = documents.RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n)
+        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, rows, call.q.device)
     return tuple(made)
 
 

@@ -80,6 +80,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **c
     dims = tile_dims(head_dim, head_dim_v)
     tile_m, tile_n, turns = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns, **changes)
-    if config.modified:  # which takes registers
+    if config.modified or sees == "rows":  # which takes registers
         config = replace(config, tile_m=min(tile_m, 128), tile_n=CHANGED.get(dims, tile_n))
+    if config.natural and sees in ("rows", "runs"):
+        config = replace(config, tile_n=min(config.tile_n, 96))
     return config
