@@ -79,10 +79,10 @@ def test_random_dense_masks():
             check(Dense(shown), seqlen_q, seqlen_k, 128, 112)
 
 
-def test_longest_first_and_kept():
+def test_longest_last_and_kept():
     mask = PerHead({(0, 1): Causal(), (1, 2): Causal() & Dense(torch.ones(1, 1000, dtype=torch.bool))})
     found = check(mask, 1000, 1000, 128, 128, batch=1, heads=2)
-    assert found.order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert found.order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert tables(mask.planes(1000, 1000, 1, 2), 1, 2, 128, 128, CPU) is found
     assert tables(mask.planes(1000, 1000, 1, 2), 1, 2, 128, 80, CPU) is not found
 

@@ -280,3 +280,51 @@ def _packages_table(diagnosis) -> Table:
     for name, version in diagnosis.packages().items():
         table.add_row(name, version or "[dim]not installed[/]", diagnosis.PACKAGES[name])
     return table
+
+
+def warmup(options: Namespace) -> int:
+    """Compile kernels into the cache; FAILED when one does not compile."""
+    from tilewise.backends.hopper import config, warmup
+    from tilewise.bench.selectors import workloads_from
+    from tilewise.demo.job import progress
+    from tilewise.hopper import cache
+
+    console = console_for_tables()
+    if options.clear:
+        warmup.require_cache()
+        console.print(f"removed: {cache.clear()} kernels from {cache.folder()}", highlight=False, soft_wrap=True)
+        return OK
+    everything = {"head_dim": ",".join(f"{qk}/{v}" for qk, v in config.TILES), "dtype": "bf16,fp16", "mask": "full,causal,window:1"}
+    chosen = {name: getattr(options, name) or all_of_them for name, all_of_them in everything.items()}
+    cells = [warmup.Cell(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in workloads_from({**chosen, "seqlen": "1"})]
+    todo = warmup.kernels(cells)
+    if options.list:
+        console.print(_kernels_table([(*warmup.describe(kernel), "", "", "") for kernel in todo]))
+        return OK
+    warmup.require_compiler()
+    warmup.require_cache()
+    outcomes = []
+    with progress(console) as bars:
+        task = bars.add_task("Compiling", total=len(todo), note="")
+        for outcome in warmup.warm(todo, options.processes):
+            outcomes.append(outcome)
+            bars.update(task, advance=1)
+    shown = [(each.state, f"{each.seconds:.1f}" if each.state != "cached" else "", f"{each.bytes / 1e3:.0f}") for each in outcomes]
+    console.print(_kernels_table([(*warmup.describe(each.kernel), *rest) for each, rest in zip(outcomes, shown, strict=True)]))
+    for each in outcomes:
+        if each.state == "failed":
+            console.print(f"failed: {' '.join(warmup.describe(each.kernel))}: {each.reason}", highlight=False, markup=False, soft_wrap=True)
+    console.print(cache.describe(), highlight=False, soft_wrap=True)
+    return FAILED if any(outcome.state == "failed" for outcome in outcomes) else OK
+
+
+def _kernels_table(rows: list[tuple[str, ...]]) -> Table:
+    style = {"failed": "bold red", "compiled": "green"}
+    table = Table(title="Kernels for Hopper GPUs", title_justify="left")
+    for column in ("kernel", "head_dim", "dtype", "configuration", "state"):
+        table.add_column(column)
+    for column in ("seconds", "KB"):
+        table.add_column(column, justify="right")
+    for kernel, head_dim, dtype, configuration, state, seconds, size in sorted(rows):
+        table.add_row(kernel, head_dim, dtype, configuration, f"[{style.get(state, 'none')}]{state}[/]", seconds, size)
+    return table

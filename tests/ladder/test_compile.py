@@ -158,8 +158,8 @@ def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
     """The small kernel ahead of "rows"."""
-    rows = documents.RowsConfig(tile_m=128, tile_n=128)
-    check_nothing_spills(compile_and_inspect(lambda: compiled(documents._launch(), documents.arguments, rows), rows, capfd))
+    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    check_nothing_spills(compile_and_inspect(lambda: compiled(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):

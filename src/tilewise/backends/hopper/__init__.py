@@ -67,7 +67,7 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            counter = _counter(q.device) if config.persistent else None
+            counter = _counter(q.device)
             section = _section(call, config)
             kernel(
                 *tensors,
@@ -85,6 +85,12 @@ class Hopper:
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+
+    def kernels(self, call: Call) -> list[tuple]:
+        """What `compile.compiled` takes, for every kernel that the call launches."""
+        config = self._config(call)
+        ahead = [documents.kernel(config)] if config.sees == "rows" else []
+        return [*ahead, (_launch(), arguments, config)]
 
     def _config(self, call: Call):
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
@@ -114,7 +120,7 @@ def arguments(config) -> list:
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    counter = hopper.tensor(Int32, 1, aligned=False) if config.persistent else None
+    counter = hopper.tensor(Int32, 1, aligned=False)
     factors = [Float32(1.0), Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None]
     bias = hopper.tensor(_dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
     slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
@@ -139,10 +145,9 @@ def _dsl(dtype: torch.dtype):
     return {torch.bfloat16: dsl.BFloat16, torch.float16: dsl.Float16, torch.float32: dsl.Float32}[dtype]
 
 
-def _launch():
-    from tilewise.backends.hopper.forward import launch
-
-    return launch
+def _launch() -> str:
+    """By name, so that a kernel from the cache needs no DSL."""
+    return "tilewise.backends.hopper.forward:launch"
 
 
 @cache
@@ -190,8 +195,7 @@ def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
         found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
     if config.sees == "rows":
-        rows = documents.RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n)
-        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, rows, call.q.device)
+        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
     return tuple(made)
 
 

@@ -21,12 +21,14 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
-    persistent: bool = True  # thread blocks stay and draw tiles; otherwise one block a tile
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
     sink: bool = False
+    lazy: bool = False  # without turns: O is rescaled only where a maximum of the warp has grown
+    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    cluster: int = 1  # thread blocks that fetch their tiles of keys together
 
     @property
     def consumers(self) -> int:
@@ -60,7 +62,7 @@ TILES = {
     (96, 96): dict.fromkeys(("all", "until", "interval"), (128, 128, True)),
     (128, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
     (192, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 192): dict.fromkeys(("all", "until", "interval"), (128, 112, False)),
+    (192, 192): {"all": (128, 112, False), "until": (128, 112, False), "interval": (128, 96, False)},
     (256, 256): dict.fromkeys(("all", "until", "interval"), (128, 80, False)),
 }
 

@@ -71,7 +71,12 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
         mask.check(seqlen_q, seqlen_k)
 
 
-def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: RowsConfig, device: torch.device) -> Rows:
+def kernel(config) -> tuple:
+    """What `compile.compiled` takes for the kernel that finds the rows for one of `config`."""
+    return "tilewise.backends.hopper.intervals:launch", arguments, RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n)
+
+
+def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
     """The rows of packed documents, on the current stream; where cu_seqlens are on the device, without waiting for it.
 
     Where those are bad and nobody checked them, rows still see existing keys only. Rows of `Documents` are made once, and kept.
@@ -79,7 +84,7 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Rows
     if isinstance(mask, Unread):
         return _found(mask.cu_seqlens_q, mask.cu_seqlens_k, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
     (plane,) = mask.planes(seqlen_q, seqlen_k)
-    key = "hopper", config, device
+    key = "hopper", config.tile_m, config.tile_n, device
     if key not in plane.region.memo:
         cu_seqlens = (torch.tensor(ends) for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k))
         plane.region.memo[key] = _found(*cu_seqlens, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
@@ -87,13 +92,11 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Rows
     return plane.region.memo[key]
 
 
-def _found(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: RowsConfig, device: torch.device
-) -> Rows:
+def _found(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
     cu_seqlens = (ends.to(device, torch.int32).contiguous() for ends in (cu_seqlens_q, cu_seqlens_k))
     ends = torch.empty((2, seqlen_q), dtype=torch.int32, device=device)
     walks = torch.empty((-(-seqlen_q // config.tile_m), 4), dtype=torch.int32, device=device)
-    hopper.compiled(_launch(), arguments, config)(*cu_seqlens, ends, walks, seqlen_k, *inner)
+    hopper.compiled(*kernel(config))(*cu_seqlens, ends, walks, seqlen_k, *inner)
     return Rows(ends, walks)
 
 
@@ -104,9 +107,3 @@ def arguments(config: RowsConfig) -> list:
     documents, seqlen_q, m_blocks = (hopper.size() for _ in range(3))
     shapes = (documents,), (documents,), (2, seqlen_q), (m_blocks, 4)
     return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]
-
-
-def _launch():
-    from tilewise.backends.hopper.intervals import launch
-
-    return launch

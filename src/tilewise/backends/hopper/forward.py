@@ -64,17 +64,9 @@ class Copies(NamedTuple):
     O: tma.Tma
 
 
-class States(NamedTuple):
-    """Where a warp is on each of its rings."""
-
-    q: pipeline.PipelineState
-    kv: pipeline.PipelineState
-    drawn: pipeline.PipelineState
-
-
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor | None,
+    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None,
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
@@ -90,29 +82,31 @@ def launch(
     dtype = mQ.element_type
     layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim_v, config.tile_n)
-    loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, strict=True)]
+    sharers = 1, config.cluster, config.cluster
+    loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     tensors = Tensors(mQ, mK, mV, mO, mL)
     band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
-    m_blocks, heads = cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[2] * mO.shape[0]
-    units = Units(m_blocks * heads, heads, m_blocks, section, order)
     changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
-    grid = units.count
-    if const_expr(counter is not None):
-        grid = min(grid, blocks)
+    m_rows, heads = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m), mO.shape[2] * mO.shape[0]
+    units = Units(m_rows * heads, heads, m_rows, section, order)
     kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(grid, 1, 1), block=((1 + config.consumers) * THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
+        block=((1 + config.consumers) * THREADS, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
 @cute.kernel
 def kernel(
-    copies: Copies, tensors: Tensors, counter: cute.Tensor | None, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
+    copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
-    queue = schedule.make_queue(storage, counter, config.consumers * THREADS)
+    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
@@ -121,7 +115,9 @@ def kernel(
             produce(copies, tensors, sm, pipes, queue, units, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, sm, pipes, queue, units, band, changes, mma, config)
+        consume(copies, tensors, sm, pipes, queue, band, changes, mma, config)
+    if const_expr(config.cluster > 1):
+        tma.meet_cluster()  # no block leaves while another may still write into it
 
 
 @cute.jit
@@ -140,43 +136,43 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * config.tile_m * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps, config.cluster),
     )
-    tma.barriers_ready()
+    tma.barriers_ready(config.cluster)
     return pipes
 
 
 @cute.jit
-def produce(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, config: Constexpr[Config]
-):
+def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, units: Units, band: Band, config: Constexpr[Config]):
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
-    states = States(tma.at_first_empty(1), tma.at_first_empty(config.kv_stages), tma.at_first_empty(schedule.AHEAD))
-    unit = arch.block_idx()[0]
-    while unit < units.count:
-        block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-        walk = visible.walk_of(block, band, tensors.K.shape[1], config)
-        states = load_unit(copies, sm, pipes, states, block, walk, band, config)
-        unit = schedule.draw(queue, states.drawn, units)
-        states.drawn.advance()
+    state, done = tma.at_first_empty(config.kv_stages), Int32(0)
+    heads = tensors.O.shape[2], tensors.K.shape[2]
+    ticket = schedule.begin(queue, units, *heads, config)
+    block = schedule.told(queue, done, config)
+    while block.m0 >= 0:
+        ticket = schedule.announce(queue, done + 1, ticket, units, *heads, config)
+        walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+        state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, band, config)
+        schedule.forget(queue, done, config)
+        done += 1
+        block = schedule.told(queue, done, config)
 
 
 @cute.jit
 def load_unit(
-    copies: Copies, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, config: Constexpr[Config]
-) -> States:
-    pipes.q.producer_acquire(states.q)
-    tma.load(copies.Q, sm.Q, pipes.q, states.q, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
-    states.q.advance()
-    state = states.kv
+    copies: Copies, sm: Smem, pipes: Pipes, once: pipeline.PipelineState, state: pipeline.PipelineState, block: Block, walk: Walk,
+    band: Band, config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    pipes.q.producer_acquire(once)
+    tma.load(copies.Q, sm.Q, pipes.q, once, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
     if const_expr(config.sees == "runs"):
-        for r in cutlass.range(walk.first, walk.last, unroll=1):
+        for r in cutlass.range(walk.loaded_first, walk.loaded_last, unroll=1):
             run = visible.run_of(r, band)
             state = load_tiles(copies, sm, pipes, state, block, run.first, run.last, config)
     else:
-        state = load_tiles(copies, sm, pipes, state, block, walk.first, walk.last, config)
-    return States(states.q, state, states.drawn)
+        state = load_tiles(copies, sm, pipes, state, block, walk.loaded_first, walk.loaded_last, config)
+    return state
 
 
 @cute.jit
@@ -194,9 +190,11 @@ def load_tiles(
     for i in cutlass.range(last - first, unroll=1):
         n_block = last - 1 - i
         pipes.k.producer_acquire(state)
-        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), config.cluster)
         pipes.v.producer_acquire(state)
-        tma.load(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch))
+        tma.load(
+            copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch), config.cluster
+        )
         state.advance()
     return state
 
@@ -212,6 +210,7 @@ class Tile(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
+    rescale: cute.Tensor  # what O is still to be multiplied with, where that waits for the next product
     m0: Int32
     band: Band
     seen: Seen
@@ -222,29 +221,29 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue | None, units: Units, band: Band, changes: Scores,
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, band: Band, changes: Scores,
     mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
-    states = States(tma.at_first(1), tma.at_first(config.kv_stages), schedule.at_first_drawn())
+    state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    unit = arch.block_idx()[0]
-    while unit < units.count:
-        block = schedule.block_of(unit, units, tensors.O.shape[2], tensors.K.shape[2], config)
-        walk = visible.walk_of(block, band, tensors.K.shape[1], config)
-        states = attend(copies, tensors, sm, pipes, states, block, walk, band, changes, consumer, mma, config)
-        unit = schedule.told(queue, states.drawn, units)
-        states.drawn.advance()
+    block = schedule.told(queue, done, config)
+    while block.m0 >= 0:
+        state = attend(copies, tensors, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
+        done += 1
+        block = schedule.told(queue, done, config)
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, states: States, block: Block, walk: Walk, band: Band, changes: Scores,
-    consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
-) -> States:  # fmt: skip
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState, block: Block,
+    band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
+    once = tma.after(done, 1)
+    walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
@@ -258,6 +257,7 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=scores.fresh_rows(changes, block, config),
+        rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=block.m0,
         band=band,
         seen=visible.rows_of(band, tScS, block.m0, config),
@@ -266,23 +266,26 @@ def attend(
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
-    pipes.q.consumer_wait(states.q)
-    state = (
-        walk_runs(tile, pipes, states.kv, walk, config)
-        if const_expr(config.sees == "runs")
-        else walk_tiles(tile, pipes, states.kv, walk, config)
-    )
+    tile.rescale.fill(1.0)
+    if const_expr(config.cluster > 1):
+        state = leave_out(pipes, state, walk.loaded_last - walk.last)
+    pipes.q.consumer_wait(once)
+    visit = const_expr(walk_runs if config.sees == "runs" else walk_tiles)
+    state = visit(tile, pipes, state, walk, config)
     if const_expr(config.own_O):
-        pipes.q.consumer_release(states.q)
+        pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
     state.advance()
+    if const_expr(config.cluster > 1):
+        state = leave_out(pipes, state, walk.first - walk.loaded_first)
+    block = schedule.told(queue, done, config)
+    schedule.forget(queue, done, config)
     store(copies, tensors, sm, tile, lse, block, config)
     if const_expr(not config.own_O):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        pipes.q.consumer_release(states.q)
-    states.q.advance()
-    return States(states.q, state, states.drawn)
+        pipes.q.consumer_release(once)
+    return state
 
 
 @cute.jit
@@ -315,6 +318,18 @@ def walk_runs(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wal
         last = run.last - Int32(r == walk.first)
         for i in cutlass.range(last - run.first, unroll=1):
             state = step(tile, pipes, state, last - 1 - i, run.ref, False, config)
+    return state
+
+
+@cute.jit
+def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipeline.PipelineState:
+    """Tiles that came for other blocks of the cluster."""
+    for _ in cutlass.range(tiles, unroll=1):
+        pipes.k.consumer_wait(state)
+        pipes.k.consumer_release(state)
+        pipes.v.consumer_wait(state)
+        pipes.v.consumer_release(state)
+        state.advance()
     return state
 
 
@@ -354,12 +369,17 @@ def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -
 def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ):
-    """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other."""
+    """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
+
+    With turns O is rescaled while the other warpgroup multiplies; without, under the next product of its own.
+    """
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
+    if const_expr(not config.pingpong):
+        rescale_late(tile, config)
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
@@ -373,13 +393,27 @@ def step(
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(config.pingpong):
+        fragments.scale_rows(tile.acc_O, rescale)
+    else:
+        tile.rescale.store(rescale.load())
     return state
+
+
+@cute.jit
+def rescale_late(tile: Tile, config: Constexpr[Config]):
+    if const_expr(config.lazy):
+        if arch.vote_any_sync(tile.rescale[0] != 1.0 or tile.rescale[1] != 1.0):
+            fragments.scale_rows(tile.acc_O, tile.rescale)
+    else:
+        fragments.scale_rows(tile.acc_O, tile.rescale)
 
 
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
+    if const_expr(not config.pingpong):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     lse, inverse = scores.close(tile.rows, config)

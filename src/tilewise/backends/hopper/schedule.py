@@ -1,40 +1,42 @@
-"""Which thread block computes which tile of queries, and when: blocks that stay, and draw their next tile from a counter.
+"""Which thread block computes which tile of queries, and when: blocks that stay, and take one tile after another.
 
-A tile of queries of one head is a unit of work. Units are numbered so that those with the most keys come first and those that run at the same
-time share keys: a section of `section` heads, all its last tiles, then those before them. One thread block a multiprocessor begins with the
-unit of its own number; the next is the number of blocks plus what it draws from the counter. Its loader draws ahead, so that a tile's loads
-begin while the tile before it is still computed.
+A tile of queries of one head, or `cluster` neighbouring ones, are a unit of work, for a thread block or a cluster of them. Units are numbered so
+that those with the most keys come first and those that run at the same time share keys: a section of `section` heads, all its last tiles, then
+those before them. A cluster begins with the unit of its own number. Where all units take as long it goes on by the number of clusters; else
+its first block draws the next ones from a counter. A unit is told to all who work on it before the one before it is loaded, so that neither
+the counter nor the divisions that make a unit of a number are waited for, and its loads begin while the unit before it is still computed.
 """
 
 from typing import NamedTuple
 
 from tilewise.hopper import tma
-from tilewise.hopper.dsl import Constexpr, Int32, SmemAllocator, arch, const_expr, cute, pipeline
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, const_expr, cute, range_constexpr
 
-WARP = 32
-AHEAD = 2  # units that the loader may be ahead of its readers
+AHEAD = 4  # units that may be told of and not done yet
+WORDS = 4  # of what is told of one
 
 
 class Units(NamedTuple):
-    """All units of a launch: `count` of them, over `heads` (of all batches) and tiles of queries, `section` heads at a time."""
+    """All units of a launch: `count` of them, `rows` (of one tile, or of a cluster's) for each of `heads` (of all batches), `section` at a time."""
 
     count: Int32
     heads: Int32
-    m_blocks: Int32
+    rows: Int32
     section: Int32
-    order: cute.Tensor | None = None  # (m_blocks,) int32: tiles of queries, those with the most keys first; None: the last one first
+    order: cute.Tensor | None  # (rows,) int32: rows, those with the most keys last; None: as they are
 
 
 class Queue(NamedTuple):
-    """Where blocks draw from, and where a block's loader tells its readers what it drew."""
+    """Where clusters draw from, and where each of their blocks finds what was drawn."""
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 before and after
-    drawn: cute.Tensor  # (AHEAD,) int32
-    pipe: pipeline.PipelineAsync
+    told: cute.Tensor  # (WORDS, AHEAD) int32: row, head, head of the keys, batch; a row below 0 is the end
+    full: cute.Pointer  # (AHEAD) mbarriers, on which the one who tells arrives once it has written a slot,
+    empty: cute.Pointer  # and those on which every warp that reads what it tells arrives when it is done with a slot
 
 
 class Block(NamedTuple):
-    """A unit: the queries from m0 on, of one head."""
+    """A block's part of a unit: the queries from m0 on, of one head. m0 < 0: there is nothing more to do."""
 
     m0: Int32
     head: Int32
@@ -42,22 +44,27 @@ class Block(NamedTuple):
     batch: Int32
 
 
-def make_queue(storage: SmemAllocator, counter: cute.Tensor | None, readers: int) -> Queue | None:
-    """With its barriers initialised, and visible after `tma.barriers_ready`; None where each block has one unit."""
-    if counter is None:
-        return None
-    barriers = storage.allocate_array(cute.Int64, 2 * AHEAD)
-    one, all_readers = (pipeline.CooperativeGroup(pipeline.Agent.Thread, size) for size in (1, readers))
-    pipe = pipeline.PipelineAsync.create(
-        barrier_storage=barriers, num_stages=AHEAD, producer_group=one, consumer_group=all_readers, defer_sync=True
-    )
-    return Queue(counter, storage.allocate_tensor(Int32, cute.make_layout(AHEAD), 8), pipe)
+@cute.jit
+def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, config: Constexpr) -> Queue:
+    """With its barriers initialised, and visible after `tma.barriers_ready`; `warps` of each block and the loader read from it."""
+    told = storage.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), 16)
+    queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
+    if arch.thread_idx()[0] == 0:
+        for i in range_constexpr(AHEAD):
+            arch.mbarrier_init(queue.full + i, 1)
+            arch.mbarrier_init(queue.empty + i, (warps + 1) * listeners(config))
+    return queue
+
+
+def listeners(config) -> int:
+    """Blocks that are told by one loader: where units are drawn, its whole cluster."""
+    return config.cluster if config.draws else 1
 
 
 @cute.jit
-def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Block:
-    """The unit of number `unit`: within a section the last tiles of all heads first, since under a causal mask they have the most keys."""
-    per_section = units.section * units.m_blocks
+def part(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """(row, head, head of the keys, batch) of a unit. Within a section the last tiles of all heads come first: a causal mask gives them most keys."""
+    per_section = units.section * units.rows
     section = unit // per_section
     within, first = unit - section * per_section, section * units.section
     width = min(units.section, units.heads - first)  # the last section may have fewer heads
@@ -65,43 +72,110 @@ def block_of(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: 
     head = first + within - row * width
     batch = head // heads_q
     head -= batch * heads_q
-    m_block = units.m_blocks - 1 - row
+    row = units.rows - 1 - row
     if const_expr(units.order is not None):
-        m_block = units.order[row]
-    return Block(m_block * config.tile_m, head, head // (heads_q // heads_k), batch)
+        row = units.order[max(row, 0)]
+    row = row if unit < units.count else Int32(-1)
+    return row, head, head // (heads_q // heads_k), batch
 
 
 @cute.jit
-def draw(queue: Queue | None, state: pipeline.PipelineState, units: Units) -> Int32:
-    """The loader's next unit (the count of units or more: there is none), told to the readers. One warp calls it.
+def begin(queue: Queue, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
+    """The loader tells the first unit; returns the ticket of the next (see `announce`). One warp of each block calls it."""
+    unit, ticket = arch.block_idx()[0] // config.cluster, Int32(0)
+    if tells(config):
+        tell_all(queue, Int32(0), part(unit, units, heads_q, heads_k), config)
+        ticket = draw(queue, unit, config)
+    return ticket
 
-    Every block draws until there is nothing left, which makes as many draws as there are units; the last one sets the counter back.
+
+@cute.jit
+def announce(queue: Queue, done: Int32, ticket: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
+    """The loader tells the unit after `done` others, which is that of `ticket`; returns the ticket of the one after it.
+
+    A counter's tickets begin at 0, for the unit after the first of all clusters. Every unit makes its cluster draw once: as many draws as
+    there are units, and whoever holds the last one sets the counter back.
     """
-    unit = units.count
-    if const_expr(queue is not None):
-        ticket = Int32(0)
-        if arch.lane_idx() == 0:
-            ticket = arch.atomic_add(queue.counter.iterator, Int32(1))
+    following = Int32(0)
+    if tells(config):
+        state = tma.after_empty(done, AHEAD)
+        arch.mbarrier_wait(queue.empty + state.index, state.phase)
+        unit = ticket
+        if const_expr(config.draws):
+            unit += arch.grid_dim()[0] // config.cluster
             if ticket == units.count - 1:
                 queue.counter[0] = Int32(0)
-        unit = arch.shuffle_sync(ticket, 0) + arch.grid_dim()[0]
-        queue.pipe.producer_acquire(state)
-        if arch.lane_idx() == 0:
-            queue.drawn[state.index] = unit
-            queue.pipe.producer_commit(state)
-    return unit
+        tell_all(queue, done, part(unit, units, heads_q, heads_k), config)
+        if unit < units.count:
+            following = draw(queue, unit, config)
+    return following
 
 
 @cute.jit
-def told(queue: Queue | None, state: pipeline.PipelineState, units: Units) -> Int32:
-    """The readers' next unit, in every thread."""
-    unit = units.count
-    if const_expr(queue is not None):
-        queue.pipe.consumer_wait(state)
-        unit = queue.drawn[state.index]
-        queue.pipe.consumer_release(state)
-    return unit
+def tells(config: Constexpr) -> Boolean:
+    """Whether this thread is the one of the loader's warp that tells."""
+    first = arch.lane_idx() == 0
+    if const_expr(config.draws and config.cluster > 1):
+        first = first and arch.block_idx_in_cluster() == 0
+    return first
 
 
-def at_first_drawn() -> pipeline.PipelineState:
-    return tma.at_first(AHEAD)
+@cute.jit
+def draw(queue: Queue, unit: Int32, config: Constexpr) -> Int32:
+    """The ticket after that of `unit`: from the counter, or the unit a step further itself."""
+    if const_expr(config.draws):
+        return arch.atomic_add(queue.counter.iterator, Int32(1))
+    return unit + arch.grid_dim()[0] // config.cluster
+
+
+@cute.jit
+def tell_all(queue: Queue, done: Int32, words: tuple, config: Constexpr):
+    for rank in range_constexpr(listeners(config)):
+        tell(queue, tma.after(done, AHEAD).index, words, rank, config)
+
+
+@cute.jit
+def tell(queue: Queue, slot: Int32, words: tuple, rank: Constexpr[int], config: Constexpr):
+    """Write `words` where block `rank` of this cluster looks for them, and arrive there."""
+    addresses = queue.told[None, slot].iterator.toint(), (queue.full + slot).toint()
+    if const_expr(listeners(config) == 1):
+        ptx = "st.shared.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.shared.b64 _, [{$r1}];"
+    else:
+        ptx = (
+            f"{{ .reg .b32 slot, full; mapa.shared::cluster.u32 slot, {{$r0}}, {rank}; mapa.shared::cluster.u32 full, {{$r1}}, {rank}; "
+            "st.shared::cluster.v4.b32 [slot], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [full]; }"
+        )
+    arch.inline_ptx(ptx, read_only_args=[*addresses, *words])
+
+
+@cute.jit
+def told(queue: Queue, done: Int32, config: Constexpr) -> Block:
+    """The unit after `done` others, once it was told; may be asked again until `forget`."""
+    state = tma.after(done, AHEAD)
+    scope = const_expr("" if listeners(config) == 1 else ".acquire.cluster")
+    arch.inline_ptx(
+        f"{{ .reg .pred there; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 there, [{{$r0}}], {{$r1}}; @!there bra again; }}",
+        read_only_args=[(queue.full + state.index).toint(), state.phase],
+    )
+    row, head, head_k, batch = read(queue, state.index)
+    if const_expr(config.cluster > 1):
+        row = row * config.cluster + arch.block_idx_in_cluster() if row >= 0 else row
+    return Block(row * config.tile_m, head, head_k, batch)
+
+
+@cute.jit
+def read(queue: Queue, slot: Int32):
+    """Read anew each time, so that nothing has to be kept in registers in between."""
+    return arch.inline_ptx(
+        "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * WORDS,
+        read_only_args=[queue.told[None, slot].iterator.toint()],
+    )
+
+
+@cute.jit
+def forget(queue: Queue, done: Int32, config: Constexpr):
+    """This warp is done with the unit."""
+    if arch.lane_idx() == 0:
+        empty = queue.empty + tma.after(done, AHEAD).index
+        arch.mbarrier_arrive(empty, None if const_expr(listeners(config) == 1) else 0)

@@ -34,7 +34,7 @@ class Tables:
     tiles runs[r, 0] <= n < runs[r, 1]; where it is masked, by bitmaps[ref] for ref = runs[r, 2] >= 0, else by bands[-1 - ref].
     """
 
-    order: Tensor  # (m_blocks,) query tiles, those with the most keys first
+    order: Tensor  # (m_blocks,) query tiles, those with the most keys last, as under a causal mask
     spans: Tensor  # (planes, m_blocks, 3)
     runs: Tensor  # (runs, 4): n0, n1, ref, 0
     bands: Tensor  # (bands, 6): q0 q1 k0 k1 lo hi
@@ -80,7 +80,7 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
         runs.append(np.column_stack([lowered.runs[:, 2:], np.zeros(len(n0), np.int64)]))
         work += np.bincount(m_block, weights=n1 - n0, minlength=m_blocks).astype(np.int64) * len(plane.batch) * len(plane.heads)
         used[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = number
-    order = (m_blocks - 1 - np.argsort(-work[::-1], kind="stable")).astype(np.int32)
+    order = np.argsort(work, kind="stable").astype(np.int32)
     whole = (np.concatenate(x).astype(np.int32) for x in (runs, bands, bitmaps))
     return order, np.stack(spans).astype(np.int32), *whole, used
 

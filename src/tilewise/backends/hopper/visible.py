@@ -46,12 +46,16 @@ class Walk(NamedTuple):
     """Tiles of keys [first, last) that a block of queries visits; those in [free_first, free_last) need no mask.
 
     For "runs" these are runs of tiles, and they are visited from the first on; otherwise tiles, from the last on.
+
+    The blocks of a cluster load the same tiles, [loaded_first, loaded_last), and each leaves out those that are the others' alone.
     """
 
     first: Int32
     last: Int32
     free_first: Int32
     free_last: Int32
+    loaded_first: Int32
+    loaded_last: Int32
 
 
 class Run(NamedTuple):
@@ -71,33 +75,54 @@ class Seen(NamedTuple):
 
 
 @cute.jit
-def walk_of(block: Block, band: Band, seqlen_k: Int32, config) -> Walk:
-    """At least one tile, so that a block whose rows see nothing walks like the others."""
-    m0, tile_n = block.m0, config.tile_n
+def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) -> Walk:
+    m0 = block.m0
     if const_expr(config.sees == "runs"):
-        planes = band.tables.planes
-        span = band.tables.spans[planes[block.batch, block.head], m0 // config.tile_m, None]
-        return Walk(span[0], span[2], span[1], span[2])
+        span = band.tables.spans[band.tables.planes[block.batch, block.head], m0 // config.tile_m, None]
+        return Walk(span[0], span[2], span[1], span[2], span[0], span[2])
     if const_expr(config.sees == "rows"):
         walk = band.tables.walks[m0 // config.tile_m, None]
-        return Walk(walk[0], walk[1], walk[2], walk[3])
-    if const_expr(config.sees == "all"):
-        last = cute.ceil_div(seqlen_k, tile_n)
-        return Walk(Int32(0), last, Int32(0), seqlen_k // tile_n)
-    top, bottom = max(m0, band.q0), min(m0 + config.tile_m, band.q1) - 1
-    begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)  # seen by some row
-    first = min(max(begin, 0) // tile_n, cute.ceil_div(seqlen_k, tile_n) - 1)
-    last = max(cute.ceil_div(max(end, 0), tile_n), first + 1)
-    if top > bottom:
+        return Walk(walk[0], walk[1], walk[2], walk[3], walk[0], walk[1])
+    first, last = seen(m0, config.tile_m, band, seqlen_q, seqlen_k, config)
+    free_first, free_last = seen_by_all(m0, band, seqlen_k, config)
+    free_first = min(max(free_first, first), last)
+    loaded_first, loaded_last = first, last
+    if const_expr(config.cluster > 1):
+        rows = config.cluster * config.tile_m
+        loaded_first, loaded_last = seen(m0 // rows * rows, rows, band, seqlen_q, seqlen_k, config)
+    return Walk(first, last, free_first, min(max(free_last, free_first), last), loaded_first, loaded_last)
+
+
+@cute.jit
+def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k: Int32, config):
+    """Tiles of keys [first, last) that hold all that any of the rows from m0 on sees; at least one, so that all blocks walk alike."""
+    tile_n = config.tile_n
+    first, last = Int32(0), cute.ceil_div(seqlen_k, tile_n)
+    if const_expr(config.sees != "all"):
+        top, bottom = max(m0, band.q0), min(m0 + rows, band.q1) - 1
+        begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
+        if top > bottom:
+            end = begin
+        if const_expr(config.sees == "interval"):
+            first = min(max(begin, 0) // tile_n, last - 1)
+        last = min(max(cute.ceil_div(max(end, 0), tile_n), first + 1), last)
+    if const_expr(config.cluster > 1) and m0 >= seqlen_q:
         last = first + 1
-    begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)  # seen by all
+    return first, last
+
+
+@cute.jit
+def seen_by_all(m0: Int32, band: Band, seqlen_k: Int32, config):
+    """Tiles of keys [first, last) of which every row of the tile from m0 on sees everything; none where last <= first."""
+    if const_expr(config.sees == "all"):
+        return Int32(0), seqlen_k // config.tile_n
+    top, bottom = max(m0, band.q0), min(m0 + config.tile_m, band.q1) - 1
+    begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)
     if m0 < band.q0 or m0 + config.tile_m > band.q1:
         end = begin
-    free_first = min(max(cute.ceil_div(max(begin, 0), tile_n), first), last)
     if const_expr(config.sees == "until"):
-        first, free_first = Int32(0), Int32(0)
-    free_last = min(max(max(end, 0) // tile_n, free_first), last)
-    return Walk(first, last, free_first, free_last)
+        return Int32(0), max(end, 0) // config.tile_n
+    return cute.ceil_div(max(begin, 0), config.tile_n), max(end, 0) // config.tile_n
 
 
 @cute.jit
@@ -190,11 +215,14 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band
             begin, end = seen.begin[r], seen.end[r]
         elif const_expr(config.sees not in ("all", "runs")):
             begin, end = interval(m0 + at[r, 0][0], band)
+        first_column = n0 + at[r, 0][1]
+        begin, end = begin - first_column, end - first_column  # as distances from it, which are constants for the other columns
         for c in range_constexpr(cute.size(S, mode=[1])):
+            column = fragments.column(c)
             if const_expr(config.sees == "runs"):
-                visible = seen.words[r, c // 8] & (1 << fragments.column(c) % 32) != 0
+                visible = seen.words[r, c // 8] & (1 << column % 32) != 0
             else:
-                visible = at[r, c][1] < end - n0
+                visible = column < end
                 if const_expr(config.sees in ("interval", "rows")):
-                    visible = visible and at[r, c][1] >= begin - n0
+                    visible = visible and column >= begin
             S[r, c] = S[r, c] if visible else -Float32.inf
