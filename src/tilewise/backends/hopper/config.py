@@ -21,14 +21,14 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
+    late: bool = False  # O is rescaled when the next product is under way
+    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    cluster: int = 1  # thread blocks that fetch their tiles of keys together
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
     sink: bool = False
-    lazy: bool = False  # without turns: O is rescaled only where a maximum of the warp has grown
-    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
-    cluster: int = 1  # thread blocks that fetch their tiles of keys together
 
     @property
     def consumers(self) -> int:
