@@ -1,6 +1,6 @@
 """Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "until", "interval"]  # of the keys, each row: all, those before an end, or those from a beginning to an end
+    sees: Literal["all", "until", "interval", "rows", "runs"]  # visible.py says what each means
     tile_m: int
     tile_n: int
     q_stages: int = 1
@@ -25,6 +25,11 @@ class Config:
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    sink: bool = False
 
     @property
     def consumers(self) -> int:
@@ -35,6 +40,15 @@ class Config:
         """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
+
+    @property
+    def natural(self) -> bool:
+        """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -93,23 +107,38 @@ TILES = {
 }  # fmt: skip
 
 
+CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
+
+
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int) -> Config:
-    """The configuration for these heads; of the length only the Choice depends on it."""
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int, **changes) -> Config:
+    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
+    if changes.get("bias") and sees == "until":
+        sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    choice = next(each for each in TILES[dims][sees] if each.most_queries is None or seqlen_q <= each.most_queries)
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **choice.fields)
+    choices = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
+    choice = next(each for each in choices if each.most_queries is None or seqlen_q <= each.most_queries)
+    return _made(dtype, dims, sees, choice.fields, changes)
 
 
-def shipped(dtype: torch.dtype) -> list[Config]:
-    """Every configuration that `configure` can give for a dtype."""
+def shipped(dtype: torch.dtype, **changes) -> list[Config]:
+    """Every configuration that `configure` can give for a dtype and changes of the scores."""
     return [
-        Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **choice.fields)
+        _made(dtype, dims, sees, choice.fields, changes)
         for dims, ways in TILES.items()
-        for sees, choices in ways.items()
-        for choice in choices
+        for sees in ("all", "until", "interval", "rows", "runs")
+        for choice in ways["interval" if sees in ("rows", "runs") else sees]
     ]
+
+
+def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+    if config.modified or sees == "rows":  # which takes registers
+        config = replace(config, tile_m=min(config.tile_m, 128), tile_n=CHANGED.get(dims, config.tile_n))
+    if config.natural and sees in ("rows", "runs"):
+        config = replace(config, tile_n=min(config.tile_n, 96))
+    return config

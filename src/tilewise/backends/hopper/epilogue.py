@@ -5,8 +5,10 @@ Each warp stores its own 16 rows, so no warp waits for another here, and the nex
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import scores, visible
 from tilewise.backends.hopper.schedule import Block
-from tilewise.backends.hopper.visible import Band, interval
+from tilewise.backends.hopper.scores import Scores
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import (
     Boolean,
@@ -15,6 +17,7 @@ from tilewise.hopper.dsl import (
     Int32,
     LayoutEnum,
     arch,
+    const_expr,
     cpasync,
     cute,
     cutlass,
@@ -95,34 +98,70 @@ def all_finite(x: cute.Tensor) -> Boolean:
 
 
 @cute.jit
-def repair(tensors: Tensors, block: Block, band: Band, scale_log2: Float32, warp: Int32, config: Constexpr):
+def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: Int32, config: Constexpr):
     """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
 
     Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
     """
     lane = arch.lane_idx()
-    gQ, gO = (x[block.batch, None, block.head, None] for x in (tensors.Q, tensors.O))
-    gK, gV = (x[block.batch, None, block.head_k, None] for x in (tensors.K, tensors.V))
+    gO = tensors.O[block.batch, None, block.head, None]
     arch.cp_async_bulk_wait_group(0)  # the rows' first O is written
     arch.sync_warp()
     o = cute.make_rmem_tensor(config.head_dim_v // WARP, Float32)
     for i in cutlass.range(ROWS, unroll=1):
         row = block.m0 + warp * ROWS + i
         if row < gO.shape[0]:
-            begin, end = interval(row, band)
-            base = tensors.L[block.batch, block.head, row] * fragments.LOG2_E
             o.fill(0.0)
-            for j0 in cutlass.range(begin, end, WARP, unroll=1):
-                s = Float32(0.0)
-                if j0 + lane < end:
-                    for c in cutlass.range(gQ.shape[1], unroll=8):
-                        s += gQ[row, c].to(Float32) * gK[j0 + lane, c].to(Float32)
-                p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
-                for j in cutlass.range(min(end - j0, WARP), unroll=1):
-                    weight = arch.shuffle_sync(p, j)
-                    for x in range_constexpr(config.head_dim_v // WARP):
-                        if x * WARP + lane < gV.shape[1]:
-                            o[x] += weight * gV[j0 + j, x * WARP + lane].to(Float32)
+            if const_expr(config.sees == "runs"):
+                walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+                for r in cutlass.range(walk.first, walk.last, unroll=1):
+                    run = visible.run_of(r, band)
+                    begin, end = run.first * config.tile_n, min(run.last * config.tile_n, tensors.K.shape[1])
+                    if r < walk.free_first and run.ref < 0:
+                        low, high = visible.interval(row, visible.band_of(run.ref, band))
+                        begin, end = max(begin, low), min(end, high)
+                    add_keys(o, row, begin, end, run, tensors, block, band, changes, config)
+            else:
+                begin, end = visible.keys_of(row, band, config)
+                add_keys(o, row, begin, end, None, tensors, block, band, changes, config)
             for x in range_constexpr(config.head_dim_v // WARP):
                 if x * WARP + lane < gO.shape[1]:
                     gO[row, x * WARP + lane] = o[x].to(gO.element_type)
+
+
+@cute.jit
+def add_keys(
+    o: cute.Tensor, row: Int32, begin: Int32, end: Int32, run: visible.Run | None,
+    tensors: Tensors, block: Block, band: Band, changes: Scores, config: Constexpr,
+):  # fmt: skip
+    """o += P V over the keys [begin, end) of one row; those of them that the run's bitmap shows, where it has one."""
+    lane = arch.lane_idx()
+    gQ = tensors.Q[block.batch, None, block.head, None]
+    gK, gV = (x[block.batch, None, block.head_k, None] for x in (tensors.K, tensors.V))
+    lse = tensors.L[block.batch, block.head, row]
+    if const_expr(config.bias is not None) and lse == -Float32.inf:
+        end = begin  # every logit is -inf: it sees nothing
+    for j0 in cutlass.range(begin, end, WARP, unroll=1):
+        s = Float32(0.0)
+        if j0 + lane < end:
+            for c in cutlass.range(gQ.shape[1], unroll=8):
+                s += gQ[row, c].to(Float32) * gK[j0 + lane, c].to(Float32)
+        p = scores.weight(scores.logit_at(s, row, j0 + lane, changes, block, config), lse, changes, config)
+        if const_expr(config.sees == "runs"):
+            p = p if visible.shows(band, run, row - block.m0, j0 + lane, config) else Float32(-1.0)
+        for j in cutlass.range(min(end - j0, WARP), unroll=1):
+            weight = arch.shuffle_sync(p, j)
+            if const_expr(config.sees == "runs"):
+                if weight >= 0.0 or weight != weight:
+                    add_value(o, weight, gV[j0 + j, None])
+            else:
+                add_value(o, weight, gV[j0 + j, None])
+
+
+@cute.jit
+def add_value(o: cute.Tensor, weight: Float32, value: cute.Tensor):
+    """value: (head_dim_v,); a lane has every 32nd number."""
+    lane = arch.lane_idx()
+    for x in range_constexpr(cute.size(o)):
+        if x * WARP + lane < value.shape[0]:
+            o[x] += weight * value[x * WARP + lane].to(Float32)

@@ -12,11 +12,12 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue, schedule, visible
+from tilewise.backends.hopper import epilogue, schedule, scores, visible
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
 from tilewise.backends.hopper.schedule import Block, Queue, Units
-from tilewise.backends.hopper.visible import Band
+from tilewise.backends.hopper.scores import Scores, Terms
+from tilewise.backends.hopper.visible import Band, Seen, Walk
 from tilewise.hopper import fragments, tma, wgmma
 from tilewise.hopper.dsl import (
     Constexpr,
@@ -68,9 +69,13 @@ class Copies(NamedTuple):
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
+    inner: Float32 | None, factor: Float32 | None,
+    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
+    order: cute.Tensor | None, spans: cute.Tensor | None, runs: cute.Tensor | None, bands: cute.Tensor | None,
+    bitmaps: cute.Tensor | None, planes: cute.Tensor | None, row_ends: cute.Tensor | None, walks: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """Tensors as in `Tensors`; scores are multiplied by `scale_log2` ln 2; `section` as in `Units`; at most `blocks` thread blocks."""
+    """Tensors as in `Tensors`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` thread blocks."""
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -82,10 +87,11 @@ def launch(
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     tensors = Tensors(mQ, mK, mV, mO, mL)
-    band = Band(q0, q1, k0, k1, lo, hi)
+    band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
+    changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
-    units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section)
-    kernel(copies, tensors, counter, units, band, scale_log2, wgmma.products(config, dtype), *layouts, config).launch(
+    units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order)
+    kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
@@ -96,7 +102,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, scale_log2: Float32, mma: wgmma.Mma,
+    copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -110,7 +116,7 @@ def kernel(
             produce(copies, tensors, sm, pipes, queue, units, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, sm, pipes, queue, band, scale_log2, mma, config)
+        consume(copies, tensors, sm, pipes, queue, band, changes, mma, config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -145,12 +151,12 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
     schedule.begin(queue, units, config)
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        walk = visible.walk_of(block.m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
+        walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
         load_queries(copies, sm, pipes, tma.after_empty(done, config.q_stages), block, config)
-        few = min(walk.loaded_first + FEW, walk.loaded_last)
-        state = load_keys(copies, sm, pipes, state, block, few, walk.loaded_last, config)
+        early, late = parts(walk, config)
+        state = load_keys(copies, sm, pipes, state, block, *early, band, config)
         unit = schedule.draw(queue, done + 1, config)
-        state = load_keys(copies, sm, pipes, state, block, walk.loaded_first, few, config)
+        state = load_keys(copies, sm, pipes, state, block, *late, band, config)
         schedule.forget(queue, done, config)
         done += 1
         schedule.announce(queue, done, unit, units, config)
@@ -165,11 +171,37 @@ def load_queries(copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.Pipelin
 
 
 @cute.jit
+def parts(walk: Walk, config: Constexpr[Config]):
+    """The walk over the keys in two, between which the loader asks for its next unit: all but the last run, or all but the last FEW tiles."""
+    first, last = walk.loaded_first, walk.loaded_last
+    if const_expr(config.sees == "runs"):
+        middle = max(last - 1, first)
+        return (first, middle), (middle, last)
+    middle = min(first + FEW, last)
+    return (middle, last), (first, middle)
+
+
+@cute.jit
 def load_keys(
+    copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, first: Int32, last: Int32, band: Band,
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """A part of the walk over the keys."""
+    if const_expr(config.sees == "runs"):
+        for r in cutlass.range(first, last, unroll=1):
+            run = visible.run_of(r, band)
+            state = load_tiles(copies, sm, pipes, state, block, run.first, run.last, config)
+    else:
+        state = load_tiles(copies, sm, pipes, state, block, first, last, config)
+    return state
+
+
+@cute.jit
+def load_tiles(
     copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, first: Int32, last: Int32,
     config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
-    """K and V of the tiles [first, last), the last first."""
+    """K and V of the tiles [first, last), the last one first."""
     for i in cutlass.range(last - first, unroll=1):
         n_block = last - 1 - i
         pipes.k.producer_acquire(state)
@@ -196,13 +228,15 @@ class Tile(NamedTuple):
     rescale: cute.Tensor  # what O is still to be multiplied with, where that waits for the next product
     m0: Int32
     band: Band
-    scale_log2: Float32
+    seen: Seen
+    changes: Scores
+    terms: Terms
     consumer: Int32
 
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, band: Band, scale_log2: Float32,
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, band: Band, changes: Scores,
     mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
@@ -210,37 +244,40 @@ def consume(
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    m0 = schedule.told(queue, done, config).m0
-    while m0 >= 0:
-        state = attend(copies, tensors, sm, pipes, queue, done, state, m0, band, scale_log2, consumer, mma, config)
+    block = schedule.told(queue, done, config)
+    while block.m0 >= 0:
+        state = attend(copies, tensors, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
         done += 1
-        m0 = schedule.told(queue, done, config).m0
+        block = schedule.told(queue, done, config)
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState, m0: Int32,
-    band: Band, scale_log2: Float32, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState, block: Block,
+    band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     once = tma.after(done, config.q_stages)
-    walk = visible.walk_of(m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
+    walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
+    tScS = qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
     tile = Tile(
         mma=mma,
         tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, once.index],
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
-        tScS=qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n))),
+        tScS=tScS,
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
-        rows=fragments.fresh_rows(),
+        rows=scores.fresh_rows(changes, block, config),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
-        m0=m0,
+        m0=block.m0,
         band=band,
-        scale_log2=scale_log2,
+        seen=visible.rows_of(band, tScS, block.m0, config),
+        changes=changes,
+        terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
@@ -248,15 +285,8 @@ def attend(
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    first_scores(tile, pipes, state, walk.last - 1, config)
-    unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
-    for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
-        state = step(tile, pipes, state, walk.last - 2 - i, True, config)
-    for i in cutlass.range(unmasked - min(walk.free_first, unmasked), unroll=1):
-        state = step(tile, pipes, state, unmasked - 1 - i, False, config)
-    if const_expr(config.sees == "interval"):
-        for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
-            state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, True, config)
+    visit = const_expr(walk_runs if config.sees == "runs" else walk_tiles)
+    state = visit(tile, pipes, state, walk, config)
     if const_expr(config.own_O):
         pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
@@ -270,6 +300,39 @@ def attend(
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
         pipes.q.consumer_release(once)
+    return state
+
+
+@cute.jit
+def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
+    first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
+    unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
+    for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
+        state = step(tile, pipes, state, walk.last - 2 - i, Int32(0), True, config)
+    for i in cutlass.range(unmasked - min(walk.free_first, unmasked), unroll=1):
+        state = step(tile, pipes, state, unmasked - 1 - i, Int32(0), False, config)
+    if const_expr(config.sees in ("interval", "rows")):
+        for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
+            state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, Int32(0), True, config)
+    return state
+
+
+@cute.jit
+def walk_runs(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """Run after run, each from its last tile to its first: the runs to be masked, then those that are seen whole."""
+    run = visible.run_of(walk.first, tile.band)
+    first_scores(tile, pipes, state, run.last - 1, run.ref, config)
+    for r in cutlass.range(walk.first, walk.free_first, unroll=1):
+        run = visible.run_of(r, tile.band)
+        last = run.last - Int32(r == walk.first)  # the first tile is done
+        for i in cutlass.range(last - run.first, unroll=1):
+            state = step(tile, pipes, state, last - 1 - i, run.ref, True, config)
+    for r in cutlass.range(walk.free_first, walk.free_last, unroll=1):
+        run = visible.run_of(r, tile.band)
+        last = run.last - Int32(r == walk.first)
+        for i in cutlass.range(last - run.first, unroll=1):
+            state = step(tile, pipes, state, last - 1 - i, run.ref, False, config)
     return state
 
 
@@ -293,23 +356,34 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
     epilogue.store(tile.acc_O, sm.O, copies.O, tile.mma.pv, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
-        epilogue.repair(tensors, block, tile.band, tile.scale_log2, thread // WARP, config)
+    if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
+        epilogue.repair(tensors, block, tile.band, tile.changes, thread // WARP, config)
 
 
 @cute.jit
-def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, config: Constexpr[Config]):
+def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
+    seen = seen_of(tile, n_block, ref, config)
     pipes.k.consumer_wait(state)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
-    fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
+    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, True, config)
+    visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+    scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
 
 
 @cute.jit
-def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
+def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -> Seen:
+    if const_expr(config.sees == "runs"):
+        return visible.bits_of(tile.band, ref, tile.tScS, tile.m0, n_block * config.tile_n, config)
+    return tile.seen
+
+
+@cute.jit
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
     O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
@@ -324,11 +398,13 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
+    seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
+    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, masked, config)
     if const_expr(masked):
-        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, config)
-    rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
+        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
@@ -346,7 +422,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    lse, inverse = fragments.close(tile.rows)
+    lse, inverse = scores.close(tile.rows, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

@@ -32,15 +32,16 @@ class Units(NamedTuple):
     last_width: object  # heads of the last section where it has fewer,
     heads_q: object
     group: object
+    order: cute.Tensor | None  # (rows,) int32: rows, those with the most keys last; None: as they are
 
 
 @cute.jit
-def units_of(rows: Int32, heads_q: Int32, heads_k: Int32, batch: Int32, section: Int32) -> Units:
+def units_of(rows: Int32, heads_q: Int32, heads_k: Int32, batch: Int32, section: Int32, order: cute.Tensor | None) -> Units:
     """On the host."""
     heads = heads_q * batch
     last = heads % section
     divisors = (section * rows, section, max(last, 1), heads_q, heads_q // heads_k)
-    return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors), order)
 
 
 class Queue(NamedTuple):
@@ -88,7 +89,10 @@ def part(unit: Int32, units: Units) -> tuple[Int32, Int32, Int32, Int32]:
         row, head = last_row, last_head
     head += section * units.section
     batch, head = divmod(head, units.heads_q)
-    row = units.rows - 1 - row if unit < units.count else Int32(-1)
+    row = units.rows - 1 - row
+    if const_expr(units.order is not None):
+        row = units.order[max(row, 0)]
+    row = row if unit < units.count else Int32(-1)
     return row, head, head // units.group, batch
 
 
