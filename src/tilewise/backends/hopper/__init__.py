@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
+from tilewise.backends.hopper.repeat import Repeat
 from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
@@ -70,6 +71,20 @@ class Hopper:
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+
+    def repeat(self, call: Call) -> Repeat | None:
+        """The short way for more calls like this one (see `repeats`)."""
+        tensors = call.q, call.k, call.v
+        if (
+            call.grad
+            or call.scale <= 0.0
+            or not 0 < call.batch <= MOST
+            or 0 in (call.seqlen_q, call.seqlen_k)
+            or not all(map(hopper.strided, tensors))
+        ):
+            return None
+        numbers = *_band(call.mask, call.seqlen_q, call.seqlen_k), call.scale / math.log(2)
+        return Repeat(call, hopper.compiled(_launch(), arguments, self._config(call)), numbers)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
