@@ -4,7 +4,7 @@ The DSL is imported when the first kernel is compiled; without it, or without su
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-MOST = 65535  # the second and third dimension of a grid: heads, batch
+SECTION_BYTES = 32 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
@@ -61,12 +61,22 @@ class Hopper:
         if lse.numel() == 0 or call.seqlen_k == 0:
             return o.zero_(), lse.fill_(-math.inf)
         q, scale = _positive_scale(call.q, call.scale)
-        kernel = hopper.compiled(_launch(), arguments, self._config(call))
+        config = self._config(call)
+        kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
-            for first in range(0, batch, MOST):
-                part = slice(first, first + MOST)
-                tensors = (hopper.aligned(x[part]) for x in (q, call.k, call.v))
-                kernel(*tensors, o[part], lse[part], *_band(call.mask, seqlen_q, call.seqlen_k), scale / math.log(2))
+            tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
+            counter = _counter(q.device)
+            section = _section(call, config)
+            kernel(
+                *tensors,
+                o,
+                lse,
+                counter,
+                *_band(call.mask, seqlen_q, call.seqlen_k),
+                section,
+                _multiprocessors(q.device),
+                scale / math.log(2),
+            )
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -104,12 +114,39 @@ def arguments(config) -> list:
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    return [q, k, v, o, lse, *(Int32(0) for _ in range(6)), Float32(1.0)]
+    counter = hopper.tensor(Int32, 1, aligned=False)
+    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0)]
 
 
 def _launch() -> str:
     """By name, so that a kernel from the cache needs no DSL."""
     return "tilewise.backends.hopper.forward:launch"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS: dict[tuple, Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """What the thread blocks of a launch draw from: one a stream, since launches on one stream do not overlap; a graph gets its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _COUNTERS[key]
+
+
+def _section(call: Call, config) -> int:
+    """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
+    if config.sees != "until":
+        return 1
+    a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
+    return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
 
 
 @lru_cache(maxsize=4096)

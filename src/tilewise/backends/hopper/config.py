@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+SHARED_BYTES = 227 * 1024 - 1024  # of a thread block, less what barriers and alignment take
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 
 
@@ -20,10 +21,18 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
+    lazy: bool = False  # without turns: O is rescaled only where a maximum of the warp has grown
+    cluster: int = 1  # thread blocks that fetch their tiles of keys together
 
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
+
+    @property
+    def own_O(self) -> bool:
+        """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
+        operands = self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -38,7 +47,7 @@ TILES = {
     (96, 96): dict.fromkeys(("all", "until", "interval"), (128, 128, True)),
     (128, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
     (192, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 192): dict.fromkeys(("all", "until", "interval"), (128, 112, False)),
+    (192, 192): {"all": (128, 112, False), "until": (128, 112, False), "interval": (128, 96, False)},
     (256, 256): dict.fromkeys(("all", "until", "interval"), (128, 80, False)),
 }
 
