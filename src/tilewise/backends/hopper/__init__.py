@@ -65,18 +65,7 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            counter = _counter(q.device)
-            section = _section(call, config)
-            kernel(
-                *tensors,
-                o,
-                lse,
-                counter,
-                *_band(call.mask, seqlen_q, call.seqlen_k),
-                section,
-                _multiprocessors(q.device),
-                scale / math.log(2),
-            )
+            kernel(*tensors, o, lse, _counter(q.device), *_numbers(call, config, scale))
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -84,17 +73,12 @@ class Hopper:
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see `repeats`)."""
-        tensors = call.q, call.k, call.v
-        if (
-            call.grad
-            or call.scale <= 0.0
-            or not 0 < call.batch <= MOST
-            or 0 in (call.seqlen_q, call.seqlen_k)
-            or not all(map(hopper.strided, tensors))
-        ):
+        tensors, config = (call.q, call.k, call.v), self._config(call)
+        if call.grad or call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
             return None
-        numbers = *_band(call.mask, call.seqlen_q, call.seqlen_k), call.scale / math.log(2)
-        return Repeat(call, hopper.compiled(_launch(), arguments, self._config(call)), numbers)
+        kernel = hopper.compiled(_launch(), arguments, config)
+        device = call.q.device
+        return Repeat(call, kernel, _numbers(call, config, call.scale), lambda: (_counter(device),))
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
@@ -147,6 +131,12 @@ def _section(call: Call, config) -> int:
         return 1
     a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
     return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
+
+
+def _numbers(call: Call, config, scale: float) -> tuple:
+    """What the kernel takes after its tensors."""
+    band = _band(call.mask, call.seqlen_q, call.seqlen_k)
+    return *band, _section(call, config), _multiprocessors(call.q.device), scale / math.log(2)
 
 
 @lru_cache(maxsize=4096)
