@@ -251,7 +251,7 @@ def attend(
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.first - walk.loaded_first)
     block = schedule.told(queue, done, config)
-    schedule.forget(queue, done)
+    schedule.forget(queue, done, config)
     store(copies, tensors, sm, tile, lse, block, config)
     if const_expr(not config.own_O):
         arch.cp_async_bulk_wait_group(0, read=True)

@@ -10,7 +10,7 @@ computed.
 from typing import NamedTuple
 
 from tilewise.hopper import tma
-from tilewise.hopper.dsl import Constexpr, Int32, SmemAllocator, arch, const_expr, cute, pipeline, range_constexpr
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, const_expr, cute, range_constexpr
 
 AHEAD = 3  # units that may be told of and not done yet
 WORDS = 4  # of what is told of one
@@ -30,7 +30,8 @@ class Queue(NamedTuple):
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 before and after
     told: cute.Tensor  # (WORDS, AHEAD) int32: row, head, head of the keys, batch; a row below 0 is the end
-    pipe: pipeline.PipelineTmaAsync
+    full: cute.Pointer  # (AHEAD) mbarriers, on which a cluster's first block arrives once it has written a slot,
+    empty: cute.Pointer  # and those of the first block, on which every warp of the cluster that reads a slot arrives when it is done
 
 
 class Block(NamedTuple):
@@ -42,10 +43,16 @@ class Block(NamedTuple):
     batch: Int32
 
 
-def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, cluster: int) -> Queue:
-    """With its barriers initialised, and visible after `tma.barriers_ready`; `warps` and the loader read from it."""
-    pipe = tma.make_pipe(storage, AHEAD, 4 * WORDS, warps + 1, cluster)
-    return Queue(counter, storage.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), 16), pipe)
+@cute.jit
+def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, cluster: Constexpr[int]) -> Queue:
+    """With its barriers initialised, and visible after `tma.barriers_ready`; `warps` of each block and the loader read from it."""
+    told = storage.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), 16)
+    queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
+    if arch.thread_idx()[0] == 0:
+        for i in range_constexpr(AHEAD):
+            arch.mbarrier_init(queue.full + i, 1)
+            arch.mbarrier_init(queue.empty + i, (warps + 1) * cluster)
+    return queue
 
 
 @cute.jit
@@ -70,8 +77,11 @@ def draw(queue: Queue, done: Int32, units: Units, heads_q: Int32, heads_k: Int32
     Every cluster draws after each unit, which makes as many draws as there are units; the last one sets the counter back.
     """
     state = tma.after_empty(done, AHEAD)
-    queue.pipe.producer_acquire(state)
-    if arch.block_idx_in_cluster() == 0 and arch.lane_idx() == 0:
+    first = Boolean(True)
+    if const_expr(config.cluster > 1):
+        first = arch.block_idx_in_cluster() == 0
+    if first and arch.lane_idx() == 0:
+        arch.mbarrier_wait(queue.empty + state.index, state.phase)
         clusters, unit = arch.grid_dim()[0] // config.cluster, arch.block_idx()[0] // config.cluster
         if done > 0:
             ticket = arch.atomic_add(queue.counter.iterator, Int32(1))
@@ -80,45 +90,54 @@ def draw(queue: Queue, done: Int32, units: Units, heads_q: Int32, heads_k: Int32
             unit = clusters + ticket
         words = part(unit, units, heads_q, heads_k)
         for rank in range_constexpr(config.cluster):
-            tell(queue, state, words, rank)
+            tell(queue, state.index, words, rank, config)
     block = told(queue, done, config)
-    forget(queue, done)
+    forget(queue, done, config)
     return block
 
 
 @cute.jit
-def tell(queue: Queue, state: pipeline.PipelineState, words: tuple, rank: Constexpr[int]):
-    """Write `words` where block `rank` of this cluster looks for them; its barrier counts the bytes."""
-    slot, barrier = queue.told[None, state.index].iterator.toint(), queue.pipe.producer_get_barrier(state).toint()
-    arch.inline_ptx(
-        "{ .reg .b32 slot, barrier; mapa.shared::cluster.u32 slot, {$r0}, {$r2}; mapa.shared::cluster.u32 barrier, {$r1}, {$r2}; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [slot], {{$r3}, {$r4}, {$r5}, {$r6}}, [barrier]; }",
-        read_only_args=[slot, barrier, Int32(rank), *words],
-    )
+def tell(queue: Queue, slot: Int32, words: tuple, rank: Constexpr[int], config: Constexpr):
+    """Write `words` where block `rank` of this cluster looks for them, and arrive there."""
+    addresses = queue.told[None, slot].iterator.toint(), (queue.full + slot).toint()
+    if const_expr(config.cluster == 1):
+        ptx = "st.shared.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.shared.b64 _, [{$r1}];"
+    else:
+        ptx = (
+            f"{{ .reg .b32 slot, full; mapa.shared::cluster.u32 slot, {{$r0}}, {rank}; mapa.shared::cluster.u32 full, {{$r1}}, {rank}; "
+            "st.shared::cluster.v4.b32 [slot], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [full]; }"
+        )
+    arch.inline_ptx(ptx, read_only_args=[*addresses, *words])
 
 
 @cute.jit
 def told(queue: Queue, done: Int32, config: Constexpr) -> Block:
     """The unit after `done` others, once it was told; may be asked again until `forget`."""
     state = tma.after(done, AHEAD)
-    queue.pipe.consumer_wait(state)
-    row, head, head_k, batch = read(queue, state)
+    scope = const_expr("" if config.cluster == 1 else ".acquire.cluster")
+    arch.inline_ptx(
+        f"{{ .reg .pred there; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 there, [{{$r0}}], {{$r1}}; @!there bra again; }}",
+        read_only_args=[(queue.full + state.index).toint(), state.phase],
+    )
+    row, head, head_k, batch = read(queue, state.index)
     if const_expr(config.cluster > 1):
         row = row * config.cluster + arch.block_idx_in_cluster() if row >= 0 else row
     return Block(row * config.tile_m, head, head_k, batch)
 
 
 @cute.jit
-def read(queue: Queue, state: pipeline.PipelineState):
+def read(queue: Queue, slot: Int32):
     """Read anew each time, so that nothing has to be kept in registers in between."""
     return arch.inline_ptx(
         "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * WORDS,
-        read_only_args=[queue.told[None, state.index].iterator.toint()],
+        read_only_args=[queue.told[None, slot].iterator.toint()],
     )
 
 
 @cute.jit
-def forget(queue: Queue, done: Int32):
+def forget(queue: Queue, done: Int32, config: Constexpr):
     """This warp is done with the unit."""
-    queue.pipe.consumer_release(tma.after(done, AHEAD))
+    if arch.lane_idx() == 0:
+        empty = queue.empty + tma.after(done, AHEAD).index
+        arch.mbarrier_arrive(empty, None if const_expr(config.cluster == 1) else 0)
