@@ -9,9 +9,11 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import forecast
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.hopper import compile as hopper
+from tilewise.machines import H100, machine_for
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
 
@@ -52,6 +54,9 @@ class Hopper:
 
     def describe(self) -> str:
         return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
+
+    def details(self, call: Call) -> list[str]:
+        return forecast.lines(self._config(call), call, machine_for(call.q.device) or H100)
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
