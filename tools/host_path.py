@@ -16,7 +16,7 @@ import statistics  # noqa: E402
 import sys  # noqa: E402
 
 CALLS, ROUNDS = 100, 60
-IMPLS = "tilewise,sdpa,fa2,fa3,fa3:vllm,fa4"
+IMPLS = "tilewise,sdpa,fa3,fa3:vllm,fa4"
 
 
 def small(device: str = "cuda"):

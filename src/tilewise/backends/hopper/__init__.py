@@ -70,7 +70,7 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            kernel(*tensors, o, lse, _counter(q.device), *_numbers(call, config, scale))
+            kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -83,7 +83,7 @@ class Hopper:
             return None
         kernel = hopper.compiled(_launch(), arguments, config)
         device = call.q.device
-        return Repeat(call, kernel, _numbers(call, config, call.scale), lambda: (_counter(device),))
+        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),))
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
@@ -138,8 +138,8 @@ def _section(call: Call, config) -> int:
     return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
 
 
-def _numbers(call: Call, config, scale: float) -> tuple:
-    """What the kernel takes after its tensors."""
+def _rest(call: Call, config, scale: float) -> tuple:
+    """What the kernel takes after its counter; none of it depends on what the tensors hold."""
     band = _band(call.mask, call.seqlen_q, call.seqlen_k)
     return *band, _section(call, config), _multiprocessors(call.q.device), scale / math.log(2)
 

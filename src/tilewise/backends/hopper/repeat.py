@@ -1,4 +1,4 @@
-"""A call whose kernel and numbers were found once, for more tensors of the same shapes, strides and dtype."""
+"""A call whose kernel and arguments were found once, for more tensors of the same shapes, strides and dtype."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,10 +23,10 @@ class Repeat:
     so what it captures gets its own.
     """
 
-    def __init__(self, call: Call, kernel: Callable, numbers: Sequence, workspace: Callable[[], tuple[Tensor, ...]] = tuple) -> None:
-        """`kernel(q, k, v, o, lse, *workspace(), *numbers)` computes the call; its operands are `aligned`."""
+    def __init__(self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], tuple[Tensor, ...]] = tuple) -> None:
+        """`kernel(q, k, v, o, lse, *workspace(), *rest)` computes the call; its operands are `aligned`."""
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.kernel, self.numbers, self.workspace = kernel, tuple(numbers), workspace
+        self.kernel, self.rest, self.workspace = kernel, tuple(rest), workspace
         self.device = call.q.device.index
         self.new_o = _maker((batch, seqlen_q, heads_q, call.head_dim_v), call.q)
         self.lse_like = torch.empty(1, dtype=torch.float32, device=call.q.device).expand(batch, heads_q, seqlen_q)
@@ -50,7 +50,7 @@ class Repeat:
 
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""
-        fresh = torch.empty_like(self.lse_like) if self.keeps else None, (*self.workspace(), *self.numbers)
+        fresh = torch.empty_like(self.lse_like) if self.keeps else None, (*self.workspace(), *self.rest)
         if not capturing():
             self.kept[current_stream(self.device)] = fresh
         return fresh
