@@ -21,7 +21,8 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
-    lazy: bool = False  # without turns: O is rescaled only where a maximum of the warp has grown
+    late: bool = False  # O is rescaled when the next product is under way
+    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
 
     @property

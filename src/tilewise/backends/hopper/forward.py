@@ -100,7 +100,7 @@ def kernel(
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
-    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config.cluster)
+    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
@@ -142,12 +142,15 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
     heads = tensors.O.shape[2], tensors.K.shape[2]
-    block = schedule.draw(queue, done, units, *heads, config)
+    ticket = schedule.begin(queue, units, *heads, config)
+    block = schedule.told(queue, done, config)
     while block.m0 >= 0:
+        ticket = schedule.announce(queue, done + 1, ticket, units, *heads, config)
         walk = visible.walk_of(block.m0, band, tensors.O.shape[1], tensors.K.shape[1], config)
         state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, config)
+        schedule.forget(queue, done, config)
         done += 1
-        block = schedule.draw(queue, done, units, *heads, config)
+        block = schedule.told(queue, done, config)
 
 
 @cute.jit
@@ -299,15 +302,15 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
 def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    With turns O is rescaled while the other warpgroup multiplies; without, under the next product of its own.
+    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
     """
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
-    if const_expr(not config.pingpong):
-        rescale_late(tile, config)
+    if const_expr(config.late):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
@@ -319,26 +322,17 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(config.pingpong):
-        fragments.scale_rows(tile.acc_O, rescale)
-    else:
+    if const_expr(config.late):
         tile.rescale.store(rescale.load())
-    return state
-
-
-@cute.jit
-def rescale_late(tile: Tile, config: Constexpr[Config]):
-    if const_expr(config.lazy):
-        if arch.vote_any_sync(tile.rescale[0] != 1.0 or tile.rescale[1] != 1.0):
-            fragments.scale_rows(tile.acc_O, tile.rescale)
     else:
-        fragments.scale_rows(tile.acc_O, tile.rescale)
+        fragments.scale_rows(tile.acc_O, rescale)
+    return state
 
 
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
-    if const_expr(not config.pingpong):
+    if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)

@@ -2,9 +2,9 @@
 
 A tile of queries of one head, or `cluster` neighbouring ones, are a unit of work, for a thread block or a cluster of them. Units are numbered so
 that those with the most keys come first and those that run at the same time share keys: a section of `section` heads, all its last tiles, then
-those before them. A cluster begins with the unit of its own number; its first block draws the next ones from a counter, and tells all
-threads that want to know what to compute. Loaders are ahead of their readers, so that a tile's loads begin while the tile before it is still
-computed.
+those before them. A cluster begins with the unit of its own number. Where all units take as long it goes on by the number of clusters; else
+its first block draws the next ones from a counter. A unit is told to all who work on it before the one before it is loaded, so that neither
+the counter nor the divisions that make a unit of a number are waited for, and its loads begin while the unit before it is still computed.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, const_expr, cute, range_constexpr
 
-AHEAD = 3  # units that may be told of and not done yet
+AHEAD = 4  # units that may be told of and not done yet
 WORDS = 4  # of what is told of one
 
 
@@ -30,8 +30,8 @@ class Queue(NamedTuple):
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 before and after
     told: cute.Tensor  # (WORDS, AHEAD) int32: row, head, head of the keys, batch; a row below 0 is the end
-    full: cute.Pointer  # (AHEAD) mbarriers, on which a cluster's first block arrives once it has written a slot,
-    empty: cute.Pointer  # and those of the first block, on which every warp of the cluster that reads a slot arrives when it is done
+    full: cute.Pointer  # (AHEAD) mbarriers, on which the one who tells arrives once it has written a slot,
+    empty: cute.Pointer  # and those on which every warp that reads what it tells arrives when it is done with a slot
 
 
 class Block(NamedTuple):
@@ -44,15 +44,20 @@ class Block(NamedTuple):
 
 
 @cute.jit
-def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, cluster: Constexpr[int]) -> Queue:
+def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, config: Constexpr) -> Queue:
     """With its barriers initialised, and visible after `tma.barriers_ready`; `warps` of each block and the loader read from it."""
     told = storage.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), 16)
     queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
     if arch.thread_idx()[0] == 0:
         for i in range_constexpr(AHEAD):
             arch.mbarrier_init(queue.full + i, 1)
-            arch.mbarrier_init(queue.empty + i, (warps + 1) * cluster)
+            arch.mbarrier_init(queue.empty + i, (warps + 1) * listeners(config))
     return queue
+
+
+def listeners(config) -> int:
+    """Blocks that are told by one loader: where units are drawn, its whole cluster."""
+    return config.cluster if config.draws else 1
 
 
 @cute.jit
@@ -71,36 +76,65 @@ def part(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32) -> tuple[Int
 
 
 @cute.jit
-def draw(queue: Queue, done: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Block:
-    """The loader's next unit, after `done` others, told to all readers. One warp of each block calls it.
+def begin(queue: Queue, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
+    """The loader tells the first unit; returns the ticket of the next (see `announce`). One warp of each block calls it."""
+    unit, ticket = arch.block_idx()[0] // config.cluster, Int32(0)
+    if tells(config):
+        tell_all(queue, Int32(0), part(unit, units, heads_q, heads_k), config)
+        ticket = draw(queue, unit, config)
+    return ticket
 
-    Every cluster draws after each unit, which makes as many draws as there are units; the last one sets the counter back.
+
+@cute.jit
+def announce(queue: Queue, done: Int32, ticket: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
+    """The loader tells the unit after `done` others, which is that of `ticket`; returns the ticket of the one after it.
+
+    A counter's tickets begin at 0, for the unit after the first of all clusters. Every unit makes its cluster draw once: as many draws as
+    there are units, and whoever holds the last one sets the counter back.
     """
-    state = tma.after_empty(done, AHEAD)
-    first = Boolean(True)
-    if const_expr(config.cluster > 1):
-        first = arch.block_idx_in_cluster() == 0
-    if first and arch.lane_idx() == 0:
+    following = Int32(0)
+    if tells(config):
+        state = tma.after_empty(done, AHEAD)
         arch.mbarrier_wait(queue.empty + state.index, state.phase)
-        clusters, unit = arch.grid_dim()[0] // config.cluster, arch.block_idx()[0] // config.cluster
-        if done > 0:
-            ticket = arch.atomic_add(queue.counter.iterator, Int32(1))
+        unit = ticket
+        if const_expr(config.draws):
+            unit += arch.grid_dim()[0] // config.cluster
             if ticket == units.count - 1:
                 queue.counter[0] = Int32(0)
-            unit = clusters + ticket
-        words = part(unit, units, heads_q, heads_k)
-        for rank in range_constexpr(config.cluster):
-            tell(queue, state.index, words, rank, config)
-    block = told(queue, done, config)
-    forget(queue, done, config)
-    return block
+        tell_all(queue, done, part(unit, units, heads_q, heads_k), config)
+        if unit < units.count:
+            following = draw(queue, unit, config)
+    return following
+
+
+@cute.jit
+def tells(config: Constexpr) -> Boolean:
+    """Whether this thread is the one of the loader's warp that tells."""
+    first = arch.lane_idx() == 0
+    if const_expr(config.draws and config.cluster > 1):
+        first = first and arch.block_idx_in_cluster() == 0
+    return first
+
+
+@cute.jit
+def draw(queue: Queue, unit: Int32, config: Constexpr) -> Int32:
+    """The ticket after that of `unit`: from the counter, or the unit a step further itself."""
+    if const_expr(config.draws):
+        return arch.atomic_add(queue.counter.iterator, Int32(1))
+    return unit + arch.grid_dim()[0] // config.cluster
+
+
+@cute.jit
+def tell_all(queue: Queue, done: Int32, words: tuple, config: Constexpr):
+    for rank in range_constexpr(listeners(config)):
+        tell(queue, tma.after(done, AHEAD).index, words, rank, config)
 
 
 @cute.jit
 def tell(queue: Queue, slot: Int32, words: tuple, rank: Constexpr[int], config: Constexpr):
     """Write `words` where block `rank` of this cluster looks for them, and arrive there."""
     addresses = queue.told[None, slot].iterator.toint(), (queue.full + slot).toint()
-    if const_expr(config.cluster == 1):
+    if const_expr(listeners(config) == 1):
         ptx = "st.shared.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.shared.b64 _, [{$r1}];"
     else:
         ptx = (
@@ -114,7 +148,7 @@ def tell(queue: Queue, slot: Int32, words: tuple, rank: Constexpr[int], config: 
 def told(queue: Queue, done: Int32, config: Constexpr) -> Block:
     """The unit after `done` others, once it was told; may be asked again until `forget`."""
     state = tma.after(done, AHEAD)
-    scope = const_expr("" if config.cluster == 1 else ".acquire.cluster")
+    scope = const_expr("" if listeners(config) == 1 else ".acquire.cluster")
     arch.inline_ptx(
         f"{{ .reg .pred there; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 there, [{{$r0}}], {{$r1}}; @!there bra again; }}",
         read_only_args=[(queue.full + state.index).toint(), state.phase],
@@ -140,4 +174,4 @@ def forget(queue: Queue, done: Int32, config: Constexpr):
     """This warp is done with the unit."""
     if arch.lane_idx() == 0:
         empty = queue.empty + tma.after(done, AHEAD).index
-        arch.mbarrier_arrive(empty, None if const_expr(config.cluster == 1) else 0)
+        arch.mbarrier_arrive(empty, None if const_expr(listeners(config) == 1) else 0)
