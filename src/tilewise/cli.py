@@ -40,7 +40,7 @@ EXAMPLES = {
     "doctor": """  tilewise doctor                                what is installed, and which backends are usable
   tilewise doctor --json""",
     "tune": """  tilewise tune --head-dim 128 --mask causal        the fastest kernel for a cell, on a Hopper GPU
-  tilewise tune --dry-run                        the candidates for every cell, and what they take; needs no GPU
+  tilewise tune --dry-run                        the shapes for every cell, and what they take; needs no GPU
   tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
@@ -311,7 +311,7 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument(
-        "--most", type=_positive, metavar="N", help="candidates for each cell: those that arithmetic likes best (default: all)"
+        "--most", type=_positive, metavar="N", help="shapes of tiles for each cell: those that arithmetic likes best (default: all)"
     )
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
     command.add_argument("--dry-run", action="store_true", help="list the candidates, and compile none")

@@ -359,44 +359,60 @@ def tune(options: Namespace) -> int:
 def _tune_one(console: Console, tune, search, options: Namespace) -> bool:
     """Whether the kernel that ships compiled and passed."""
     from tilewise.bench import append
-    from tilewise.demo.job import progress
 
-    todo, _ = tune.candidates(search.shipped)
-    todo, compiled = todo[: options.most], []
-    with progress(console) as bars:
-        task = bars.add_task(f"Compiling {search.title}", total=len(todo), note="")
-        for each in tune.compile_all(todo, options.processes):
-            compiled.append(each)
-            bars.update(task, advance=1)
-    good = [each.config for each in compiled if not each.wrong]
-    short = tune.measure(search, good, tune.SHORT_S)
-    by_label = {tune.Contender(each).name: each for each in good}
-    final = tune.survivors(tune.rank(short), tune.Contender(search.shipped).name)
-    rows = tune.measure(search, [by_label[name] for name in final], tune.LONG_S, partial(append, options.out))
+    ships, compiled, short = tune.Contender(search.shipped).name, {}, []
+
+    def leaders(most: int) -> list:
+        return [compiled[name].config for name in tune.survivors(tune.rank(short), ships, most)]
+
+    for todo in (lambda: tune.shapes(search.shipped)[0][: options.most], lambda: tune.manners(leaders(tune.LEADERS))):
+        new = [config for config in todo() if tune.Contender(config).name not in compiled]
+        for each in _compiled(console, tune, search, new, options.processes):
+            compiled[tune.Contender(each.config).name] = each
+        good = [compiled[tune.Contender(config).name] for config in new]
+        short += tune.measure(search, [each.config for each in good if not each.wrong], tune.SHORT_S)
+    rows = tune.measure(search, leaders(tune.FINAL), tune.LONG_S, partial(append, options.out))
     ranked = tune.rank(rows)
     console.print(_tuned_table(tune, search, compiled, short, rows))
     if ranked:
-        console.print(tune.literal(by_label[ranked[0][0]], rows), highlight=False, markup=False, soft_wrap=True)
-    return tune.Contender(search.shipped).name in dict(ranked)
+        console.print(tune.literal(compiled[ranked[0][0]].config, rows), highlight=False, markup=False, soft_wrap=True)
+    return ships in dict(ranked)
+
+
+def _compiled(console: Console, tune, search, todo: list, processes: int | None) -> list:
+    from tilewise.demo.job import progress
+
+    done = []
+    with progress(console) as bars:
+        task = bars.add_task(f"Compiling {search.title}", total=len(todo), note="")
+        for each in tune.compile_all(todo, processes):
+            done.append(each)
+            bars.update(task, advance=1)
+    return done
 
 
 def _candidates_table(tune, search, most: int | None) -> Table:
     from tilewise.backends.hopper import forecast
 
-    found, refused = tune.candidates(search.shipped)
-    shown = found[:most]
+    found, refused = tune.shapes(search.shipped)
+    shown, manners = found[:most], len(tune.manners([search.shipped]))
     left = "; ".join(f"{count:,} others: {why}" for why, count in refused.most_common())
-    table = Table(title=f"{search.title}: {len(shown)} candidates", caption=left, title_justify="left", caption_justify="left")
-    for column in (*tune.choices(), "KiB", "registers", "products", "exponentials", "shared memory"):
+    table = Table(
+        title=f"{search.title}: {len(shown)} shapes, the best in {manners} manners",
+        caption=left,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for column in (*tune.SHAPES, "KiB", "registers", "products", "exponentials", "shared memory"):
         table.add_column(column, justify="right")
     for config in shown:
-        clocks, names = forecast.clocks(config), [str(getattr(config, name)) for name in tune.choices()]
+        clocks, names = forecast.clocks(config), [str(getattr(config, name)) for name in tune.SHAPES]
         used = f"{tune.registers(config)} of {config.registers[1]}", *(f"{value:,.0f}" for value in vars(clocks).values())
         table.add_row(*names, f"{forecast.smem_bytes(config) / 1024:.0f}", *used, style="bold" if config == search.shipped else "")
     return table
 
 
-def _tuned_table(tune, search, compiled: list, short: list, rows: list) -> Table:
+def _tuned_table(tune, search, compiled: dict, short: list, rows: list) -> Table:
     """Every candidate from the best down: its score at length, else shortly, else why it was not timed."""
     first, final = dict(tune.rank(short)), dict(tune.rank(rows))
     failures = {row.impl: row.reason for row in [*rows, *short] if row.reason}
@@ -410,7 +426,7 @@ def _tuned_table(tune, search, compiled: list, short: list, rows: list) -> Table
         name = tune.Contender(each.config).name
         return -final.get(name, 0.0), -first.get(name, 0.0), name
 
-    for each in sorted(compiled, key=order):
+    for each in sorted(compiled.values(), key=order):
         name = tune.Contender(each.config).name
         rates = {row.case["seqlen_q"]: row.flops_per_s for row in [*short, *rows] if row.impl == name and row.flops_per_s}
         cells = [*(str(getattr(each.config, choice)) for choice in tune.choices()), str(each.registers or "")]

@@ -1,5 +1,6 @@
 """The search for tiles: which kernels it considers, what it takes from the compiler's remarks, and whom it chooses."""
 
+import math
 import os
 from dataclasses import fields, replace
 
@@ -23,17 +24,22 @@ def shipped(dims=(128, 128), sees="until"):
 
 @pytest.mark.parametrize("sees", ["all", "until", "interval"])
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
-def test_candidates_fit(dims, sees):
-    found, refused = tune.candidates(shipped(dims, sees))
-    assert found[0] == shipped(dims, sees) and len(set(found)) == len(found) > 5
-    kept = {each.name for each in fields(config.Config)} - set(tune.choices())
+def test_shapes_fit(dims, sees):
+    found, refused = tune.shapes(shipped(dims, sees))
+    assert found[0] == shipped(dims, sees) and len(set(found)) == len(found) > 2
+    kept = {each.name for each in fields(config.Config)} - set(tune.SHAPES)
     for each in found[1:]:
         assert forecast.smem_bytes(each) <= config.SHARED_BYTES and tune.registers(each) <= each.registers[1]
         assert all(getattr(each, name) == getattr(found[0], name) for name in kept)
-    combinations = 1
-    for values in tune.choices().values():
-        combinations *= len(values)
-    assert len(found) + refused.total() == combinations and all(count > 0 for count in refused.values())
+    assert len(found) + refused.total() == math.prod(map(len, tune.SHAPES.values())) and all(count > 0 for count in refused.values())
+
+
+def test_manners_of_the_best():
+    leaders = [shipped(), replace(shipped(), tile_n=96)]
+    found = tune.manners(leaders)
+    assert set(leaders) <= set(found) and len(set(found)) == len(found) == 2 * math.prod(map(len, tune.choices().values())) / math.prod(
+        map(len, tune.SHAPES.values())
+    )
 
 
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
@@ -48,7 +54,6 @@ def test_what_ships_is_worth_compiling(dims):
         ({"tile_m": 320}, "registers are handed out for 2 or 3 computing warpgroups"),
         ({"tile_n": 256}, "the operands do not fit the shared memory"),
         ({"tile_n": 256, "kv_stages": 1}, "the sums do not fit the registers"),
-        ({"lazy": True, "pingpong": True}, "rescaling is lazy only without turns"),
     ],
 )
 def test_why_not(changes, sentence):
@@ -56,7 +61,7 @@ def test_why_not(changes, sentence):
 
 
 def test_larger_tiles_come_first_where_the_limit_is_the_same():
-    found, _ = tune.candidates(shipped())
+    found, _ = tune.shapes(shipped())
     sizes = [each.tile_m * each.tile_n for each in found[1:]]
     assert sizes[0] == max(sizes)
 
@@ -169,7 +174,7 @@ def test_processes_compile_candidates(kept):
 def test_the_command_without_a_gpu(capsys, monkeypatch):
     assert cli.main(["tune", "--dry-run", "--head-dim", "128", "--mask", "causal", "--most", "5"]) == 0
     said = capsys.readouterr().out
-    assert "(128, 128) 'until', bfloat16: 5 candidates" in said and "the operands do not fit the shared memory" in said
+    assert "(128, 128) 'until', bfloat16: 5 shapes" in said and "the operands do not fit the shared memory" in said
     monkeypatch.setattr(hopper, "why_not_here", lambda: ["torch sees no GPU here"])
     assert cli.main(["tune"]) == 3
     assert "torch sees no GPU here. Without one, --dry-run lists the candidates" in capsys.readouterr().err
@@ -181,7 +186,8 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     todo = [base, *(replace(base, tile_n=n) for n in (96, 112, 80))]
     rates = {128: 100e12, 96: 200e12, 80: None}
     monkeypatch.setattr(hopper, "why_not_here", list)
-    monkeypatch.setattr(tune, "candidates", lambda found: (todo, {}))
+    monkeypatch.setattr(tune, "shapes", lambda found: (todo, {}))
+    monkeypatch.setattr(tune, "manners", list)
     monkeypatch.setattr(tune, "compile_all", lambda todo, processes: [
         tune.Compiled(each, 3.0, 168, ("8 bytes are spilled or on a stack",) if each.tile_n == 112 else ()) for each in todo
     ])  # fmt: skip

@@ -1,8 +1,8 @@
 """The search that fills config.TILES: compile what may be fast, check it, time it against what ships: `tilewise tune`.
 
 A kernel is chosen for a tile's head dimensions and what its rows see; the lengths that it is timed at count equally, by their geometric mean.
-First everything that fits is timed shortly, then the best few at length. Which kernels fit is known before they are compiled, by arithmetic on
-`Config`; whether the compiler kept them in registers and left their products in flight, it says itself.
+First every shape that fits is timed shortly, then the manners of the best, then the best few at length. Which shapes fit is known before they
+are compiled, by arithmetic on `Config`; whether the compiler kept all in registers and left products in flight, it says itself.
 """
 
 import math
@@ -30,23 +30,19 @@ from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
 from tilewise.problem import Call
 
-CHOICES = {
-    "tile_m": (128, 192),
-    "tile_n": tuple(range(64, 257, 16)),
-    "kv_stages": (2, 3),
-    "pingpong": (True, False),
-    "lazy": (False, True),
-    "cluster": (1, 2),
-}  # of fields of Config; those that it has not are left out
+SHAPES = {"tile_m": (128, 192), "tile_n": tuple(range(64, 257, 16)), "kv_stages": (2, 3), "pingpong": (True, False)}
+MANNERS = {"late": (False, True), "draws": (True, False), "cluster": (1, 2)}  # tried on the best shapes
 SPARE = 24  # registers that a computing thread needs besides what it accumulates, at least
 REMARKS = "remarks{ptx}"  # the compiler says what it used
+LEADERS = 3  # shapes whose manners are tried
 FINAL = 6  # timed at length
 TOKENS, WIDTH = 16384, 2048
 SHORT_S, LONG_S = 0.04, 0.4  # of timing for each kernel and length
 
 
 def choices() -> dict[str, tuple]:
-    return {name: values for name, values in CHOICES.items() if name in {each.name for each in fields(Config)}}
+    """What is chosen, by field of Config."""
+    return SHAPES | {name: values for name, values in MANNERS.items() if name in {each.name for each in fields(Config)}}
 
 
 def why_not(config: Config) -> list[str]:
@@ -58,8 +54,6 @@ def why_not(config: Config) -> list[str]:
         wrong.append("the operands do not fit the shared memory")
     if registers(config) > config.registers[1]:
         wrong.append("the sums do not fit the registers")
-    if getattr(config, "lazy", False) and config.pingpong:
-        wrong.append("rescaling is lazy only without turns")
     return wrong
 
 
@@ -68,17 +62,22 @@ def registers(config: Config) -> int:
     return config.tile_n // 2 + config.tile_n // 4 + config.head_dim_v // 2 + SPARE
 
 
-def candidates(shipped: Config) -> tuple[list[Config], Counter]:
-    """Kernels for what `shipped` is for, itself first, then the most promising; and why others are none."""
+def shapes(shipped: Config) -> tuple[list[Config], Counter]:
+    """`shipped`, then its other shapes, the most promising first; and why the rest are not tried."""
     found, refused = [], Counter()
-    names = choices()
-    for values in product(*names.values()):
-        config = replace(shipped, **dict(zip(names, values, strict=True)))
+    for values in product(*SHAPES.values()):
+        config = replace(shipped, **dict(zip(SHAPES, values, strict=True)))
         wrong = why_not(config)
         refused.update(wrong[:1])
         if not wrong and config != shipped:
             found.append(config)
     return [shipped, *sorted(found, key=_promise)], refused
+
+
+def manners(leaders: Iterable[Config]) -> list[Config]:
+    """The leaders, each in all manners."""
+    names = {name: values for name, values in choices().items() if name in MANNERS}
+    return [replace(config, **dict(zip(names, values, strict=True))) for config in leaders for values in product(*names.values())]
 
 
 def _promise(config: Config) -> tuple:
