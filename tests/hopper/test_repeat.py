@@ -5,8 +5,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tilewise.backends.hopper import repeat
-from tilewise.masks import Full
+import tilewise as tw
+from tilewise import ops, repeats
+from tilewise.backends import hopper
+from tilewise.backends.hopper import Hopper, repeat
+from tilewise.backends.tiled import Tiled
+from tilewise.masks import Causal, Full
 from tilewise.problem import Call
 
 BF16 = torch.bfloat16
@@ -57,7 +61,7 @@ def qkv(seqlen=5, head_dim_v=64):
 def make(q, k, v, number=1.5):
     kernel = Kernel()
     call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0)
-    return repeat.Repeat(call, kernel, (number, 0.5), lambda: (torch.zeros(1, dtype=torch.int32),)), kernel
+    return repeat.Repeat(call, kernel, (number, 0.5), lambda: (torch.zeros(1, dtype=torch.int32),), None), kernel
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 40])
@@ -137,3 +141,60 @@ def test_nothing_of_the_first_call_is_held(device):
     held = [weakref.ref(x) for x in (q, k, v)]
     del q, k, v
     assert short and not any(ref() is not None for ref in held)
+
+
+class Stub(Hopper):
+    """The backend on a CPU: its kernel and its gradients are those of the portable backend."""
+
+    def __init__(self) -> None:
+        self.forwards, self.backwards = 0, 0
+
+    def why_not(self, problem):
+        return []
+
+    def backward(self, call, *given, **options):
+        self.backwards += 1
+        return Tiled().backward(call, *given, **options)
+
+
+@pytest.fixture
+def stub(device, monkeypatch):
+    """The only backend there is; its kernel takes a causal call."""
+    backend = Stub()
+
+    def kernel(q, k, v, o, lse, counter, *rest):
+        backend.forwards += 1
+        for mine, right in zip((o, lse), Tiled().forward(_causal(q, k, v)), strict=True):
+            mine.copy_(right)
+
+    monkeypatch.setattr(hopper, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper.hopper, "compiled", lambda *kernel_: kernel)
+    monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
+    monkeypatch.setattr(ops, "choose", lambda problem, name: backend)
+    repeats.forget()
+    yield backend
+    repeats.forget()
+
+
+def test_calls_like_one_before_take_it(stub, monkeypatch):
+    first, second = qkv(), qkv()
+    tw.attention(*first, causal=True)
+    monkeypatch.setattr(stub, "forward", None)  # the long way
+    torch.testing.assert_close(tw.attention(*second, causal=True), Tiled().forward(_causal(*second))[0], atol=0, rtol=0)
+    assert stub.forwards == 2
+
+
+def test_gradients_after_the_short_way(stub, monkeypatch):
+    results, x = [], [each.requires_grad_() for each in qkv()]
+    for turn in range(3):
+        if turn == 1:
+            monkeypatch.setattr(stub, "forward", None)
+        o = tw.attention(*x, causal=True)
+        results.append((o, *torch.autograd.grad(o, x, torch.ones_like(o))))
+    assert stub.forwards == stub.backwards == 3 and len(repeats._KNOWN) == 1
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def _causal(q, k, v) -> Call:
+    return Call(q=q, k=k, v=v, mask=Causal(), scale=q.shape[-1] ** -0.5)

@@ -2,18 +2,23 @@
 
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from importlib import import_module
 
 import pytest
 import torch
 
 from tilewise import cli
 from tilewise.backends.hopper import config, forecast, tune
+from tilewise.backends.tiled import Tiled
+from tilewise.bench.runner import run
 from tilewise.bench.store import Row
 from tilewise.bench.workloads import Workload
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, SlidingWindow
+from tilewise.problem import Call
 
 BF16 = torch.bfloat16
 
@@ -209,3 +214,24 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     assert len(out.read_text().splitlines()) == 2
     rates[128] = None  # what ships is wrong
     assert cli.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 1
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(9, 0)], ids=repr)
+def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
+    ran, backend = [], import_module("tilewise.backends.hopper")
+
+    def compiled(launch, arguments, config):
+        def kernel(q, k, v, o, lse, *_):
+            ran.append(config)
+            o.copy_(Tiled().forward(Call(q=q, k=k, v=v, mask=mask, scale=q.shape[-1] ** -0.5))[0])
+
+        return kernel
+
+    monkeypatch.setattr(hopper, "compiled", compiled)
+    monkeypatch.setattr(backend, "_counter", lambda device: None)
+    monkeypatch.setattr(backend, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    workload = Workload(name="x", batch=1, seqlen_q=40, heads_q=2, head_dim=64, mask=mask, dtype=BF16)
+    candidate = replace(shipped((64, 64), "until"), tile_n=96)
+    (found,) = run([workload], [tune.Contender(candidate)], budget_s=0.01, memory=False)
+    assert found.passed and set(ran) == {candidate} and "tile_n=96" in found.impl

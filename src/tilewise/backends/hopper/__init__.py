@@ -79,11 +79,11 @@ class Hopper:
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see `repeats`)."""
         tensors, config = (call.q, call.k, call.v), self._config(call)
-        if call.grad or call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
+        if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
             return None
         kernel = hopper.compiled(_launch(), arguments, config)
         device = call.q.device
-        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),))
+        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),), self.backward)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""

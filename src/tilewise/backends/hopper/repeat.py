@@ -1,6 +1,7 @@
 """A call whose kernel and arguments were found once, for more tensors of the same shapes, strides and dtype."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,16 +18,19 @@ KEPT_BYTES = 1 << 16  # a larger LSE that nobody asked for is allocated anew; it
 
 
 class Repeat:
-    """Forward passes of q, k and v like those of `call`, on whichever stream is current; the tensors' device need not be.
+    """Attention of q, k and v like those of `call`, which has no other tensors, on whichever stream is current; the tensors' device need not be.
 
     What a kernel writes beside O is kept, one a stream: launches of one stream follow each other. A CUDA graph may be replayed on any stream,
     so what it captures gets its own.
     """
 
-    def __init__(self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], tuple[Tensor, ...]] = tuple) -> None:
-        """`kernel(q, k, v, o, lse, *workspace(), *rest)` computes the call; its operands are `aligned`."""
+    def __init__(
+        self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], tuple[Tensor, ...]], gradients: Callable
+    ) -> None:
+        """`kernel(q, k, v, o, lse, *workspace(), *rest)` computes the call, on `aligned` operands; `gradients` is Hopper.backward."""
         batch, seqlen_q, heads_q, _ = call.q.shape
         self.kernel, self.rest, self.workspace = kernel, tuple(rest), workspace
+        self.like, self.gradients = replace(call, q=None, k=None, v=None), gradients
         self.device = call.q.device.index
         self.new_o = _maker((batch, seqlen_q, heads_q, call.head_dim_v), call.q)
         self.lse_like = torch.empty(1, dtype=torch.float32, device=call.q.device).expand(batch, heads_q, seqlen_q)
@@ -47,6 +51,10 @@ class Repeat:
         o = self.new_o(q)
         self.kernel(q, k, v, o, lse, *rest)
         return o, lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV from what `forward` returned and a contiguous dO: the long way, which takes longer than Python."""
+        return self.gradients(replace(self.like, q=q, k=k, v=v), o, lse, d_o, None)[:3]
 
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""

@@ -180,8 +180,7 @@ class Contender:
         return []
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        backend = _Fixed(self.config)
-        mask, scale = workload.mask.resolve(workload.seqlen_q, workload.seqlen_k), workload.head_dim**-0.5
+        backend, mask, scale = _Fixed(self.config), workload.mask, workload.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return backend.forward(Call(q=q, k=k, v=v, mask=mask, scale=scale))[0]
