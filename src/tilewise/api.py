@@ -156,7 +156,8 @@ def attention_varlen(
         backend=backend,
     )
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    text = f"Documents(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
+    documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
+    text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
     o, lse = ops.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
     return (o[0], lse[0]) if return_lse else o[0]

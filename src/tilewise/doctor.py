@@ -11,6 +11,8 @@ from importlib import metadata
 import torch
 
 from tilewise.dispatch import description
+from tilewise.hopper import cache
+from tilewise.hopper.compile import why_no_compiler
 from tilewise.problem import Problem
 
 PACKAGES = {  # distribution: what it is for here
@@ -53,7 +55,7 @@ def packages() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, str]:
-    """Python, system, processor, memory, compiler."""
+    """Python, system, processor, memory, compiler, and where compiled GPU kernels are kept."""
     facts = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
@@ -62,6 +64,7 @@ def machine() -> dict[str, str]:
         "torch threads": str(torch.get_num_threads()),
         "memory": _memory(),
         "C++ compiler": next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "none"),
+        "kernel cache": "" if why_no_compiler() else cache.describe(),
     }
     return {name: value for name, value in facts.items() if value}
 

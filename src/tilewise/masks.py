@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy import ndarray
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.band_tables import INF, expand
 from tilewise.bands import Band, Bands
@@ -146,13 +147,7 @@ class Documents(Mask):
             )
         if self.inner is None:
             object.__setattr__(self, "inner", Full())  # not a default value: torch.compile traces its construction only
-        if not isinstance(self.inner, Mask):
-            raise ValueError(f"Documents: inner must be a mask, got {type(self.inner).__name__} {self.inner!r}")
-        if self.inner.kind == "bitmap" or self.inner.extent != (1, 1):
-            raise ValueError(
-                f"Documents: inner must be made of bands and be the same for every head, got {self.inner}; "
-                "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
-            )
+        check_inner(self.inner)
         object.__setattr__(self, "cu_seqlens_q", cu_q)
         object.__setattr__(self, "cu_seqlens_k", cu_k)
         keys = "" if cu_k == cu_q else f",{list(cu_k)}"
@@ -165,6 +160,68 @@ class Documents(Mask):
         cu_q, cu_k = np.array(self.cu_seqlens_q), np.array(self.cu_seqlens_k)
         q, k = blocks.q0[:, None] + cu_q, blocks.k0[:, None] + cu_k
         return self.inner._place(Blocks(q[:, :-1].ravel(), q[:, 1:].ravel(), k[:, :-1].ravel(), k[:, 1:].ravel()), seqlen_q, seqlen_k)
+
+
+def check_inner(inner: Mask) -> None:
+    if not isinstance(inner, Mask):
+        raise ValueError(f"Documents: inner must be a mask, got {type(inner).__name__} {inner!r}")
+    if inner.kind == "bitmap" or inner.extent != (1, 1):
+        raise ValueError(
+            f"Documents: inner must be made of bands and be the same for every head, got {inner}; "
+            "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Unread(Mask):
+    """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
+
+    Reading them waits for their device. A backend that can leave them there calls `check`; for all others this is the mask that it reads as.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    inner: Mask
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
+        self._set("runs", None)
+
+    def read(self) -> Documents:
+        """The mask with the values that the tensors hold now."""
+        return Documents(self.cu_seqlens_q, self.cu_seqlens_k, inner=self.inner)
+
+    def check(self, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
+        for axis, seqlen, tensor in (("q", seqlen_q, self.cu_seqlens_q), ("k", seqlen_k, self.cu_seqlens_k)):
+            check_fits(f"Documents: cu_seqlens_{axis}", _last(f"cu_seqlens_{axis}", tensor), f"seqlen_{axis}", np.array([seqlen]))
+
+    def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
+        return self.read().planes(seqlen_q, seqlen_k, batch, heads)
+
+    def _key(self):
+        return self.read()._key()
+
+    def _write(self, tensors: list[Tensor]) -> str:
+        tensors += [self.cu_seqlens_q, self.cu_seqlens_k]
+        return f"Unread(#{len(tensors) - 2},#{len(tensors) - 1},{self.inner.source})"
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        return self.read()._place(blocks, seqlen_q, seqlen_k)
+
+
+_ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
+
+
+def _last(name: str, tensor: Tensor) -> int:
+    """The last of checked cu_seqlens."""
+    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    seen, end = _ENDS.get(tensor, (None, 0))
+    if version is None or seen != version:
+        end = cu_seqlens(name, tensor)[-1]
+        if version is not None:
+            _ENDS[tensor] = version, end
+    return end
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -254,7 +311,21 @@ class PerHead(Mask):
 
 CONSTRUCTORS = {
     kind.__name__: kind
-    for kind in (Full, Causal, SlidingWindow, PrefixLM, FirstKeys, ChunkedCausal, Documents, Slices, Dense, Packed, PerHead, Transpose)
+    for kind in (
+        Full,
+        Causal,
+        SlidingWindow,
+        PrefixLM,
+        FirstKeys,
+        ChunkedCausal,
+        Documents,
+        Slices,
+        Dense,
+        Packed,
+        PerHead,
+        Transpose,
+        Unread,
+    )
 }
 
 

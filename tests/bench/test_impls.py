@@ -54,7 +54,7 @@ def test_why_not_on_a_cpu():
     fa3 = known()["fa3"].why_not(replace(SMALL, mask=PrefixLM(3)), CPU)
     assert fa3[0] == "fa3 runs on CUDA devices only"
     assert "fa3 takes fp16 and bf16 only" in fa3
-    assert fa3[-1] == "only full, causal and window masks can be expressed in its arguments"
+    assert fa3[-1] == "only full, causal and window masks and packed documents can be expressed in its arguments"
     assert "no backward on a CPU" in Flex().why_not(replace(SMALL, direction="bwd"), CPU)[0]
     assert "mask_mod" in Flex().why_not(replace(SMALL, mask=PrefixLM(3)), CPU)[-1]
 

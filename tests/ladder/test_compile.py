@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, config
-from tilewise.hopper.compile import compiled, why_no_compiler
+from tilewise.backends.hopper import _launch, arguments, config, documents
+from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
@@ -117,17 +117,68 @@ def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
         check_registers(found, found.config)
 
 
-@pytest.mark.parametrize("sees", ["all", "until", "interval"])
-@pytest.mark.parametrize("dims", config.TILES, ids=str)
-def test_shipped_configuration(dims, sees, compile_and_inspect, capfd):
+@pytest.mark.parametrize("shipped", [each for each in config.shipped(torch.bfloat16) if each.sees in ("all", "until", "interval")], ids=str)
+def test_shipped_configuration(shipped, compile_and_inspect, capfd):
     """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see."""
-    shipped = config.configure(torch.bfloat16, *dims, sees)
-    found = compile_and_inspect(lambda: compiled(_launch(), arguments, shipped, REMARKS), shipped, capfd)
+    check_shipped(shipped, compile_and_inspect, capfd)
+
+
+EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
+CHANGED = [
+    ((128, 128), "until", {"softcap": True}),
+    ((128, 128), "all", {"bias": torch.bfloat16, "sink": True}),
+    ((64, 64), "interval", {"alibi": True}),
+]
+CHANGED_TOO = [
+    *((dims, sees, EVERY_CHANGE) for dims in config.TILES for sees in ("all", "interval")),
+    *((dims, "until", {"softcap": True}) for dims in config.TILES),
+    *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in config.TILES),
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"), CHANGED + [pytest.param(*case, marks=pytest.mark.slow) for case in CHANGED_TOO if case not in CHANGED]
+)
+def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
+    """With what scores.py does between the product and the softmax."""
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+
+
+RUNS = [((128, 128), "runs", {}), ((64, 64), "rows", {})]
+RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", "runs") for changes in ({}, EVERY_CHANGE)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO if case not in RUNS]
+)
+def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+
+
+def test_intervals_of_documents(compile_and_inspect, capfd):
+    """The small kernel ahead of "rows"."""
+    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
+
+
+def check_shipped(shipped, compile_and_inspect, capfd):
+    found = compile_and_inspect(lambda: build(_launch(), arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
-    loops = {"all": 2, "until": 2, "interval": 3}[sees]
+    loops = 3 if shipped.sees in ("interval", "rows") else 2
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
-    assert found.count("HGMMA") == (1 + loops) * (dims[0] // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
+    assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
+
+
+def test_the_series_of_tanh():
+    """In fp32, as the kernel evaluates it, against fp64."""
+    from tilewise.backends.hopper.scores import SMALL, TANH
+
+    y = torch.linspace(1e-6, SMALL, 100_000)
+    z = y * y
+    series = y + y * (z * (TANH[0] + z * (TANH[1] + z * (TANH[2] + z * TANH[3]))))
+    exact = y.double().tanh()
+    assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
 
 
 def check_nothing_spills(found: Compiled):

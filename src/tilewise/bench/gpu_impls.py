@@ -1,5 +1,6 @@
 """Contenders that are kernels of Hopper GPUs: the ladder's rungs, and FlashAttention-3 as vLLM builds it."""
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewise.bench.packed_impls import documents_of
 from tilewise.bench.workloads import Workload
 from tilewise.errors import UnsupportedError
 from tilewise.ladder import RUNGS, VARIANTS, Rung
@@ -72,8 +74,8 @@ class PackedFlashAttention3:
             reasons.append(f"{self.name} takes fp16 and bf16 only")
         if workload.grad:
             reasons.append(f"{self.name} has no backward")
-        if _window(workload) is None:
-            reasons.append("only full, causal and window masks can be expressed in its arguments")
+        if _window(workload) is None and documents_of(workload) is None:
+            reasons.append("only full, causal and window masks and packed documents can be expressed in its arguments")
         return reasons
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -89,15 +91,19 @@ def _load(path: str) -> None:
 def packed(operator, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """`operator`, a forward on packed sequences with FlashAttention-3's names of arguments, as a contender on batches."""
 
-    def starts(seqlen: int) -> Tensor:
-        return torch.arange(0, (workload.batch + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
-
-    is_causal, left, right = _window(workload)
+    if documents := documents_of(workload):
+        *starts, is_causal = documents
+        left = right = -1
+    else:
+        starts = [range(0, (workload.batch + 1) * seqlen, seqlen) for seqlen in (workload.seqlen_q, workload.seqlen_k)]
+        is_causal, left, right = _window(workload)
+    longest = [max(end - start for start, end in itertools.pairwise(each)) for each in starts]
+    cu_seqlens = [torch.tensor(list(each), dtype=torch.int32, device=device) for each in starts]
     fixed = {
-        "cu_seqlens_q": starts(workload.seqlen_q),
-        "cu_seqlens_k": starts(workload.seqlen_k),
-        "max_seqlen_q": workload.seqlen_q,
-        "max_seqlen_k": workload.seqlen_k,
+        "cu_seqlens_q": cu_seqlens[0],
+        "cu_seqlens_k": cu_seqlens[1],
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
         "softmax_scale": workload.head_dim**-0.5,
         "is_causal": is_causal,
         "window_size_left": left,

@@ -5,6 +5,7 @@ mask, compiles) and returns what is checked and timed: `attend(q, k, v) -> o`, a
 """
 
 import importlib
+import itertools
 import math
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.bench.memory import available_bytes
+from tilewise.bench.packed_impls import SdpaDocuments, documents_of
 from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.roofline import score_matrix_bytes
@@ -229,17 +231,33 @@ class FlashAttention:
             reasons.append(f"{self.module} is not installed")
         if workload.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"{self.name} takes fp16 and bf16 only")
-        if self._window(workload) is None:
-            reasons.append("only full, causal and window masks can be expressed in its arguments")
+        if self._window(workload) is None and documents_of(workload) is None:
+            reasons.append("only full, causal and window masks and packed documents can be expressed in its arguments")
         return reasons
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        if documents_of(workload):
+            return self._packed(workload, device)
         function = importlib.import_module(self.module).flash_attn_func
         options = self._window(workload)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             result = function(q, k, v, **options)
             return result[0] if isinstance(result, tuple) else result  # some versions return the LSE beside O
+
+        return attend
+
+    def _packed(self, workload: Workload, device: torch.device) -> Attend:
+        function = importlib.import_module(self.module).flash_attn_varlen_func
+        *starts, causal = documents_of(workload)
+        options = {"causal": causal}
+        for side, cu_seqlens in zip("qk", starts, strict=True):
+            options[f"cu_seqlens_{side}"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+            options[f"max_seqlen_{side}"] = max(end - start for start, end in itertools.pairwise(cu_seqlens))
+
+        def attend(*qkv: Tensor) -> Tensor:
+            result = function(*(x[0] for x in qkv), **options)
+            return (result[0] if isinstance(result, tuple) else result)[None]
 
         return attend
 
@@ -271,7 +289,6 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
     from tilewise.bench.gpu_impls import gpu_impls
-    from tilewise.bench.packed_impls import SdpaDocuments
     from tilewise.dispatch import backends
 
     everyone: list[Impl] = [

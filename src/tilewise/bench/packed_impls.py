@@ -12,6 +12,16 @@ from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Documents, Full
 
 
+def documents_of(workload: Workload) -> tuple[list[int], list[int], bool] | None:
+    """(cu_seqlens_q, cu_seqlens_k, causal) where every token is in a document and each is full or causal, which is what packed kernels take."""
+    mask = workload.mask
+    if not isinstance(mask, Documents) or mask.inner not in (Full(), Causal()) or workload.batch != 1:
+        return None
+    cu_seqlens = list(mask.cu_seqlens_q), list(mask.cu_seqlens_k)
+    whole = [each[-1] for each in cu_seqlens] == [workload.seqlen_q, workload.seqlen_k]
+    return (*cu_seqlens, mask.inner == Causal()) if whole else None
+
+
 @dataclass(frozen=True)
 class SdpaDocuments:
     """SDPA on packed documents without a mask of all their pairs: one call a document, or one call on documents padded to the longest.

@@ -1,5 +1,6 @@
 """What is measured: `Workload`, the papers' sweep, sweeps that two cores can do, and the attention of models people run."""
 
+import itertools
 import random
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -186,6 +187,24 @@ def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     return [replace(row, dtype=dtype, direction=direction) for row in rows]
 
 
+def gpu_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """What the papers' sweep leaves out on a GPU: windows, grouped heads, keys wider than values, and 32,768 tokens of packed documents."""
+
+    def made(name: str, seqlen: int, heads: int, head_dim: int = 128, mask: Mask | None = None, **other) -> Workload:
+        sizes = {"batch": 1, "seqlen_q": seqlen, "heads_q": heads, "head_dim": head_dim, **other}
+        return Workload(name=name, mask=mask or Causal(), dtype=dtype, direction=direction, **sizes)
+
+    rows = [made("gpu-window", 16384, 2048 // dim, dim, SlidingWindow(width - 1, 0)) for dim in (128, 64) for width in (1024, 4096)]
+    rows += [made("gpu-gqa", 4096, 32, batch=4, heads_k=8), made("gpu-wide", 8192, 16, 192, head_dim_v=128)]
+    zipf = [round(6762 / rank) for rank in range(1, 72)]
+    zipf[0] += 32768 - sum(zipf)
+    packed = {"1k": [1024] * 32, "128": [128] * 256, "zipf": zipf, "long": [24576] + [256] * 32}
+    return rows + [
+        made(f"gpu-documents-{name}", 32768, 16, mask=Documents([0, *itertools.accumulate(lengths)], inner=Causal()))
+        for name, lengths in packed.items()
+    ]
+
+
 def cpu_table(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """Every kind of work that the CPU kernel is held to a target in; what is about one dtype or direction appears in that one only."""
 
@@ -244,6 +263,7 @@ SETS = {
     "cpu": cpu_sweep,
     "masks": mask_shapes,
     "models": model_shapes,
+    "gpu-shapes": gpu_shapes,
     "cpu-table": cpu_table,
     "cpu-packed": cpu_packed,
     "cpu-random": cpu_random,

@@ -3,12 +3,15 @@
 The key holds nothing that changes from call to call: lengths, batch and strides are symbols of the compiled code.
 """
 
+import functools
 import os
-from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from tilewise.hopper import cache
 
 ARCH = "sm_90a"
 ALIGNMENT = 8  # 16-bit numbers in the 16 bytes at whose multiples the copy engine and wide reads start
@@ -32,25 +35,48 @@ def why_not_here() -> list[str]:
     return []
 
 
-@cache
+def arch() -> str:
+    """What is compiled for."""
+    return os.environ.get("CUTE_DSL_ARCH") or ARCH
+
+
+@functools.cache
 def compiled(launch, arguments, config, options: str = ""):
     """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
 
-    `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the function
-    takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py).
+    `launch` is a function of the DSL, or "module:function": so named it is not imported, nor is the DSL, where the compiled kernel is on disk
+    (cache.py). `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the
+    function takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py). With `options` for the compiler it is compiled afresh.
     """
+    name = launch if isinstance(launch, str) else f"{launch.__module__}:{launch.__qualname__}"
+    entry = None if options else cache.entry(name, config, arch())
+    if entry and (known := cache.load(entry)):
+        return known
+    kernel = build(launch, arguments, config, options)
+    return (entry and cache.store(entry, kernel) and cache.load(entry)) or kernel
+
+
+def build(launch, arguments, config, options: str = ""):
+    """The DSL's object of `launch` for `config`, compiled here and now: `compiled` without any cache."""
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     from tilewise.hopper.dsl import Int32, cute, make_fake_stream, make_fake_tensor
 
+    if isinstance(launch, str):
+        module, _, function = launch.partition(":")
+        launch = getattr(import_module(module), function)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
     return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
 
 
+def strided(x: Tensor) -> bool:
+    """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
+    return x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1])
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; two bytes a number."""
-    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x if strided(x) and x.data_ptr() % 16 == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def size():

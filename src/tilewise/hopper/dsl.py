@@ -5,7 +5,7 @@ import operator
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int16, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -19,6 +19,7 @@ __all__ = [
     "Constexpr",
     "Float16",
     "Float32",
+    "Int16",
     "Int32",
     "Int64",
     "LayoutEnum",

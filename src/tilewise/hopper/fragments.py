@@ -40,6 +40,11 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.composition(acc.layout, order))
 
 
+def column(c: int) -> int:
+    """How far a thread's c-th column of a row is from its first: pairs of neighbours, eight columns apart."""
+    return c // 2 * 8 + c % 2
+
+
 @cute.jit
 def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
     """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise."""
@@ -75,18 +80,35 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, seqlen: In
 def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.Tensor:
     """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12)."""
     S = by_rows(acc_S)
-    rescale = cute.make_rmem_tensor(ROWS, Float32)
+    rescale, base = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
     for r in range_constexpr(ROWS):
-        s = S[r, None].load()
-        m = s.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        m = arch.fmax(arch.warp_reduction_max(m, threads_in_group=QUAD) * scale_log2, rows.m[r])
-        base = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
-        rescale[r] = cute.math.exp2(rows.m[r] - base, fastmath=True)
-        p = cute.math.exp2(s * scale_log2 - base, fastmath=True)
-        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)  # a tile's sum apart would spill at head_dim 64
+        m = arch.fmax(quad_max(largest([S[r, c] for c in range(cute.size(S, mode=[1]))])) * scale_log2, rows.m[r])
+        base[r] = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
+        rescale[r] = cute.math.exp2(rows.m[r] - base[r], fastmath=True)
         rows.m[r] = m
+    for r in range_constexpr(ROWS):
+        p = cute.math.exp2(S[r, None].load() * scale_log2 - base[r], fastmath=True)
+        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)  # a tile's sum apart would spill at head_dim 64
         S[r, None].store(p)
     return rescale
+
+
+def largest(values: list[Float32]) -> Float32:
+    """Their maximum, as a tree: neighbours first. The DSL's own reduction carries NaN along, and its shuffles take three instructions more."""
+    while len(values) > 1:
+        values = [arch.fmax(*pair) if len(pair) > 1 else pair[0] for pair in batched(values, 2)]
+    return values[0]
+
+
+def quad_max(x: Float32) -> Float32:
+    """The maximum over the four threads that share a row."""
+    for distance in (2, 1):
+        x = arch.fmax(x, arch.shuffle_sync_bfly(x, distance))
+    return x
+
+
+def batched(values: list, n: int) -> list[list]:
+    return [values[i : i + n] for i in range(0, len(values), n)]
 
 
 @cute.jit
@@ -122,13 +144,20 @@ def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
-def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
-    """O /= l; returns the log-sum-exp (natural logarithm, -inf for a row without keys) of each row."""
+def close(rows: Rows) -> tuple[cute.Tensor, cute.Tensor]:
+    """(log-sum-exp, 1 / l) of each row: natural logarithm, -inf for a row without keys, whose O is 0 and stays so."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
         l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)
         inverse[r] = 1.0 if l == 0.0 else 1.0 / l
         lse[r] = -Float32.inf if l == 0.0 else (rows.m[r] + cute.math.log2(l)) * LN2
+    return lse, inverse
+
+
+@cute.jit
+def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
+    """O /= l; returns the log-sum-exp of each row."""
+    lse, inverse = close(rows)
     scale_rows(acc_O, inverse)
     return lse
 

@@ -6,7 +6,7 @@ they are done with it. A state (stage, phase) walks the ring on either side.
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import Constexpr, SmemAllocator, arch, cpasync, cute, pipeline
+from tilewise.hopper.dsl import Constexpr, Int16, SmemAllocator, arch, const_expr, cpasync, cute, pipeline
 
 
 class Tma(NamedTuple):
@@ -16,13 +16,17 @@ class Tma(NamedTuple):
     gmem: cute.Tensor
 
 
-def describe(mX: cute.Tensor, staged: cute.Layout, tile: tuple[int, int]) -> Tma:
-    """The descriptor for loading `tile` of mX (., ., heads) into one stage of the shared layout `staged`; on the host."""
-    return Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(staged, mode=[0, 1]), tile))
+def describe(mX: cute.Tensor, staged: cute.Layout, tile: tuple[int, int], cluster: int = 1) -> Tma:
+    """The descriptor for loading `tile` of mX (., ., heads) into one stage of the shared layout `staged`; on the host.
+
+    `cluster` thread blocks that load the same tiles fetch a share each, and every share goes to all of them.
+    """
+    op = cpasync.CopyBulkTensorTileG2SOp() if cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    return Tma(*cpasync.make_tiled_tma_atom(op, mX, cute.select(staged, mode=[0, 1]), tile, num_multicast=cluster))
 
 
-def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int) -> pipeline.PipelineTmaAsync:
-    """A pipe whose stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps.
+def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int, cluster: int = 1) -> pipeline.PipelineTmaAsync:
+    """A pipe whose stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps of all `cluster` thread blocks.
 
     Its mbarriers are initialised, and visible after `barriers_ready`.
     """
@@ -30,18 +34,28 @@ def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int) 
         barrier_storage=storage.allocate_array(cute.Int64, 2 * stages),
         num_stages=stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers * cluster),
         tx_count=tx_bytes,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
         defer_sync=True,
     )
 
 
 @cute.jit
-def barriers_ready():
-    """After every pipe was made: their mbarriers exist for all threads and for the copy engine."""
+def barriers_ready(cluster: Constexpr[int] = 1):
+    """After every pipe was made: their mbarriers exist for all threads, of all blocks of the cluster, and for the copy engine."""
     arch.mbarrier_init_fence()
-    arch.sync_threads()
+    if const_expr(cluster == 1):
+        arch.sync_threads()
+    else:
+        meet_cluster()
+
+
+@cute.jit
+def meet_cluster():
+    """All threads of all blocks of the cluster meet."""
+    arch.cluster_arrive()
+    arch.cluster_wait()
 
 
 def at_first(stages: int) -> pipeline.PipelineState:
@@ -54,9 +68,29 @@ def at_first_empty(stages: int) -> pipeline.PipelineState:
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
+def after(turns, stages: int) -> pipeline.PipelineState:
+    """The reader's state after it has gone through `turns` stages of a ring: one number to keep instead of three."""
+    return pipeline.PipelineState(stages, turns, turns % stages, turns // stages % 2)
+
+
+def after_empty(turns, stages: int) -> pipeline.PipelineState:
+    """The writer's."""
+    return pipeline.PipelineState(stages, turns, turns % stages, (turns // stages + 1) % 2)
+
+
 @cute.jit
-def load(source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple):
+def load(
+    source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple,
+    cluster: Constexpr[int] = 1,
+):  # fmt: skip
     """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which is empty. One warp calls it."""
     gX = cute.local_tile(source.gmem[(None, None, *at[2:])], tile, at[:2])
-    tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+    parts = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    if const_expr(cluster == 1):
+        tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), *parts)
+        cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+    else:
+        rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
+        tXsX, tXgX = cpasync.tma_partition(source.atom, rank, cute.make_layout(cluster), *parts)
+        everyone = Int16((1 << cluster) - 1)
+        cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state), mcast_mask=everyone)

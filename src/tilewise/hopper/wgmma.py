@@ -28,9 +28,18 @@ def products(config, dtype=BFloat16) -> Mma:
     )
 
 
+def of_warpgroup(tiled_mma: cute.TiledMma, index) -> cute.ThrMma:
+    """The slice for the operands in shared memory, which are a whole warpgroup's: `index` is the same in all its threads.
+
+    Their descriptors then stay in uniform registers. Sliced by thread, they are computed in vector registers and moved over (R2UR), between
+    the barrier that begins a turn and its first product.
+    """
+    return tiled_mma.get_slice(index * 128)
+
+
 def layout_Q(config, dtype=BFloat16) -> cute.ComposedLayout:
-    """(tile_m, head_dim, 1)"""
-    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, 1)
+    """(tile_m, head_dim, q_stages)"""
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, getattr(config, "q_stages", 1))
 
 
 def layout_K(config, dtype=BFloat16) -> cute.ComposedLayout:
@@ -41,3 +50,8 @@ def layout_K(config, dtype=BFloat16) -> cute.ComposedLayout:
 def layout_V(config, dtype=BFloat16) -> cute.ComposedLayout:
     """(head_dim, tile_n, kv_stages): the sum runs over the keys, so V's contiguous head_dim is the product's N."""
     return sm90.make_smem_layout_b(MN_MAJOR, (config.tile_m, value_dim(config), config.tile_n), dtype, config.kv_stages)
+
+
+def layout_O(config, dtype=BFloat16) -> cute.ComposedLayout:
+    """(tile_m, head_dim_v, 1): as Q's, so that a warpgroup's rows of O fit over its rows of Q."""
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, value_dim(config)), dtype, 1)

@@ -178,13 +178,15 @@ def consume(
     """64 rows a warpgroup: the whole walk over the keys, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
+    consumer = arch.make_warp_uniform(thread // THREADS)
+    all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
     seqlen = gO.shape[0]
     n_blocks, free = walk.key_blocks(m_block, seqlen, config)
     tile = Tile(
         mma=mma,
-        tSrQ=qk.make_fragment_A(qk.partition_A(sm.Q))[None, None, None, 0],
-        tSrK=qk.make_fragment_B(qk.partition_B(sm.K)),
-        tOrV=pv.make_fragment_B(pv.partition_B(sm.V)),
+        tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, 0],
+        tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
+        tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
         tScS=qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n))),
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim)), Float32),

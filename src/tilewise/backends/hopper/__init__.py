@@ -4,20 +4,24 @@ The DSL is imported when the first kernel is compiled; without it, or without su
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import gradients
+from tilewise.backends.hopper import documents, forecast, gradients
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
+from tilewise.backends.hopper.repeat import Repeat
+from tilewise.backends.hopper.tables import tables
 from tilewise.hopper import compile as hopper
+from tilewise.machines import H100, machine_for
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-MOST = 65535  # the second and third dimension of a grid: heads, batch
+SECTION_BYTES = 32 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+FLOAT_MAX = torch.finfo(torch.float32).max
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
@@ -38,9 +42,8 @@ class Hopper:
             wrong.append(
                 f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {hopper.ALIGNMENT}, not {dims[0]} and {dims[1]}"
             )
-        if problem.mask not in ("full", "band"):
-            wrong.append(f"it takes full masks and single bands (causal, window), not {problem.mask}")
-        wrong += [f"it has no {name} yet" for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
+        if problem.dropout:
+            wrong.append("it has no dropout yet")
         if problem.grad:
             wrong += [reason for reason in gradients.why_not(problem) if reason not in wrong]
         return wrong or hopper.why_not_here()
@@ -53,47 +56,136 @@ class Hopper:
     def describe(self) -> str:
         return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
 
+    def details(self, call: Call) -> list[str]:
+        return forecast.lines(self._config(call), call, machine_for(call.q.device) or H100)
+
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
         batch, seqlen_q, heads_q, _ = call.q.shape
+        documents.check(call.mask, seqlen_q, call.seqlen_k)
         o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=call.q.device)
         if lse.numel() == 0 or call.seqlen_k == 0:
-            return o.zero_(), lse.fill_(-math.inf)
-        q, scale = _positive_scale(call.q, call.scale)
-        kernel = hopper.compiled(_launch(), arguments, self._config(call))
+            return o.zero_(), lse.fill_(-math.inf) if call.sink is None else lse.copy_(call.sink[:, None].expand_as(lse))
+        config = self._config(call)
+        q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
+        kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
-            for first in range(0, batch, MOST):
-                part = slice(first, first + MOST)
-                tensors = (hopper.aligned(x[part]) for x in (q, call.k, call.v))
-                kernel(*tensors, o[part], lse[part], *_band(call.mask, seqlen_q, call.seqlen_k), scale / math.log(2))
+            tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
+            kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See gradients.py."""
         return gradients.backward(call, o, lse, d_o, d_lse, bias_grad)
 
+    def repeat(self, call: Call) -> Repeat | None:
+        """The short way for more calls like this one (see `repeats`)."""
+        tensors, config = (call.q, call.k, call.v), self._config(call)
+        if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
+            return None
+        kernel = hopper.compiled(_launch(), arguments, config)
+        device = call.q.device
+        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),), self.backward)
+
+    def kernels(self, call: Call) -> list[tuple]:
+        """What `compile.compiled` takes, for every kernel that the call launches."""
+        config = self._config(call)
+        ahead = [documents.kernel(config)] if config.sees == "rows" else []
+        return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
+
     def _config(self, call: Call):
-        sees = "all" if call.mask.kind == "full" else "until" if isinstance(call.mask, Causal) else "interval"
-        return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+        sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+        if isinstance(call.mask, Causal):
+            sees = "until"
+        elif documents.by_rows(call.mask):
+            sees = "rows"
+        return configure(
+            call.q.dtype,
+            call.head_dim,
+            call.head_dim_v,
+            sees,
+            call.seqlen_q,
+            softcap=call.softcap > 0.0,
+            bias=None if call.bias is None else call.bias.dtype,
+            alibi=call.alibi_slopes is not None,
+            diagonal=call.alibi_slopes is not None and call.diagonal is not None,
+            sink=call.sink is not None,
+        )
 
 
 def arguments(config) -> list:
     """Stand-ins for `forward.launch`'s tensors, band and scale."""
-    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+    from tilewise.hopper.dsl import Float32, Int32, Int64
 
-    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    dtype = _dsl(config.dtype)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (hopper.size() for _ in range(7))
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    return [q, k, v, o, lse, *(Int32(0) for _ in range(6)), Float32(1.0)]
+    counter = hopper.tensor(Int32, 1, aligned=False)
+    factors = [Float32(1.0), Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None]
+    bias = hopper.tensor(_dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
+    slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
+    diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
+    sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
+    m_blocks, heads = hopper.size(), (batch, heads_q)
+    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("runs",) else None
+    tables = [None] * 5
+    if config.sees == "runs":
+        shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
+        tables = [hopper.tensor(Int32, *shape, aligned=False) for shape in shapes]
+    ends = [None] * 2
+    if config.sees == "rows":
+        ends = [hopper.tensor(Int32, *shape, aligned=False) for shape in ((2, seqlen_q), (m_blocks, 4))]
+    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), *factors, bias, slopes, diagonal, sink, order, *tables, *ends]
 
 
-def _launch():
-    from tilewise.backends.hopper.forward import launch
+def _dsl(dtype: torch.dtype):
+    """torch's dtype as the DSL calls it."""
+    from tilewise.hopper import dsl
 
-    return launch
+    return {torch.bfloat16: dsl.BFloat16, torch.float16: dsl.Float16, torch.float32: dsl.Float32}[dtype]
+
+
+def _launch() -> str:
+    """By name, so that a kernel from the cache needs no DSL."""
+    return "tilewise.backends.hopper.forward:launch"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS: dict[tuple, Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """What the thread blocks of a launch draw from: one a stream, since launches on one stream do not overlap; a graph gets its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _COUNTERS[key]
+
+
+def _section(call: Call, config) -> int:
+    """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
+    if not isinstance(call.mask, Causal) and config.sees not in ("rows", "runs"):
+        return 1
+    a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
+    return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
+
+
+def _rest(call: Call, config, scale: float) -> tuple:
+    """What the kernel takes after its counter; of what tensors hold, it depends on a mask's alone."""
+    band = 0, 0, 0, call.seqlen_k, 0, 0
+    if config.sees in ("until", "interval"):
+        band = _band(call.mask, call.seqlen_q, call.seqlen_k)
+    sizes = _section(call, config), _multiprocessors(call.q.device)
+    return *band, *sizes, *_factors(config, scale, call.softcap), *_changes(call), *_tables(call, config)
 
 
 @lru_cache(maxsize=4096)
@@ -105,6 +197,38 @@ def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         return 0, 0, 0, 0, -FAR, FAR
     (band,) = bands
     return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
+
+
+def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
+    """What the kernel reads to know what is visible: the fields of visible.Tables."""
+    made = [None] * 8
+    if config.sees == "runs":
+        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
+        made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
+    if config.sees == "rows":
+        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+    return tuple(made)
+
+
+def _factors(config, scale: float, softcap: float) -> tuple[float | None, ...]:
+    """scale_log2, inner and factor of scores.py, as finite fp32."""
+    outer = softcap if config.softcap else scale
+    inner = max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)) if config.softcap else None
+    return outer / math.log(2), inner, outer if config.natural else None
+
+
+def _changes(call: Call) -> tuple[Tensor | None, ...]:
+    """What the kernel reads to change scores: bias, slopes, diagonal, sink."""
+    slopes, bias = call.alibi_slopes, call.bias
+    diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
+    sink = None if call.sink is None else call.sink.float().contiguous()
+    return (
+        bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
+        slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
+        diagonal,
+        sink,
+    )
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

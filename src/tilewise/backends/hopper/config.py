@@ -1,10 +1,11 @@
 """Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+SHARED_BYTES = 227 * 1024 - 1024  # of a thread block, less what barriers and alignment take
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 
 
@@ -15,32 +16,99 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "until", "interval"]  # of the keys, each row: all, those before an end, or those from a beginning to an end
+    sees: Literal["all", "until", "interval", "rows", "runs"]  # visible.py says what each means
     tile_m: int
     tile_n: int
+    q_stages: int = 1
     kv_stages: int = 2
-    pingpong: bool = True
+    pingpong: bool = False  # warpgroups take turns to multiply
+    late: bool = False  # O is rescaled when the next product is under way
+    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    cluster: int = 1  # thread blocks that fetch their tiles of keys together
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    sink: bool = False
 
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
 
     @property
+    def own_O(self) -> bool:
+        """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
+
+    @property
+    def natural(self) -> bool:
+        """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
+
+    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
 
-# (head_dim, head_dim_v): for each way to see, (tile_m, tile_n, turns).
-# H100 80GB HBM3, 2026-11-21, the ladder's K6 at 8k: at (128, 128) causal, turns cost 4 %; at (64, 64) they are worth 2 to 16 %.
-# (64, 64) with intervals: three warpgroups of 160 registers a thread would spill 150 bytes.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What to take where a query tile has neighbours enough, up to `most_queries` of a sequence; None: any number."""
+
+    most_queries: int | None = None
+    fields: dict
+
+
+def any_length(**fields) -> tuple[Choice, ...]:
+    return (Choice(fields=fields),)
+
+
+def pairs(**fields) -> tuple[Choice, ...]:
+    """Thread blocks in pairs where there is more than one tile of queries; otherwise half of them would have nothing to do."""
+    return Choice(most_queries=fields["tile_m"], fields=fields), Choice(fields={**fields, "cluster": 2, "draws": False})
+
+
+# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
+# H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048) in TFLOP/s; docs/lab-notes.md has the runs.
+# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 506 / 476 at 8k and 256 / 315 at 1k. With intervals, three warpgroups of 160 registers
+#   a thread would spill 150 bytes.
+# (128, 128): a pair reads its keys once: full 694 / 636 at 8k, 621 / 598 at 1k; causal pairs wait for each other: 602 / 629.
+# (256, 256): O rescaled late: full 748 / 696, causal 739 / 706 at 8k; at (128, 128) late loses 6 % causal.
+# (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
+# (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
-    (64, 64): {"all": (192, 128, True), "until": (192, 128, True), "interval": (128, 128, True)},
-    (96, 96): dict.fromkeys(("all", "until", "interval"), (128, 128, True)),
-    (128, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 192): dict.fromkeys(("all", "until", "interval"), (128, 112, False)),
-    (256, 256): dict.fromkeys(("all", "until", "interval"), (128, 80, False)),
-}
+    (64, 64): {
+        "all": any_length(tile_m=192, tile_n=128, pingpong=True),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "pingpong": True}),
+                  *any_length(tile_m=192, tile_n=128, pingpong=True)),
+        "interval": any_length(tile_m=128, tile_n=128, pingpong=True),
+    },
+    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, pingpong=True)),
+    (128, 128): {
+        "all": pairs(tile_m=128, tile_n=128, pingpong=True),
+        "until": any_length(tile_m=128, tile_n=128),
+        "interval": any_length(tile_m=128, tile_n=128),
+    },
+    (192, 128): {
+        "all": any_length(tile_m=128, tile_n=128, late=True),
+        "until": any_length(tile_m=128, tile_n=128),
+        "interval": any_length(tile_m=128, tile_n=128),
+    },
+    (192, 192): {
+        "all": any_length(tile_m=128, tile_n=112, late=True),
+        "until": any_length(tile_m=128, tile_n=112, late=True),
+        "interval": any_length(tile_m=128, tile_n=96, late=True),
+    },
+    (256, 256): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=80, late=True)),
+}  # fmt: skip
+
+
+LONG = 1 << 30  # queries: more than any Choice bounds
+CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -48,7 +116,36 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str) -> Config:
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
+    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
+    if changes.get("bias") and sees == "until":
+        sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    tile_m, tile_n, turns = TILES[dims][sees]
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns)
+    choices = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
+    choice = next(each for each in choices if each.most_queries is None or seqlen_q <= each.most_queries)
+    return _made(dtype, dims, sees, choice.fields, changes)
+
+
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that Choices depend on them."""
+    bounds = {choice.most_queries for ways in TILES.values() for choices in ways.values() for choice in choices}
+    return [1, *sorted(bound + 1 for bound in bounds if bound is not None)]
+
+
+def shipped(dtype: torch.dtype, **changes) -> list[Config]:
+    """Every configuration that `configure` can give for a dtype and changes of the scores."""
+    return [
+        _made(dtype, dims, sees, choice.fields, changes)
+        for dims, ways in TILES.items()
+        for sees in ("all", "until", "interval", "rows", "runs")
+        for choice in ways["interval" if sees in ("rows", "runs") else sees]
+    ]
+
+
+def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+    if config.modified or sees == "rows":  # which takes registers
+        config = replace(config, tile_m=min(config.tile_m, 128), tile_n=CHANGED.get(dims, config.tile_n))
+    if config.natural and sees in ("rows", "runs"):
+        config = replace(config, tile_n=min(config.tile_n, 96))
+    return config

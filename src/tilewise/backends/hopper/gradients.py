@@ -10,6 +10,7 @@ from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
 
+LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
@@ -33,6 +34,11 @@ def config_of(call: Call) -> Config:
     return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
 
 
+def kernel(call: Call) -> tuple:
+    """What `compile.compiled` takes, for the one launch function of all three kernels."""
+    return LAUNCH, arguments, config_of(call)
+
+
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
     """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates dQ in fp32 and two numbers a row."""
     batch, seqlen_q, heads_q, _ = call.q.shape
@@ -49,14 +55,14 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
-    kernel = hopper.compiled(_launch(), arguments, config)
+    compute = hopper.compiled(LAUNCH, arguments, config)
     numbers = *_band(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            kernel(*given, slots, together, int(d_lse is not None), *numbers)
+            compute(*given, slots, together, int(d_lse is not None), *numbers)
     return Gradients(d_q, d_k, d_v, None, None)
 
 
@@ -76,12 +82,6 @@ def arguments(config: Config) -> list:
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
     return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
-
-
-def _launch():
-    from tilewise.backends.hopper.backward import launch
-
-    return launch
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""Packed documents: each row sees an interval of keys, which the GPU works out from cu_seqlens, so that no call waits for the device.
+
+Tiles of queries straddle documents, so documents shorter than a tile share one. For inner masks that are one band: a row of a document
+sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper.tables import FAR
+from tilewise.expression import Combined, Full, Mask
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Causal, Documents, SlidingWindow, Unread
+
+
+class Offsets(NamedTuple):
+    """A key is seen at key - query - diagonal in [lo, hi], for the diagonals through the bottom right and the top left corner."""
+
+    lo: int = -FAR
+    hi: int = FAR
+    lo_left: int = -FAR
+    hi_left: int = FAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """Of the kernel that finds the intervals: the tiles of the one that uses them."""
+
+    tile_m: int
+    tile_n: int
+
+
+class Rows(NamedTuple):
+    """int32: the begin and end of each row's keys (2, seqlen_q), and the walk of each tile of queries (m_blocks, 4), as visible.py has them."""
+
+    ends: Tensor
+    walks: Tensor
+
+
+def offsets(mask: Mask) -> Offsets | None:
+    """Of a document's inner mask; None where it is no single band."""
+    match mask:
+        case Full():
+            return Offsets()
+        case Causal(align=align):
+            return _aligned(align, -FAR, 0)
+        case SlidingWindow(left=left, right=right, align=align):
+            return _aligned(align, -FAR if left is None else -min(left, FAR), FAR if right is None else min(right, FAR))
+        case Combined(operation="&", left=left, right=right):
+            one, two = offsets(left), offsets(right)
+            if one is not None and two is not None:
+                return Offsets(max(one[0], two[0]), min(one[1], two[1]), max(one[2], two[2]), min(one[3], two[3]))
+    return None
+
+
+def _aligned(align: str, lo: int, hi: int) -> Offsets:
+    return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
+
+
+def by_rows(mask: Mask) -> bool:
+    """Whether `rows_of` can make tables for the mask."""
+    return isinstance(mask, Documents | Unread) and offsets(mask.inner) is not None
+
+
+def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise ShapeError for bad cu_seqlens that are on the device. They are read once; under CUDA graph capture they cannot be."""
+    if isinstance(mask, Unread) and not torch.cuda.is_current_stream_capturing():
+        mask.check(seqlen_q, seqlen_k)
+
+
+def kernel(config) -> tuple:
+    """What `compile.compiled` takes for the kernel that finds the rows for one of `config`."""
+    return "tilewise.backends.hopper.intervals:launch", arguments, RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n)
+
+
+def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
+    """The rows of packed documents, on the current stream; where cu_seqlens are on the device, without waiting for it.
+
+    Where those are bad and nobody checked them, rows still see existing keys only. Rows of `Documents` are made once, and kept.
+    """
+    if isinstance(mask, Unread):
+        return _found(mask.cu_seqlens_q, mask.cu_seqlens_k, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+    (plane,) = mask.planes(seqlen_q, seqlen_k)
+    key = "hopper", config.tile_m, config.tile_n, device
+    if key not in plane.region.memo:
+        cu_seqlens = (torch.tensor(ends) for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k))
+        plane.region.memo[key] = _found(*cu_seqlens, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+        torch.cuda.current_stream(device).synchronize()  # other streams may use them next
+    return plane.region.memo[key]
+
+
+def _found(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
+    cu_seqlens = (ends.to(device, torch.int32).contiguous() for ends in (cu_seqlens_q, cu_seqlens_k))
+    ends = torch.empty((2, seqlen_q), dtype=torch.int32, device=device)
+    walks = torch.empty((-(-seqlen_q // config.tile_m), 4), dtype=torch.int32, device=device)
+    hopper.compiled(*kernel(config))(*cu_seqlens, ends, walks, seqlen_k, *inner)
+    return Rows(ends, walks)
+
+
+def arguments(config: RowsConfig) -> list:
+    """Stand-ins for `intervals.launch`'s tensors and numbers."""
+    from tilewise.hopper.dsl import Int32
+
+    documents, seqlen_q, m_blocks = (hopper.size() for _ in range(3))
+    shapes = (documents,), (documents,), (2, seqlen_q), (m_blocks, 4)
+    return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]

@@ -1,0 +1,167 @@
+"""The end of a tile of queries: O through shared memory to the copy engine, its log-sum-exp, and what the mask must keep out of O.
+
+Each warp stores its own 16 rows, so no warp waits for another here, and the next tile may begin.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper import scores, visible
+from tilewise.backends.hopper.schedule import Block
+from tilewise.backends.hopper.scores import Scores
+from tilewise.backends.hopper.visible import Band
+from tilewise.hopper import fragments
+from tilewise.hopper.dsl import (
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    LayoutEnum,
+    arch,
+    const_expr,
+    cpasync,
+    cute,
+    cutlass,
+    range_constexpr,
+    sm90,
+)
+from tilewise.hopper.tma import Tma
+
+WARP = 32
+ROWS = 16  # of a tile that a warp holds
+CHAINS = 4  # of additions that do not wait for each other
+
+
+class Tensors(NamedTuple):
+    """As torch has them: (batch, seqlen, heads, head_dim); L (batch, heads, seqlen_q) fp32."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    O: cute.Tensor
+    L: cute.Tensor
+
+
+def columns(config) -> int:
+    """Of a swizzled block of O in shared memory: a TMA box is that wide."""
+    return 64 if config.head_dim_v % 64 == 0 else 32
+
+
+def describe(mO: cute.Tensor, config) -> Tma:
+    """The descriptor for storing O, 16 rows and `columns` at a time. mO: (seqlen, head_dim_v, heads, batch)."""
+    box = ROWS, columns(config)
+    layout = sm90.make_smem_layout_epi(mO.element_type, LayoutEnum.ROW_MAJOR, box, 1)
+    return Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout, mode=[0, 1]), box))
+
+
+@cute.jit
+def store(acc_O: cute.Tensor, sO: cute.Tensor, target: Tma, pv: cute.TiledMma, thread: Int32, block: Block, config: Constexpr):
+    """O in its dtype to shared memory and on its way to global memory; rows and columns that do not exist are left out. sO: (tile_m, head_dim_v)."""
+    r = cute.make_rmem_tensor_like(acc_O, sO.element_type)
+    r.store(acc_O.load().to(sO.element_type))
+    atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, sO.element_type, Float32)
+    copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
+    arch.cp_async_bulk_wait_group(0, read=True)  # the rows of the tile before have left
+    arch.sync_warp()
+    cute.copy(atom, copy.retile(r), copy.partition_D(sO))
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    warp = arch.make_warp_uniform(thread // WARP)
+    box = ROWS, columns(config)
+    gO = target.gmem[None, None, block.head, block.batch]
+    if block.m0 + warp * ROWS < gO.shape[0]:
+        for c in range_constexpr(config.head_dim_v // box[1]):
+            piece = cute.local_tile(sO, box, (warp, c))
+            place = cute.local_tile(gO, box, (block.m0 // ROWS + warp, c))
+            s, g = cpasync.tma_partition(target.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2))
+            cute.copy(target.atom, s, g)
+    arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store_lse(gL: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32):
+    """gL: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
+    at = fragments.by_rows(tOcO)
+    for r in range_constexpr(fragments.ROWS):
+        row = m0 + at[r, 0][0]
+        if row < gL.shape[0] and at[r, 0][1] == 0:
+            gL[row] = lse[r]
+
+
+@cute.jit
+def all_finite(x: cute.Tensor) -> Boolean:
+    """By the sum, which is not finite where a number is not (and may overflow where all are: then the repair is for nothing)."""
+    sums = [x[i] for i in range(CHAINS)]
+    for i in range_constexpr(CHAINS, cute.size(x)):
+        sums[i % CHAINS] += x[i]
+    total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    return total < Float32.inf and total > -Float32.inf
+
+
+@cute.jit
+def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: Int32, config: Constexpr):
+    """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
+
+    Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
+    """
+    lane = arch.lane_idx()
+    gO = tensors.O[block.batch, None, block.head, None]
+    arch.cp_async_bulk_wait_group(0)  # the rows' first O is written
+    arch.sync_warp()
+    o = cute.make_rmem_tensor(config.head_dim_v // WARP, Float32)
+    for i in cutlass.range(ROWS, unroll=1):
+        row = block.m0 + warp * ROWS + i
+        if row < gO.shape[0]:
+            o.fill(0.0)
+            if const_expr(config.sees == "runs"):
+                walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+                for r in cutlass.range(walk.first, walk.last, unroll=1):
+                    run = visible.run_of(r, band)
+                    begin, end = run.first * config.tile_n, min(run.last * config.tile_n, tensors.K.shape[1])
+                    if r < walk.free_first and run.ref < 0:
+                        low, high = visible.interval(row, visible.band_of(run.ref, band))
+                        begin, end = max(begin, low), min(end, high)
+                    add_keys(o, row, begin, end, run, tensors, block, band, changes, config)
+            else:
+                begin, end = visible.keys_of(row, band, config)
+                add_keys(o, row, begin, end, None, tensors, block, band, changes, config)
+            for x in range_constexpr(config.head_dim_v // WARP):
+                if x * WARP + lane < gO.shape[1]:
+                    gO[row, x * WARP + lane] = o[x].to(gO.element_type)
+
+
+@cute.jit
+def add_keys(
+    o: cute.Tensor, row: Int32, begin: Int32, end: Int32, run: visible.Run | None,
+    tensors: Tensors, block: Block, band: Band, changes: Scores, config: Constexpr,
+):  # fmt: skip
+    """o += P V over the keys [begin, end) of one row; those of them that the run's bitmap shows, where it has one."""
+    lane = arch.lane_idx()
+    gQ = tensors.Q[block.batch, None, block.head, None]
+    gK, gV = (x[block.batch, None, block.head_k, None] for x in (tensors.K, tensors.V))
+    lse = tensors.L[block.batch, block.head, row]
+    if const_expr(config.bias is not None) and lse == -Float32.inf:
+        end = begin  # every logit is -inf: it sees nothing
+    for j0 in cutlass.range(begin, end, WARP, unroll=1):
+        s = Float32(0.0)
+        if j0 + lane < end:
+            for c in cutlass.range(gQ.shape[1], unroll=8):
+                s += gQ[row, c].to(Float32) * gK[j0 + lane, c].to(Float32)
+        p = scores.weight(scores.logit_at(s, row, j0 + lane, changes, block, config), lse, changes, config)
+        if const_expr(config.sees == "runs"):
+            p = p if visible.shows(band, run, row - block.m0, j0 + lane, config) else Float32(-1.0)
+        for j in cutlass.range(min(end - j0, WARP), unroll=1):
+            weight = arch.shuffle_sync(p, j)
+            if const_expr(config.sees == "runs"):
+                if weight >= 0.0 or weight != weight:
+                    add_value(o, weight, gV[j0 + j, None])
+            else:
+                add_value(o, weight, gV[j0 + j, None])
+
+
+@cute.jit
+def add_value(o: cute.Tensor, weight: Float32, value: cute.Tensor):
+    """value: (head_dim_v,); a lane has every 32nd number."""
+    lane = arch.lane_idx()
+    for x in range_constexpr(cute.size(o)):
+        if x * WARP + lane < value.shape[0]:
+            o[x] += weight * value[x * WARP + lane].to(Float32)

@@ -1,0 +1,137 @@
+"""Masks beyond one band in the Hopper backend, on a GPU: runs of tiles with bands and bitmaps, masks that differ by head or batch."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.hopper import Hopper
+from tilewise.errors import UnsupportedError
+from tilewise.hopper.compile import why_not_here
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.testing import conformance
+from tilewise.testing.cases import QUICK, Case, masks, random_mask
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+
+LENGTHS = ((45, 70), (300, 1), (1, 300), (129, 260), (400, 385), (700, 900))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+CHANGES = (
+    {"softcap": 2.0},
+    {"bias": "hq"},
+    {"alibi": "h"},
+    {"sink": True},
+    {"softcap": 3.0, "bias": "bhq", "alibi": "bh", "diagonal": True, "sink": True},
+)
+
+
+def _held(case, seed=0):
+    try:
+        conformance.run_forward(Hopper(), case, seed=seed, device="cuda")
+    except AssertionError as failure:
+        raise AssertionError(f"{case.id}: {failure}") from None
+
+
+def _some(seqlen_q, seqlen_k):
+    n = min(seqlen_q, seqlen_k)
+    sparse = torch.rand(seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.01
+    return [
+        PrefixLM(n // 2),
+        Full() - SlidingWindow(30, 30),
+        Documents((0, n // 5, n // 5, n // 2, n)) | FirstKeys(3),
+        PerHead({(0, 1): Causal(), (1, 4): FirstKeys(n // 3)}),
+        random_mask(seqlen_q, seqlen_k, batch=2, heads=4),
+        random_mask(seqlen_q, seqlen_k) & Causal(),
+        Dense(sparse),
+        Dense(sparse) - Full(),
+    ]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_every_mask(lengths):
+    of_lengths = masks(*lengths) if min(lengths) >= 16 else []
+    for turn, mask in enumerate(of_lengths + _some(*lengths)):
+        _held(Case(seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=128, mask=mask, dtype="bf16"), seed=turn)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims):
+    for mask in _some(300, 450):
+        _held(Case(seqlen_q=300, seqlen_k=450, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="fp16"))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))
+def test_with_changed_scores(change):
+    for mask in _some(260, 390):
+        _held(Case(seqlen_q=260, seqlen_k=390, head_dim=128, mask=mask, dtype="bf16", **change))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_a_hidden_nan_reaches_nobody(dims):
+    for mask in [*_some(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
+        case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
+        try:
+            conformance.run_spoiled(Hopper(), case, device="cuda", backward=False)
+        except AssertionError as failure:
+            raise AssertionError(f"{case.id}: {failure}") from None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_slices(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    def span(length):
+        a, b = sorted((draw(0, length + 1), draw(0, length + 1)))
+        return a, b
+
+    for _ in range(15):
+        seqlen_q, seqlen_k, slices = draw(1, 900), draw(1, 900), draw(1, 12)
+        mask = Slices([span(seqlen_q) for _ in range(slices)], [span(seqlen_k) for _ in range(slices)], [draw(0, 4) for _ in range(slices)])
+        if draw(0, 2):
+            mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
+        _held(
+            Case(batch=draw(1, 3), seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=8 * draw(1, 9), mask=mask, dtype="bf16"),
+            seed=draw(0, 1 << 20),
+        )
+
+
+def covered(part):
+    cases = []
+    for case in QUICK:
+        reason = case.dropout or case.dtype not in ("bf16", "fp16") or case.head_dim % 8 or (case.head_dim_v or 8) % 8
+        if not reason:
+            cases.append(case)
+    return cases[part::8]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_quick_cases(part):
+    """All of them but dropout, fp32, fp64 and odd head dims."""
+    for case in covered(part):
+        try:
+            _held(case)
+        except UnsupportedError as refused:
+            raise AssertionError(f"{case.id}: {refused}") from None
+
+
+@pytest.mark.parametrize("name", conformance.CLOSED_FORMS)
+def test_closed_form(name):
+    if name != "one_key_is_copied":  # it needs gradients
+        conformance.CLOSED_FORMS[name](Hopper(), device="cuda")
+
+
+def test_the_public_call_takes_them():
+    q, k, v = (torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    shown = torch.rand(300, 300, device="cuda") < 0.3
+    for mask in (PrefixLM(100), Dense(shown), {(0, 4): Causal(), (4, 8): FirstKeys(9)}):
+        assert "hopper" in str(tw.explain(q, k, v, mask=mask)).splitlines()[0]
+        o = tw.attention(q, k, v, mask=mask)
+        torch.testing.assert_close(o, tw.attention(q, k, v, mask=mask, backend="tiled"), atol=1e-2, rtol=2e-2)
+        graph, static = torch.cuda.CUDAGraph(), torch.empty_like(o)
+        with torch.cuda.graph(graph):
+            static.copy_(tw.attention(q, k, v, mask=mask))
+        q.normal_()
+        graph.replay()
+        torch.testing.assert_close(static, tw.attention(q, k, v, mask=mask), atol=0, rtol=0)

@@ -1,0 +1,98 @@
+"""Filling the cache ahead of time: which kernels, and what becomes of them."""
+
+import pytest
+import torch
+
+from tilewise import cli
+from tilewise.backends.hopper import config, warmup
+from tilewise.errors import UnsupportedError
+from tilewise.hopper import cache
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Causal, Full, SlidingWindow
+
+BF16 = torch.bfloat16
+CELL = warmup.Cell(64, 64, BF16, Full())
+
+
+def test_each_kernel_once():
+    windows = [warmup.Cell(dim, dim, BF16, SlidingWindow(left, 0)) for dim in (64, 128) for left in (1, 100)]
+    assert [kernel.config.head_dim for kernel in warmup.kernels(windows)] == [64, 128]
+    narrow = [warmup.Cell(dim, 40, BF16, Causal()) for dim in (40, 48, 64)]  # all on the tiles of (64, 64)
+    assert len(warmup.kernels(narrow)) == 1
+    every = [warmup.Cell(*dims, dtype, mask) for dims in config.TILES for dtype in (BF16, torch.float16) for mask in (Full(), Causal())]
+    assert len(warmup.kernels(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [
+        (warmup.Cell(512, 512, BF16, Full()), "no kernel for head_dim 512/512"),
+        (warmup.Cell(64, 64, torch.float32, Full()), "bf16 and fp16"),
+    ],
+)
+def test_what_the_backend_does_not_cover_is_refused(cell, sentence):
+    with pytest.raises(UnsupportedError, match=sentence):
+        warmup.kernels([cell])
+
+
+def test_what_is_there_is_not_compiled_again(kept, exported, monkeypatch):
+    (kernel,) = warmup.kernels([CELL])
+    cache.store(cache.entry(kernel.launch, kernel.config, hopper.arch()), exported)
+    monkeypatch.setattr(warmup, "ProcessPoolExecutor", None)
+    (outcome,) = warmup.warm([kernel])
+    assert outcome.state == "cached" and outcome.bytes == cache.entries()[0].stat().st_size
+
+
+def test_outcomes_of_compiling(kept, exported, monkeypatch):
+    (kernel,) = warmup.kernels([CELL])
+    monkeypatch.setattr(hopper, "build", lambda *_: exported)
+    assert warmup._compile(kernel).state == "compiled" and len(cache.entries()) == 1
+
+    def fail(*_):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(hopper, "build", fail)
+    assert warmup._compile(kernel).reason == "RuntimeError: out of registers"
+    monkeypatch.setattr(hopper, "build", lambda *_: exported)
+    monkeypatch.setattr(cache, "store", lambda *_: False)
+    cache.clear()
+    assert warmup._compile(kernel).state == "failed"
+
+
+@pytest.mark.slow
+def test_processes_compile_and_the_next_run_finds_all(kept, capsys):
+    command = ["warmup", "--head-dim", "64", "--dtype", "bf16", "--mask", "full,causal", "--processes", "2"]
+    for state in ("compiled", "cached"):
+        assert cli.main(command) == 0
+        said = capsys.readouterr().out
+        assert said.count(state) == 2 and f"{cache.folder()}: 2 kernels" in said
+
+
+def test_the_command_lists_and_clears(kept, exported, capsys):
+    (kernel,) = warmup.kernels([CELL])
+    assert cli.main(["warmup", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("forward") == 6 and "192/128" in said and not cache.entries()
+    cache.store(cache.entry(kernel.launch, kernel.config, hopper.arch()), exported)
+    assert cli.main(["warmup", "--clear"]) == 0 and not cache.entries()
+    assert f"removed: 1 kernels from {kept}" in capsys.readouterr().out
+
+
+def test_a_kernel_that_fails_makes_the_command_fail(kept, capsys, monkeypatch):
+    (kernel,) = warmup.kernels([CELL])
+    monkeypatch.setattr(warmup, "warm", lambda todo, processes: [warmup.Outcome(kernel, "failed", 1.0, reason="out of registers")])
+    assert cli.main(["warmup", "--head-dim", "64"]) == 1
+    assert "bfloat16 sees=all" in (said := capsys.readouterr().out) and "out of registers" in said
+
+
+def test_without_a_cache_there_is_nothing_to_fill(monkeypatch, capsys):
+    monkeypatch.setattr(hopper, "why_no_compiler", list)
+    monkeypatch.setenv("TILEWISE_CACHE", "0")
+    for command in (["warmup"], ["warmup", "--clear"]):
+        assert cli.main(command) == 3
+        assert "kept: the cache is off, because TILEWISE_CACHE is '0'" in capsys.readouterr().err
+
+
+def test_without_the_dsl_nothing_compiles(monkeypatch, capsys):
+    monkeypatch.setattr(hopper, "why_no_compiler", lambda: ["cutlass is not installed"])
+    assert cli.main(["warmup"]) == 3 and "cutlass is not installed" in capsys.readouterr().err
