@@ -11,6 +11,7 @@ Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 t
 from tilewise.backends.hopper import backward_columns, backward_keys
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
 from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
@@ -43,23 +44,27 @@ def launch(
     shapes = (config.tile_n, config.head_dim), (config.tile_n, config.head_dim_v), (config.tile_m, config.head_dim), (config.tile_m, config.head_dim_v)
     rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)]  # (seqlen, dim, heads, batch)
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
+    shares = 1 if config.split == "keys" else config.consumers
+    gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
+    stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
     band = Band(q0, q1, k0, k1, lo, hi)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
-    kernel(tensors, mdK, mdV, loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
+        use_pdl=config.chained,
     )
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream
+        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream, use_pdl=config.chained
     )
 
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, mdK: cute.Tensor, mdV: cute.Tensor, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
+    tensors: Tensors, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout,
     layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -86,6 +91,8 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, walk, config)
         elif warp_idx <= config.dq_consumers:
+            if const_expr(config.chained):
+                arch.griddepcontrol_wait()
             if const_expr(not config.direct):
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
@@ -93,15 +100,13 @@ def kernel(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, mdK, mdV, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        given = (tensors, outputs, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
         if const_expr(config.split == "columns"):
             if consumer == 0:
                 backward_columns.consume(*given, True, config)
             else:
                 backward_columns.consume(*given, False, config)
-        elif const_expr(config.dq_consumers == config.consumers):
-            backward_keys.consume(*given, True, config)
-        elif consumer < config.dq_consumers:
+        elif const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             backward_keys.consume(*given, True, config)
         else:
             backward_keys.consume(*given, False, config)
@@ -130,6 +135,8 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+    if const_expr(config.chained):
+        arch.griddepcontrol_wait()  # what `prepare` writes is there
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     for g in cutlass.range(group, unroll=1):
         head = block.head_k * group + g
@@ -187,7 +194,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                     now = turn_now(gTurns, m_block)
                     if before >= 0:
                         arch.cp_async_bulk_wait_group(0)
-                        give_turn(gTurns, before)
+                        give_turn(gTurns, before, config)
                     while now != turn:
                         now = turn_now(gTurns, m_block)
                 before = m_block
@@ -203,9 +210,8 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
             m_block = next_tile(m_block, walk)
         if arch.lane_idx() == 0:
             arch.cp_async_bulk_wait_group(0)
-            if const_expr(config.ordered):
-                if before >= 0:
-                    give_turn(gTurns, before)
+            if const_expr(config.ordered) and before >= 0:
+                give_turn(gTurns, before, config)
 
 
 @cute.jit
@@ -226,7 +232,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
             if arch.lane_idx() == 0:
                 if before >= 0:
-                    give_turn(gTurns, before)
+                    give_turn(gTurns, before, config)
                 while now != turn:
                     now = turn_now(gTurns, m_block)
                 sm.first[consumer] = Int32(turn == 0)
@@ -237,7 +243,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
         if before >= 0:
             arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
             if arch.lane_idx() == 0:
-                give_turn(gTurns, before)
+                give_turn(gTurns, before, config)
 
 
 @cute.jit
@@ -256,14 +262,13 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int
 
 @cute.jit
 def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
-    return arch.inline_ptx(
-        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()]
-    )
+    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 @cute.jit
-def give_turn(gTurns: cute.Tensor, m_block: Int32):
-    """What this thread added is there before the next one's turn is."""
-    arch.inline_ptx(
-        "red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[(gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()]
-    )
+def give_turn(gTurns: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
+    """What was added is there before the next one's turn is."""
+    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
+    how = const_expr("release" if config.release else "relaxed")
+    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[address])

@@ -9,8 +9,9 @@ The products of the next tile's scores are issued ahead of those for this tile's
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
@@ -82,7 +83,7 @@ class Place(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, mdK: cute.Tensor, mdV: cute.Tensor, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
     scale: Float32, scale_log2: Float32, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
@@ -104,14 +105,7 @@ def consume(
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
-    gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (mdK, mdV))
-    cdK = mma.dk.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
-    cdV = mma.dv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim_v)))
-    parts.store_tile(gdV, tile.acc_dV, cdV, block.n0, Float32(1.0))
-    parts.store_tile(gdK, tile.acc_dK, cdK, block.n0, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not (parts.all_finite(tile.acc_dK) and parts.all_finite(tile.acc_dV))):
-        n0 = block.n0 + thread % THREADS // WARP * 16
-        parts.repair_dKV(tensors, gdK, gdV, n0, consumer, block.head_k, block.batch, band, scale, scale_log2, config)
+    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
 @cute.jit

@@ -24,7 +24,11 @@ class Config:
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
-    ahead: bool = False  # S of the next tile is issued before dQ and dK of this one are there
+    release: bool = True
+    delta_in: bool = True  # -delta is in dP's registers before dP is
+    rotate: bool = True  # where all keys are seen, walks begin evenly spread
+    copied: bool = False  # dK and dV leave by way of the copy engine
+    chained: bool = False  # a kernel starts while the one before it ends
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
@@ -58,6 +62,10 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
+}
+
+# Not yet run on a GPU.
+WIDE = {
     (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
     (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),

@@ -6,8 +6,9 @@ dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
@@ -62,7 +63,6 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
-    acc_S: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, mdK: cute.Tensor, mdV: cute.Tensor, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
     scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
@@ -83,29 +83,14 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    left = group * (walk.last - walk.first)
-    if const_expr(config.ahead):
-        if left > 0:
-            pipes.q.consumer_wait(state)
-        issue_scores(tile, state)
     for g in cutlass.range(group, unroll=1):
         gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
         m_block = walk.start
         for _i in cutlass.range(walk.last - walk.first, unroll=1):
             masked = m_block < walk.free_first or m_block >= walk.free_last
-            left -= 1
-            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, left > 0, has_dQ, config)
+            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
             m_block = next_tile(m_block, walk)
-    warpgroup.wait_group(0)  # scores of a tile beyond the last
-    gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (mdK, mdV))
-    dk, dv = mma.dk.get_slice(thread), mma.dv.get_slice(thread)
-    cdK = dk.partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
-    cdV = dv.partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim_v)))
-    parts.store_tile(gdV, tile.acc_dV, cdV, block.n0, Float32(1.0))
-    parts.store_tile(gdK, tile.acc_dK, cdK, block.n0, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not (parts.all_finite(tile.acc_dK) and parts.all_finite(tile.acc_dV))):
-        n0 = block.n0 + thread // WARP * 16
-        parts.repair_dKV(tensors, gdK, gdV, n0, Int32(0), block.head_k, block.batch, band, scale, scale_log2, config)
+    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
 @cute.jit
@@ -143,7 +128,6 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
-        acc_S=cute.make_rmem_tensor(mma.s.get_slice(thread).partition_shape_C((config.tile_n, config.tile_m)), Float32),
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
         scale_log2=scale_log2,
@@ -152,40 +136,36 @@ def make_tile(
 
 
 @cute.jit
-def issue_scores(tile: Tile, state: pipeline.PipelineState):
-    fragments.product(tile.mma.s, tile.acc_S, tile.tSrK, tile.tSrQ[None, None, None, state.index], False)
-
-
-@cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean, has_next: Boolean,
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
-    stage = state.index
-    if const_expr(config.ahead):
-        pipes.do.consumer_wait(state)
-        acc_dP = fragments.scores(tile.mma.s, (config.tile_n, config.tile_m), tile.tPrV, tile.tPrdO[None, None, None, stage])
-    else:
-        pipes.q.consumer_wait(state)
+    stage, shape = state.index, (config.tile_n, config.tile_m)
+    pipes.q.consumer_wait(state)
+    if const_expr(config.delta_in):
         pipes.do.consumer_wait(state)
         acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
-        issue_scores(tile, state)
+        acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         fragments.product(tile.mma.s, acc_dP, tile.tPrV, tile.tPrdO[None, None, None, stage], True)
+    else:
+        acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+        pipes.do.consumer_wait(state)
+        acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
     if masked:
-        hide(tile, tile.acc_S, m_block * config.tile_m, config)
-    probabilities(tile.acc_S, lse, tile.scale_log2)
-    P = as_left_operand(tile.mma.dv, tile.acc_S, config)
+        hide(tile, acc_S, m_block * config.tile_m, config)
+    probabilities(acc_S, lse, tile.scale_log2)
+    P = as_left_operand(tile.mma.dv, acc_S, config)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
         warpgroup.wait_group(1)
     else:
         warpgroup.wait_group(0)
-    if const_expr(config.ahead):
+    if const_expr(not config.delta_in):
         add_to_rows(acc_dP, per_query(tile.tdelta, stage))
-    differentiate(acc_dP, tile.acc_S)
+    differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
@@ -202,20 +182,15 @@ def step(
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
-    upcoming = state.clone()
-    upcoming.advance()
-    if const_expr(config.ahead):
-        if has_next:
-            pipes.q.consumer_wait(upcoming)
-        issue_scores(tile, upcoming)
-    warpgroup.wait_group(2 if const_expr(config.ahead) else 1)  # dQ is there; without it, dV
+    warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
         hand_over(tile, acc_dQ, gSum, config)
     else:
         pipes.do.consumer_release(state)
-    warpgroup.wait_group(1 if const_expr(config.ahead) else 0)
+    warpgroup.wait_group(0)
     pipes.q.consumer_release(state)
-    return upcoming
+    state.advance()
+    return state
 
 
 @cute.jit

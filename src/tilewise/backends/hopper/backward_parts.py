@@ -39,6 +39,8 @@ def prepare(
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
+    if const_expr(config.chained):
+        arch.griddepcontrol_launch_dependents()
     lane = thread % LANES
     for i in range_constexpr(config.tile_m * LANES // THREADS):
         row = m_block * config.tile_m + i * (THREADS // LANES) + thread // LANES
@@ -95,6 +97,8 @@ def finish(
 ):
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
+    if const_expr(config.chained):
+        arch.griddepcontrol_wait()
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)

@@ -105,18 +105,23 @@ def layouts_of(config, dtype) -> Layouts:
     """
 
     def tile(rows, columns, stages, share):
-        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if share % 64 else warpgroup.SmemLayoutAtomKind.K_SW128
+        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
 
     dim, dim_v = config.head_dim, config.head_dim_v
     parts = 1 if config.split == "keys" else config.consumers
     return Layouts(
-        tile(config.tile_n, dim, 1, config.dq_width),
-        tile(config.tile_n, dim_v, 1, dim_v),
+        tile(config.tile_n, dim, 1, dim // parts),
+        tile(config.tile_n, dim_v, 1, dim_v // parts),
         tile(config.tile_m, dim, config.stages, dim // parts),
         tile(config.tile_m, dim_v, config.stages, dim_v // parts),
         tile(config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
     )
+
+
+def box_columns(share: int) -> int:
+    """Of a swizzled block: as wide as parts of `share` columns can have theirs to themselves."""
+    return 32 if share % 64 else 64
 
 
 def transposed(sX: cute.Tensor) -> cute.Tensor:
