@@ -178,9 +178,9 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
     statistics = per_query(tile.statistics, state.index)
     if const_expr(scores):
+        probabilities(tile.acc_S, statistics, tile.scale_log2)
         if place.m_block < walk.free_first or place.m_block >= walk.free_last:
             hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
-        probabilities(tile.acc_S, statistics, tile.scale_log2)
     else:
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)

@@ -154,9 +154,9 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
+    probabilities(acc_S, lse, tile.scale_log2)
     if masked:
         hide(tile, acc_S, m_block * config.tile_m, config)
-    probabilities(acc_S, lse, tile.scale_log2)
     P = as_left_operand(tile.mma.dv, acc_S, config)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
