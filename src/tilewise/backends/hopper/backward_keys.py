@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward_tiles import (
     Pipes,
     Smem,
     add_directly,
+    add_to_rows,
     hide,
     per_query,
     probabilities,
@@ -210,15 +211,6 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
                 read_only_args=[pairs[None, c].iterator.toint()],
             )
     return acc_dP
-
-
-@cute.jit
-def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
-    """numbers: one for each of this thread's columns."""
-    rows = fragments.by_rows(acc)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(rows, mode=[1])):
-            rows[r, c] += numbers[c]
 
 
 @cute.jit

@@ -137,6 +137,15 @@ def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
 
 
 @cute.jit
+def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
+    """numbers: one for each of this thread's columns."""
+    rows = fragments.by_rows(acc)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] += numbers[c]
+
+
+@cute.jit
 def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
     """Whether the query of a column sees the key of row r."""
     if const_expr(config.sees == "all"):
