@@ -67,7 +67,9 @@ TILES = {
 }
 
 
-CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
+LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -82,8 +84,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **c
     dims = tile_dims(head_dim, head_dim_v)
     tile_m, tile_n, turns = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns, **changes)
-    if config.modified or sees == "rows":  # which takes registers
-        config = replace(config, tile_m=min(tile_m, 128), tile_n=CHANGED.get(dims, tile_n))
-    if config.natural and sees in ("rows", "runs"):
-        config = replace(config, tile_n=min(config.tile_n, 96))
+    if config.natural:
+        return replace(config, tile_m=128, tile_n=LOGITS[dims])
+    if config.softcap or sees == "rows":
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, tile_n))
     return config

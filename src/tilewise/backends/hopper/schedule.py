@@ -74,7 +74,7 @@ def part(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32) -> tuple[Int
     head -= batch * heads_q
     row = units.rows - 1 - row
     if const_expr(units.order is not None):
-        row = units.order[max(row, 0)]
+        row = units.order[min(max(row, 0), units.rows - 1)]  # beyond the last unit `row` may be anything
     row = row if unit < units.count else Int32(-1)
     return row, head, head // (heads_q // heads_k), batch
 

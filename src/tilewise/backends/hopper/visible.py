@@ -190,6 +190,8 @@ def interval(row: Int32, band: Band):
 @cute.jit
 def keys_of(row: Int32, band: Band, config):
     """The keys [begin, end) that a row sees, where they are an interval."""
+    if const_expr(config.sees == "all"):
+        return Int32(0), band.k1
     if const_expr(config.sees == "rows"):
         return band.tables.rows[0, row], band.tables.rows[1, row]
     return interval(row, band)
