@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import _launch, arguments, config, documents
-from tilewise.hopper.compile import compiled, why_no_compiler
+from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
@@ -117,13 +117,13 @@ def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
         check_registers(found, found.config)
 
 
-@pytest.mark.parametrize("sees", ["all", "until", "interval"])
-@pytest.mark.parametrize("dims", config.TILES, ids=str)
-def test_shipped_configuration(dims, sees, compile_and_inspect, capfd):
+@pytest.mark.parametrize("shipped", [each for each in config.shipped(torch.bfloat16) if each.sees in ("all", "until", "interval")], ids=str)
+def test_shipped_configuration(shipped, compile_and_inspect, capfd):
     """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see."""
-    check_shipped(config.configure(torch.bfloat16, *dims, sees), compile_and_inspect, capfd)
+    check_shipped(shipped, compile_and_inspect, capfd)
 
 
+LONG = 8192  # queries
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
     ((128, 128), "until", {"softcap": True}),
@@ -142,7 +142,7 @@ CHANGED_TOO = [
 )
 def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     """With what scores.py does between the product and the softmax."""
-    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, LONG, **changes), compile_and_inspect, capfd)
 
 
 RUNS = [((128, 128), "runs", {}), ((64, 64), "rows", {})]
@@ -153,17 +153,17 @@ RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", 
     ("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO if case not in RUNS]
 )
 def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
-    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, LONG, **changes), compile_and_inspect, capfd)
 
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
     """The small kernel ahead of "rows"."""
-    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
-    check_nothing_spills(compile_and_inspect(lambda: compiled(*kernel, REMARKS), kernel[2], capfd))
+    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows", LONG))
+    check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):
-    found = compile_and_inspect(lambda: compiled(_launch(), arguments, shipped, REMARKS), shipped, capfd)
+    found = compile_and_inspect(lambda: build(_launch(), arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
     loops = 3 if shipped.sees in ("interval", "rows") else 2

@@ -38,8 +38,8 @@ def of_warpgroup(tiled_mma: cute.TiledMma, index) -> cute.ThrMma:
 
 
 def layout_Q(config, dtype=BFloat16) -> cute.ComposedLayout:
-    """(tile_m, head_dim, 1)"""
-    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, 1)
+    """(tile_m, head_dim, q_stages)"""
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, config.head_dim), dtype, getattr(config, "q_stages", 1))
 
 
 def layout_K(config, dtype=BFloat16) -> cute.ComposedLayout:

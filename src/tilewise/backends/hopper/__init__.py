@@ -103,6 +103,7 @@ class Hopper:
             call.head_dim,
             call.head_dim_v,
             sees,
+            call.seqlen_q,
             softcap=call.softcap > 0.0,
             bias=None if call.bias is None else call.bias.dtype,
             alibi=call.alibi_slopes is not None,

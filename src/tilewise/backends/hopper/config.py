@@ -19,8 +19,9 @@ class Config:
     sees: Literal["all", "until", "interval", "rows", "runs"]  # visible.py says what each means
     tile_m: int
     tile_n: int
+    q_stages: int = 1
     kv_stages: int = 2
-    pingpong: bool = True
+    pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
@@ -37,7 +38,7 @@ class Config:
     @property
     def own_O(self) -> bool:
         """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
-        operands = self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
 
     @property
@@ -54,17 +55,56 @@ class Config:
         return REGISTERS[self.consumers]
 
 
-# (head_dim, head_dim_v): for each way to see, (tile_m, tile_n, turns).
-# H100 80GB HBM3, 2026-11-21, the ladder's K6 at 8k: at (128, 128) causal, turns cost 4 %; at (64, 64) they are worth 2 to 16 %.
-# (64, 64) with intervals: three warpgroups of 160 registers a thread would spill 150 bytes.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What to take where a query tile has neighbours enough, up to `most_queries` of a sequence; None: any number."""
+
+    most_queries: int | None = None
+    fields: dict
+
+
+def any_length(**fields) -> tuple[Choice, ...]:
+    return (Choice(fields=fields),)
+
+
+def pairs(**fields) -> tuple[Choice, ...]:
+    """Thread blocks in pairs where there is more than one tile of queries; otherwise half of them would have nothing to do."""
+    return Choice(most_queries=fields["tile_m"], fields=fields), Choice(fields={**fields, "cluster": 2, "draws": False})
+
+
+# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
+# H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048) in TFLOP/s; docs/lab-notes.md has the runs.
+# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 506 / 476 at 8k and 256 / 315 at 1k. With intervals, three warpgroups of 160 registers
+#   a thread would spill 150 bytes.
+# (128, 128): a pair reads its keys once: full 694 / 636 at 8k, 621 / 598 at 1k; causal pairs wait for each other: 602 / 629.
+# (256, 256): O rescaled late: full 748 / 696, causal 739 / 706 at 8k; at (128, 128) late loses 6 % causal.
+# (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
+# (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
-    (64, 64): {"all": (192, 128, True), "until": (192, 128, True), "interval": (128, 128, True)},
-    (96, 96): dict.fromkeys(("all", "until", "interval"), (128, 128, True)),
-    (128, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 128): {"all": (128, 128, True), "until": (128, 128, False), "interval": (128, 128, False)},
-    (192, 192): {"all": (128, 112, False), "until": (128, 112, False), "interval": (128, 96, False)},
-    (256, 256): dict.fromkeys(("all", "until", "interval"), (128, 80, False)),
-}
+    (64, 64): {
+        "all": any_length(tile_m=192, tile_n=128, pingpong=True),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "pingpong": True}),
+                  *any_length(tile_m=192, tile_n=128, pingpong=True)),
+        "interval": any_length(tile_m=128, tile_n=128, pingpong=True),
+    },
+    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, pingpong=True)),
+    (128, 128): {
+        "all": pairs(tile_m=128, tile_n=128, pingpong=True),
+        "until": any_length(tile_m=128, tile_n=128),
+        "interval": any_length(tile_m=128, tile_n=128),
+    },
+    (192, 128): {
+        "all": any_length(tile_m=128, tile_n=128, late=True),
+        "until": any_length(tile_m=128, tile_n=128),
+        "interval": any_length(tile_m=128, tile_n=128),
+    },
+    (192, 192): {
+        "all": any_length(tile_m=128, tile_n=112, late=True),
+        "until": any_length(tile_m=128, tile_n=112, late=True),
+        "interval": any_length(tile_m=128, tile_n=96, late=True),
+    },
+    (256, 256): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=80, late=True)),
+}  # fmt: skip
 
 
 # tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
@@ -77,15 +117,30 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **changes) -> Config:
-    """`changes` of the scores: softcap, bias, alibi, diagonal, sink."""
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int, **changes) -> Config:
+    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    tile_m, tile_n, turns = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
-    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, tile_m=tile_m, tile_n=tile_n, pingpong=turns, **changes)
+    choices = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
+    choice = next(each for each in choices if each.most_queries is None or seqlen_q <= each.most_queries)
+    return _made(dtype, dims, sees, choice.fields, changes)
+
+
+def shipped(dtype: torch.dtype, **changes) -> list[Config]:
+    """Every configuration that `configure` can give for a dtype and changes of the scores."""
+    return [
+        _made(dtype, dims, sees, choice.fields, changes)
+        for dims, ways in TILES.items()
+        for sees in ("all", "until", "interval", "rows", "runs")
+        for choice in ways["interval" if sees in ("rows", "runs") else sees]
+    ]
+
+
+def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
     if config.natural:
-        return replace(config, tile_m=128, tile_n=LOGITS[dims])
+        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
     if config.softcap or sees == "rows":
-        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, tile_n))
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
     return config

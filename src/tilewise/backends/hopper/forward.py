@@ -35,6 +35,7 @@ from tilewise.hopper.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
+FEW = 2  # tiles of keys left to load when the loader asks for its next unit
 
 
 class Barrier(IntEnum):
@@ -45,7 +46,7 @@ class Barrier(IntEnum):
 
 
 class Smem(NamedTuple):
-    Q: cute.Tensor  # (tile_m, head_dim, 1)
+    Q: cute.Tensor  # (tile_m, head_dim, q_stages)
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
     O: cute.Tensor  # (tile_m, head_dim_v); Q's memory, where there is no room for its own
@@ -88,8 +89,8 @@ def launch(
     tensors = Tensors(mQ, mK, mV, mO, mL)
     band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
     changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
-    m_rows, heads = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m), mO.shape[2] * mO.shape[0]
-    units = Units(m_rows * heads, heads, m_rows, section, order)
+    rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
+    units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order)
     kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
@@ -135,7 +136,7 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
-        tma.make_pipe(storage, 1, 2 * config.tile_m * config.head_dim, warps),
+        tma.make_pipe(storage, config.q_stages, 2 * config.tile_m * config.head_dim, warps),
         tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
         tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps, config.cluster),
     )
@@ -147,55 +148,68 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, units: Units, band: Band, config: Constexpr[Config]):
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
-    heads = tensors.O.shape[2], tensors.K.shape[2]
-    ticket = schedule.begin(queue, units, *heads, config)
+    schedule.begin(queue, units, config)
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        ticket = schedule.announce(queue, done + 1, ticket, units, *heads, config)
-        block = schedule.told(queue, done, config)  # again, since the loader has few registers to keep it in
         walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
-        state = load_unit(copies, sm, pipes, tma.after_empty(done, 1), state, block, walk, band, config)
+        load_queries(copies, sm, pipes, tma.after_empty(done, config.q_stages), block, config)
+        early, late = parts(walk, config)
+        state = load_keys(copies, sm, pipes, state, block, *early, band, config)
+        unit = schedule.draw(queue, done + 1, config)
+        state = load_keys(copies, sm, pipes, state, block, *late, band, config)
         schedule.forget(queue, done, config)
         done += 1
+        schedule.announce(queue, done, unit, units, config)
         block = schedule.told(queue, done, config)
 
 
 @cute.jit
-def load_unit(
-    copies: Copies, sm: Smem, pipes: Pipes, once: pipeline.PipelineState, state: pipeline.PipelineState, block: Block, walk: Walk,
-    band: Band, config: Constexpr[Config],
-) -> pipeline.PipelineState:  # fmt: skip
-    pipes.q.producer_acquire(once)
-    tma.load(copies.Q, sm.Q, pipes.q, once, (config.tile_m, config.head_dim), (block.m0 // config.tile_m, 0, block.head, block.batch))
+def load_queries(copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, config: Constexpr[Config]):
+    pipes.q.producer_acquire(state)
+    at = block.m0 // config.tile_m, 0, block.head, block.batch
+    tma.load(copies.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), at)
+
+
+@cute.jit
+def parts(walk: Walk, config: Constexpr[Config]):
+    """The walk over the keys in two, between which the loader asks for its next unit: all but the last run, or all but the last FEW tiles."""
+    first, last = walk.loaded_first, walk.loaded_last
     if const_expr(config.sees == "runs"):
-        for r in cutlass.range(walk.loaded_first, walk.loaded_last, unroll=1):
+        middle = max(last - 1, first)
+        return (first, middle), (middle, last)
+    middle = min(first + FEW, last)
+    return (middle, last), (first, middle)
+
+
+@cute.jit
+def load_keys(
+    copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, first: Int32, last: Int32, band: Band,
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """A part of the walk over the keys."""
+    if const_expr(config.sees == "runs"):
+        for r in cutlass.range(first, last, unroll=1):
             run = visible.run_of(r, band)
             state = load_tiles(copies, sm, pipes, state, block, run.first, run.last, config)
     else:
-        state = load_tiles(copies, sm, pipes, state, block, walk.loaded_first, walk.loaded_last, config)
+        state = load_tiles(copies, sm, pipes, state, block, first, last, config)
     return state
 
 
 @cute.jit
 def load_tiles(
-    copies: Copies,
-    sm: Smem,
-    pipes: Pipes,
-    state: pipeline.PipelineState,
-    block: Block,
-    first: Int32,
-    last: Int32,
+    copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, first: Int32, last: Int32,
     config: Constexpr[Config],
-) -> pipeline.PipelineState:
+) -> pipeline.PipelineState:  # fmt: skip
     """K and V of the tiles [first, last), the last one first."""
     for i in cutlass.range(last - first, unroll=1):
         n_block = last - 1 - i
         pipes.k.producer_acquire(state)
-        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), config.cluster)
+        at = n_block, 0, block.head_k, block.batch
+        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), at, config.cluster)
         pipes.v.producer_acquire(state)
-        tma.load(
-            copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), (0, n_block, block.head_k, block.batch), config.cluster
-        )
+        at = 0, n_block, block.head_k, block.batch
+        tma.load(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), at, config.cluster)
         state.advance()
     return state
 
@@ -243,7 +257,7 @@ def attend(
     band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
-    once = tma.after(done, 1)
+    once = tma.after(done, config.q_stages)
     walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
@@ -251,7 +265,7 @@ def attend(
     tScS = qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
     tile = Tile(
         mma=mma,
-        tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, 0],
+        tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, once.index],
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
         tScS=tScS,

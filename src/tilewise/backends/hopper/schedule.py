@@ -3,8 +3,9 @@
 A tile of queries of one head, or `cluster` neighbouring ones, are a unit of work, for a thread block or a cluster of them. Units are numbered so
 that those with the most keys come first and those that run at the same time share keys: a section of `section` heads, all its last tiles, then
 those before them. A cluster begins with the unit of its own number. Where all units take as long it goes on by the number of clusters; else
-its first block draws the next ones from a counter. A unit is told to all who work on it before the one before it is loaded, so that neither
-the counter nor the divisions that make a unit of a number are waited for, and its loads begin while the unit before it is still computed.
+its first block draws the next one from a counter, when it has but a few tiles left to load: early enough not to wait for it, and late enough
+that who is slow leaves work to the others. All who work on a unit are told of it, and its loads begin while the unit before it is still
+computed.
 """
 
 from typing import NamedTuple
@@ -17,13 +18,30 @@ WORDS = 4  # of what is told of one
 
 
 class Units(NamedTuple):
-    """All units of a launch: `count` of them, `rows` (of one tile, or of a cluster's) for each of `heads` (of all batches), `section` at a time."""
+    """All units of a launch: `count` of them, `rows` (of one tile, or of a cluster's) for each head of each batch, `section` heads at a time.
+
+    Divisors divide by a multiplication and a shift.
+    """
 
     count: Int32
-    heads: Int32
     rows: Int32
     section: Int32
+    whole_sections: Int32
+    per_section: object  # divisors: units of a section,
+    width: object  # its heads,
+    last_width: object  # heads of the last section where it has fewer,
+    heads_q: object
+    group: object
     order: cute.Tensor | None  # (rows,) int32: rows, those with the most keys last; None: as they are
+
+
+@cute.jit
+def units_of(rows: Int32, heads_q: Int32, heads_k: Int32, batch: Int32, section: Int32, order: cute.Tensor | None) -> Units:
+    """On the host."""
+    heads = heads_q * batch
+    last = heads % section
+    divisors = (section * rows, section, max(last, 1), heads_q, heads_q // heads_k)
+    return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors), order)
 
 
 class Queue(NamedTuple):
@@ -62,53 +80,53 @@ def listeners(config) -> int:
 
 
 @cute.jit
-def part(unit: Int32, units: Units, heads_q: Int32, heads_k: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+def part(unit: Int32, units: Units) -> tuple[Int32, Int32, Int32, Int32]:
     """(row, head, head of the keys, batch) of a unit. Within a section the last tiles of all heads come first: a causal mask gives them most keys."""
-    per_section = units.section * units.rows
-    section = unit // per_section
-    within, first = unit - section * per_section, section * units.section
-    width = min(units.section, units.heads - first)  # the last section may have fewer heads
-    row = within // width
-    head = first + within - row * width
-    batch = head // heads_q
-    head -= batch * heads_q
+    section, within = divmod(unit, units.per_section)
+    row, head = divmod(within, units.width)
+    last_row, last_head = divmod(within, units.last_width)
+    if section >= units.whole_sections:
+        row, head = last_row, last_head
+    head += section * units.section
+    batch, head = divmod(head, units.heads_q)
     row = units.rows - 1 - row
     if const_expr(units.order is not None):
         row = units.order[min(max(row, 0), units.rows - 1)]  # beyond the last unit `row` may be anything
     row = row if unit < units.count else Int32(-1)
-    return row, head, head // (heads_q // heads_k), batch
+    return row, head, head // units.group, batch
 
 
 @cute.jit
-def begin(queue: Queue, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
-    """The loader tells the first unit; returns the ticket of the next (see `announce`). One warp of each block calls it."""
-    unit, ticket = arch.block_idx()[0] // config.cluster, Int32(0)
+def begin(queue: Queue, units: Units, config: Constexpr):
+    """The loader tells the first unit. One warp of each block calls it, like the following."""
     if tells(config):
-        tell_all(queue, Int32(0), part(unit, units, heads_q, heads_k), config)
-        ticket = draw(queue, unit, config)
-    return ticket
+        tell_all(queue, Int32(0), part(arch.block_idx()[0] // config.cluster, units), config)
 
 
 @cute.jit
-def announce(queue: Queue, done: Int32, ticket: Int32, units: Units, heads_q: Int32, heads_k: Int32, config: Constexpr) -> Int32:
-    """The loader tells the unit after `done` others, which is that of `ticket`; returns the ticket of the one after it.
+def draw(queue: Queue, done: Int32, config: Constexpr) -> Int32:
+    """The number of the unit after `done` others, to be passed to `announce` later."""
+    clusters = arch.grid_dim()[0] // config.cluster
+    unit = arch.block_idx()[0] // config.cluster + done * clusters
+    if const_expr(config.draws):
+        unit = clusters
+        if tells(config):
+            unit += arch.atomic_add(queue.counter.iterator, Int32(1))
+    return unit
 
-    A counter's tickets begin at 0, for the unit after the first of all clusters. Every unit makes its cluster draw once: as many draws as
-    there are units, and whoever holds the last one sets the counter back.
+
+@cute.jit
+def announce(queue: Queue, done: Int32, unit: Int32, units: Units, config: Constexpr):
+    """The loader tells the unit after `done` others.
+
+    Every unit makes its cluster draw once: as many draws as there are units, and whoever gets the last ticket sets the counter back.
     """
-    following = Int32(0)
     if tells(config):
         state = tma.after_empty(done, AHEAD)
         arch.mbarrier_wait(queue.empty + state.index, state.phase)
-        unit = ticket
-        if const_expr(config.draws):
-            unit += arch.grid_dim()[0] // config.cluster
-            if ticket == units.count - 1:
-                queue.counter[0] = Int32(0)
-        tell_all(queue, done, part(unit, units, heads_q, heads_k), config)
-        if unit < units.count:
-            following = draw(queue, unit, config)
-    return following
+        tell_all(queue, done, part(unit, units), config)
+        if const_expr(config.draws) and unit - arch.grid_dim()[0] // config.cluster == units.count - 1:
+            queue.counter[0] = Int32(0)
 
 
 @cute.jit
@@ -118,14 +136,6 @@ def tells(config: Constexpr) -> Boolean:
     if const_expr(config.draws and config.cluster > 1):
         first = first and arch.block_idx_in_cluster() == 0
     return first
-
-
-@cute.jit
-def draw(queue: Queue, unit: Int32, config: Constexpr) -> Int32:
-    """The ticket after that of `unit`: from the counter, or the unit a step further itself."""
-    if const_expr(config.draws):
-        return arch.atomic_add(queue.counter.iterator, Int32(1))
-    return unit + arch.grid_dim()[0] // config.cluster
 
 
 @cute.jit
