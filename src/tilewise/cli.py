@@ -1,4 +1,4 @@
-"""The command line: `tilewise demo | check | bench | explain | report | doctor | warmup`. Nothing heavy is imported before a command runs."""
+"""The command line: `tilewise demo | check | bench | explain | report | doctor | warmup | tune`. Nothing heavy is imported before a command runs."""
 
 import argparse
 import os
@@ -39,6 +39,9 @@ EXAMPLES = {
   tilewise report --docs README.md --plots plots/""",
     "doctor": """  tilewise doctor                                what is installed, and which backends are usable
   tilewise doctor --json""",
+    "tune": """  tilewise tune --head-dim 128 --mask causal        the fastest kernel for a cell, on a Hopper GPU
+  tilewise tune --dry-run                        the shapes for every cell, and what they take; needs no GPU
+  tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
   tilewise warmup --clear                        remove what was compiled""",
@@ -299,6 +302,28 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--clear", action="store_true", help="remove the compiled kernels of all versions, and compile none")
 
 
+def _tune_options(command: argparse.ArgumentParser) -> None:
+    for name, example, meaning in (
+        ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v (default: all that have tiles of their own)"),
+        ("dtype", "bf16", "bf16, fp16 (default: bf16)"),
+        ("mask", "full,causal", "full, causal, window:LEFT[:RIGHT] (default: full,causal,window:1023)"),
+        ("seqlen", "1024,4096", "lengths that count equally; the batch makes 16,384 tokens of them (default: 1024,4096,16384)"),
+    ):
+        command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument(
+        "--most", type=_positive, metavar="N", help="shapes of tiles for each cell: those that arithmetic likes best (default: all)"
+    )
+    command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
+    command.add_argument("--dry-run", action="store_true", help="list the candidates, and compile none")
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/tune.jsonl"),
+        metavar="FILE",
+        help="append the rows here (default: %(default)s)",
+    )
+
+
 COMMANDS = {
     "demo": (_demo_options, "train a small GPT with tilewise and with torch's SDPA, measure both, and write a report page"),
     "check": (_check_options, "run the correctness grid on this machine's backends"),
@@ -306,5 +331,6 @@ COMMANDS = {
     "explain": (_explain_options, "say which backend a call would use, and why"),
     "report": (_report_options, "turn rows of bench into tables, plots or a page"),
     "doctor": (_doctor_options, "say what is installed, and which backends are usable"),
+    "tune": (_tune_options, "search the fastest kernels for this machine's Hopper GPU"),
     "warmup": (_warmup_options, "compile kernels ahead of time, on any machine, and keep them on disk"),
 }

@@ -328,3 +328,110 @@ def _kernels_table(rows: list[tuple[str, ...]]) -> Table:
     for kernel, head_dim, dtype, configuration, state, seconds, size in sorted(rows):
         table.add_row(kernel, head_dim, dtype, configuration, f"[{style.get(state, 'none')}]{state}[/]", seconds, size)
     return table
+
+
+def tune(options: Namespace) -> int:
+    """Search the fastest kernel of each cell; FAILED where one that ships is wrong or does not compile."""
+    from tilewise.backends.hopper import config, tune
+    from tilewise.backends.hopper.warmup import require_cache, require_compiler
+    from tilewise.bench.selectors import workloads_from
+    from tilewise.hopper import compile as hopper
+
+    console = console_for_tables()
+    everything = {"head_dim": ",".join(f"{qk}/{v}" for qk, v in config.TILES), "dtype": "bf16", "mask": "full,causal,window:1023"}
+    chosen = {name: getattr(options, name) or all_of_them for name, all_of_them in everything.items()}
+    asked = workloads_from({**chosen, "seqlen": options.seqlen or "1024,4096,16384", "heads": "1"})
+    searches = tune.searches(map(tune.sized, asked))
+    if options.dry_run:
+        for search in searches:
+            console.print(_candidates_table(tune, search, options.most))
+        return OK
+    if missing := hopper.why_not_here():
+        raise UnsupportedError(f"{'; '.join(missing)}. Without one, --dry-run lists the candidates")
+    require_compiler()
+    require_cache()
+    require_writable(options.out)
+    sound = [_tune_one(console, tune, search, options) for search in searches]
+    console.print(f"rows appended to {options.out}", highlight=False, soft_wrap=True)
+    return OK if all(sound) else FAILED
+
+
+def _tune_one(console: Console, tune, search, options: Namespace) -> bool:
+    """Whether the kernel that ships compiled and passed."""
+    from tilewise.bench import append
+
+    ships, compiled, short = tune.Contender(search.shipped).name, {}, []
+
+    def leaders(most: int) -> list:
+        return [compiled[name].config for name in tune.survivors(tune.rank(short), ships, most)]
+
+    for todo in (lambda: tune.shapes(search.shipped)[0][: options.most], lambda: tune.manners(leaders(tune.LEADERS))):
+        new = [config for config in todo() if tune.Contender(config).name not in compiled]
+        for each in _compiled(console, tune, search, new, options.processes):
+            compiled[tune.Contender(each.config).name] = each
+        good = [compiled[tune.Contender(config).name] for config in new]
+        short += tune.measure(search, [each.config for each in good if not each.wrong], tune.SHORT_S)
+    rows = tune.measure(search, leaders(tune.FINAL), tune.LONG_S, partial(append, options.out))
+    ranked = tune.rank(rows)
+    console.print(_tuned_table(tune, search, compiled, short, rows))
+    if ranked:
+        console.print(tune.literal(compiled[ranked[0][0]].config, rows), highlight=False, markup=False, soft_wrap=True)
+    return ships in dict(ranked)
+
+
+def _compiled(console: Console, tune, search, todo: list, processes: int | None) -> list:
+    from tilewise.demo.job import progress
+
+    done = []
+    with progress(console) as bars:
+        task = bars.add_task(f"Compiling {search.title}", total=len(todo), note="")
+        for each in tune.compile_all(todo, processes):
+            done.append(each)
+            bars.update(task, advance=1)
+    return done
+
+
+def _candidates_table(tune, search, most: int | None) -> Table:
+    from tilewise.backends.hopper import forecast
+
+    found, refused = tune.shapes(search.shipped)
+    shown, manners = found[:most], len(tune.manners([search.shipped]))
+    left = "; ".join(f"{count:,} others: {why}" for why, count in refused.most_common())
+    table = Table(
+        title=f"{search.title}: {len(shown)} shapes, the best in {manners} manners",
+        caption=left,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for column in (*tune.SHAPES, "KiB", "registers", "products", "exponentials", "shared memory"):
+        table.add_column(column, justify="right")
+    for config in shown:
+        clocks, names = forecast.clocks(config), [str(getattr(config, name)) for name in tune.SHAPES]
+        used = f"{tune.registers(config)} of {config.registers[1]}", *(f"{value:,.0f}" for value in vars(clocks).values())
+        table.add_row(*names, f"{forecast.smem_bytes(config) / 1024:.0f}", *used, style="bold" if config == search.shipped else "")
+    return table
+
+
+def _tuned_table(tune, search, compiled: dict, short: list, rows: list) -> Table:
+    """Every candidate from the best down: its score at length, else shortly, else why it was not timed."""
+    first, final = dict(tune.rank(short)), dict(tune.rank(rows))
+    failures = {row.impl: row.reason for row in [*rows, *short] if row.reason}
+    lengths = [workload.seqlen_q for workload in search.workloads]
+    table = Table(title=search.title, title_justify="left")
+    for column in (*tune.choices(), "registers", *(f"TFLOP/s {n}" for n in lengths), "short", "final", "compiled in"):
+        table.add_column(column, justify="right")
+    table.add_column("not timed")
+
+    def order(each) -> tuple:
+        name = tune.Contender(each.config).name
+        return -final.get(name, 0.0), -first.get(name, 0.0), name
+
+    for each in sorted(compiled.values(), key=order):
+        name = tune.Contender(each.config).name
+        rates = {row.case["seqlen_q"]: row.flops_per_s for row in [*short, *rows] if row.impl == name and row.flops_per_s}
+        cells = [*(str(getattr(each.config, choice)) for choice in tune.choices()), str(each.registers or "")]
+        cells += [f"{rates[n] / 1e12:.0f}" if n in rates else "" for n in lengths]
+        cells += [f"{score[name]:.3f}" if name in score else "" for score in (first, final)]
+        why = "; ".join(each.wrong) or failures.get(name, "")
+        table.add_row(*cells, f"{each.seconds:.0f} s", escape(why), style="bold" if each.config == search.shipped else "")
+    return table

@@ -43,11 +43,13 @@ class Explanation:
     score_matrix_bytes: int
     notes: tuple[str, ...]
     runs_on: str = ""  # what the backend says of itself: instruction set, threads
+    details: tuple[str, ...] = ()  # what it says of its kernel for this call
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}{f' ({self.runs_on})' if self.runs_on else ''}"]
         lines += [f"passed over: {name} ({'; '.join(why)})" for name, why in self.reasons.items() if why]
         lines.append(f"tiles: {self.tiles}" if self.tiles else "tiles: none (the whole score matrix at once)")
+        lines += self.details
         lines.append(f"visible pairs: {self.pairs:,}")
         lines += [f"work: {line}" for line in self.estimate.lines()]
         lines.append(f"the naive formula would store {self.score_matrix_bytes / 1e6:,.1f} MB for one score matrix")
@@ -71,7 +73,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
     machine = machine_for(call.q.device)
     if machine is not None and call.q.dtype not in machine.peak:
         machine = None
-    tile = chosen.tile(call)
+    tile, details = chosen.tile(call), getattr(chosen, "details", None)
     notes = [f"the last dimension of {name} is not contiguous; {name} is copied" for name in copied]
     if call.mask.kind == "bitmap":
         notes.append("the mask holds a dense boolean tensor: its tiles are found by looking at every bit")
@@ -86,6 +88,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
         score_matrix_bytes=score_matrix_bytes(shape, torch.float32.itemsize),
         notes=tuple(notes),
         runs_on=description(chosen),
+        details=tuple(details(call)) if details else (),
     )
 
 

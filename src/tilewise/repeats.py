@@ -101,4 +101,4 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nothing beside autograd takes part in the call: no transform, dispatch mode, autocast or lazy negation."""
     lazy = q.is_neg() or k.is_neg() or v.is_neg()
-    return not (lazy or ops.watched(q) or torch.is_autocast_enabled(q.device.type))
+    return not (lazy or ops.watched(q) or torch._C._is_any_autocast_enabled())

@@ -10,9 +10,9 @@ from tilewise.problem import Call, Gradients, Problem
 class Backend(Protocol):
     """One way to compute attention. Backends never import each other.
 
-    A backend may also have `decode` (few queries against a cache read in place; see `backends.cpu.cache.decode`) and `describe() -> str`
-    (what it runs on here, in a few words), and `repeat(call)`: a shorter way for calls that differ in nothing but what q, k and v hold, or None
-    (see `repeats`).
+    A backend may also have `decode` (few queries against a cache read in place; see `backends.cpu.cache.decode`), `describe() -> str`
+    (what it runs on here, in a few words), `details(call) -> list[str]` (its kernel for that call, in sentences), and `repeat(call)`: a shorter
+    way for calls that differ in nothing but what q, k and v hold, or None (see `repeats`).
     """
 
     name: str

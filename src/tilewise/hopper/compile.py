@@ -69,10 +69,14 @@ def build(launch, arguments, config, options: str = ""):
     return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
 
 
+def strided(x: Tensor) -> bool:
+    """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
+    return x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1])
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; two bytes a number."""
-    fits = x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x if strided(x) and x.data_ptr() % 16 == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def size():

@@ -9,10 +9,12 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import documents
+from tilewise.backends.hopper import documents, forecast
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
+from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.tables import tables
 from tilewise.hopper import compile as hopper
+from tilewise.machines import H100, machine_for
 from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, Gradients, Problem
 
@@ -54,6 +56,9 @@ class Hopper:
     def describe(self) -> str:
         return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
 
+    def details(self, call: Call) -> list[str]:
+        return forecast.lines(self._config(call), call, machine_for(call.q.device) or H100)
+
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
         batch, seqlen_q, heads_q, _ = call.q.shape
@@ -67,24 +72,20 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            counter = _counter(q.device)
-            section = _section(call, config)
-            kernel(
-                *tensors,
-                o,
-                lse,
-                counter,
-                *(_band(call.mask, seqlen_q, call.seqlen_k) if config.sees in ("until", "interval") else (0, 0, 0, call.seqlen_k, 0, 0)),
-                section,
-                _multiprocessors(q.device),
-                *_factors(config, scale, call.softcap),
-                *_changes(call),
-                *_tables(call, config),
-            )
+            kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
         return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+
+    def repeat(self, call: Call) -> Repeat | None:
+        """The short way for more calls like this one (see `repeats`)."""
+        tensors, config = (call.q, call.k, call.v), self._config(call)
+        if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
+            return None
+        kernel = hopper.compiled(_launch(), arguments, config)
+        device = call.q.device
+        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),), self.backward)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
@@ -175,6 +176,15 @@ def _section(call: Call, config) -> int:
         return 1
     a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
     return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
+
+
+def _rest(call: Call, config, scale: float) -> tuple:
+    """What the kernel takes after its counter; of what tensors hold, it depends on a mask's alone."""
+    band = 0, 0, 0, call.seqlen_k, 0, 0
+    if config.sees in ("until", "interval"):
+        band = _band(call.mask, call.seqlen_q, call.seqlen_k)
+    sizes = _section(call, config), _multiprocessors(call.q.device)
+    return *band, *sizes, *_factors(config, scale, call.softcap), *_changes(call), *_tables(call, config)
 
 
 @lru_cache(maxsize=4096)

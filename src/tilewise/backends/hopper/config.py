@@ -127,6 +127,12 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     return _made(dtype, dims, sees, choice.fields, changes)
 
 
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that Choices depend on them."""
+    bounds = {choice.most_queries for ways in TILES.values() for choices in ways.values() for choice in choices}
+    return [1, *sorted(bound + 1 for bound in bounds if bound is not None)]
+
+
 def shipped(dtype: torch.dtype, **changes) -> list[Config]:
     """Every configuration that `configure` can give for a dtype and changes of the scores."""
     return [

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.config import lengths
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
@@ -19,7 +20,7 @@ from tilewise.problem import Call
 
 
 class Cell(NamedTuple):
-    """What the kernels of a call depend on; lengths, batch and heads are none of it, nor is how far a window reaches."""
+    """What the kernels of a call depend on, besides a Choice by its length; batch and heads are none of it, nor is how far a window reaches."""
 
     head_dim: int
     head_dim_v: int
@@ -47,12 +48,13 @@ class Outcome:
 
 
 def kernels(cells: Iterable[Cell]) -> list[Kernel]:
-    """The kernels that calls of these kinds need, each once.
+    """The kernels that calls of these kinds, of any length, need, each once.
 
     Raises:
         UnsupportedError: the backend does not cover one of them.
     """
-    return list(dict.fromkeys(Kernel(*kernel) for cell in cells for kernel in Hopper().kernels(_call(cell))))
+    calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths())
+    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in Hopper().kernels(call)))
 
 
 def require_compiler() -> None:
@@ -102,9 +104,9 @@ def describe(kernel: Kernel) -> tuple[str, str, str, str]:
     )
 
 
-def _call(cell: Cell) -> Call:
+def _call(cell: Cell, seqlen: int) -> Call:
     """A call of that kind, on tensors that hold nothing."""
-    q, k, v = (torch.empty((1, 1, 1, dim), dtype=cell.dtype, device="meta") for dim in (cell.head_dim, cell.head_dim, cell.head_dim_v))
+    q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for dim in (cell.head_dim, cell.head_dim, cell.head_dim_v))
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0)
     here = hopper.why_not_here()
     if wrong := [why for why in Hopper().why_not(replace(call.problem, device="cuda")) if why not in here]:

@@ -1,0 +1,108 @@
+"""What a configuration takes of a multiprocessor, and the rate that none of its limits lets a call exceed: arithmetic on `Config`, for `explain`.
+
+Per clock a Hopper multiprocessor does 4096 multiplications and additions of its tensor cores, 16 exponentials, and 128 bytes of shared memory.
+A warpgroup's product reads both operands from shared memory but for P, which is in its registers; nothing is read once for two warpgroups.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tilewise.backends.hopper.config import SHARED_BYTES, Config
+from tilewise.machines import H100, Machine
+from tilewise.problem import Call
+from tilewise.tiles import lower
+
+PRODUCTS, EXPONENTIALS, SMEM_BYTES = 4096, 16, 128  # a clock
+ROWS, THREADS_A_ROW = 64, 4  # of a warpgroup's scores: rows, and threads that hold one
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Clocks that a thread block's work on one tile of keys occupies each part of its multiprocessor."""
+
+    products: float
+    exponentials: float
+    shared_memory: float
+
+    @property
+    def longest(self) -> str:
+        return max(vars(self), key=vars(self).get)
+
+    @property
+    def most(self) -> float:
+        return getattr(self, self.longest)
+
+
+def clocks(config: Config) -> Clocks:
+    dims = config.head_dim + config.head_dim_v
+    numbers = config.tile_m * config.tile_n
+    rescales = config.tile_m * THREADS_A_ROW
+    a_warpgroup = (config.tile_n + ROWS) * config.head_dim + config.tile_n * config.head_dim_v  # K and Q, then V
+    read, written = config.consumers * a_warpgroup, config.tile_n * dims
+    return Clocks(2 * numbers * dims / PRODUCTS, (numbers + rescales) / EXPONENTIALS, 2 * (read + written) / SMEM_BYTES)
+
+
+def smem_bytes(config: Config) -> int:
+    """Of Q, the stages of K and V, and O where it has memory of its own; barriers come on top."""
+    q, o = config.q_stages * config.tile_m * config.head_dim, config.tile_m * config.head_dim_v * config.own_O
+    return 2 * (q + o + config.kv_stages * config.tile_n * (config.head_dim + config.head_dim_v))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one call: units of work (a tile of queries of one head), tiles that they visit, and the rate of useful work that cannot be exceeded."""
+
+    units: int
+    blocks: int
+    visited: int
+    flops_per_s: float
+    limit: str
+
+    @property
+    def waves(self) -> float:
+        return self.units / self.blocks
+
+
+def forecast(config: Config, call: Call, machine: Machine = H100) -> Forecast:
+    """As if every block worked without a pause, and the clock were that of the data sheet's rate."""
+    visited = 0
+    for plane in call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q):
+        full, partial, _ = lower(plane.region, config.tile_m, config.tile_n).tiles()
+        visited += len(plane.batch) * len(plane.heads) * (full + partial)
+    rows = math.ceil(call.seqlen_q / config.tile_m)
+    units, blocks = rows * call.heads_q * call.batch, machine.sms // config.cluster * config.cluster
+    a_unit = math.ceil(call.seqlen_k / config.tile_n)
+    steps = math.ceil(units / blocks) * a_unit if config.sees == "all" else max(visited / blocks, visited / max(units, 1))
+    pairs = call.mask.pairs(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+    flops = 2 * pairs * (call.head_dim + call.head_dim_v)
+    a_clock = machine.peak[config.dtype] / (machine.sms * PRODUCTS)
+    each = clocks(config)
+    idle = visited < 0.9 * steps * blocks
+    limit = "multiprocessors without work" if idle else each.longest.replace("_", " ")
+    return Forecast(units, blocks, visited, flops * a_clock / max(steps * each.most, 1), limit)
+
+
+def lines(config: Config, call: Call, machine: Machine = H100) -> list[str]:
+    """The configuration and its forecast in sentences."""
+    found, each = forecast(config, call, machine), clocks(config)
+    producer, consumer = config.registers
+    turns = "that take turns at the tensor cores" if config.pingpong else "without turns"
+    together = f"; {config.cluster} blocks fetch keys together" if config.cluster > 1 else ""
+    share = {name: f"{value / each.products:.0%}" for name, value in vars(each).items()}
+    return [
+        f"kernel: {config.kv_stages} stages of {config.tile_n} keys, {config.consumers} warpgroups of 64 queries {turns}{together}",
+        f"registers: {consumer} a computing thread, {producer} a loading one ({WARPGROUP * (config.consumers * consumer + producer):,} of "
+        f"{machine.registers:,}); shared memory: {smem_bytes(config) / 1024:.0f} of {SHARED_BYTES / 1024:.0f} KiB",
+        _padding(config, call),
+        f"waves: {found.units:,} tiles of queries for {found.blocks} thread blocks, {found.waves:.2f} each",
+        f"clocks of the limits, of the products': exponentials {share['exponentials']}, shared memory {share['shared_memory']}",
+        f"predicted ceiling: {found.flops_per_s / 1e12:,.0f} TFLOP/s of visible pairs ({found.limit})",
+    ]
+
+
+def _padding(config: Config, call: Call) -> str:
+    dims, tile = (call.head_dim, call.head_dim_v), (config.head_dim, config.head_dim_v)
+    if dims == tile:
+        return "padding: none"
+    return f"padding: head_dim {dims[0]}, head_dim_v {dims[1]} are computed as {tile[0]}, {tile[1]} ({sum(dims) / sum(tile):.0%} is useful work)"

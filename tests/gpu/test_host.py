@@ -1,0 +1,169 @@
+"""The way from Python to a Hopper kernel: calls like one before, on streams, in graphs, on several devices, of new lengths."""
+
+import threading
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import repeats
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.repeat import Repeat
+from tilewise.hopper import compile as hopper
+from tilewise.hopper.compile import why_not_here
+from tilewise.masks import SlidingWindow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+
+OPTIONS = ({}, {"causal": True}, {"mask": SlidingWindow(20, 0), "scale": 0.3}, {"causal": True, "return_lse": True})
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    repeats.forget()
+    yield
+    repeats.forget()
+
+
+def qkv(seqlen=200, heads=4, head_dim=64, device="cuda", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return tuple(torch.randn(2, seqlen, heads, head_dim, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(3))
+
+
+def short_ways() -> list[Repeat]:
+    return [known.short for known in repeats._KNOWN.values()]
+
+
+def same(a, b) -> bool:
+    a, b = ((x,) if isinstance(x, torch.Tensor) else x for x in (a, b))
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seqlen", (1, 200, 5000))
+def test_the_short_way_gives_the_same_bits(options, seqlen):
+    first, second = qkv(seqlen, seed=1), qkv(seqlen, seed=2)
+    tw.attention(*first, backend="hopper", **options)
+    assert [type(short) for short in short_ways()] == [Repeat]
+    short = [tw.attention(*second, backend="hopper", **options) for _ in range(3)]
+    repeats.forget()
+    long = tw.attention(*second, backend="hopper", **options)
+    assert all(same(each, long) for each in short)
+
+
+def test_views_and_pointers_that_are_not_aligned():
+    packed = torch.randn(2, 100, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    views = packed.unbind(2)
+    right = tw.attention(*(x.contiguous() for x in views), causal=True)
+    for _ in range(3):
+        o = tw.attention(*views, causal=True)
+        assert o.is_contiguous() and torch.equal(o, right)
+    whole = torch.randn(3, 2 * 100 * 4 * 64 + 8, device="cuda", dtype=torch.bfloat16)
+    for offset in (8, 0, 1, 4):  # the first is remembered, and the last two do not begin at a multiple of 16 bytes
+        q, k, v = (row[offset : offset + 2 * 100 * 4 * 64].view(2, 100, 4, 64) for row in whole)
+        expected = tw.attention(q.clone(), k.clone(), v.clone(), causal=True)
+        assert torch.equal(tw.attention(q, k, v, causal=True), expected)
+
+
+def test_the_lse_is_not_overwritten_by_the_next_call():
+    first, second = qkv(seed=1), qkv(seed=2)
+    results = [tw.attention(*x, return_lse=True) for x in (first, first, second, first, second)]
+    assert same(results[0], results[1]) and same(results[0], results[3]) and same(results[2], results[4])
+    assert not torch.equal(results[0][1], results[2][1])
+
+
+def test_streams_that_run_at_once():
+    problems = [qkv(3000, seed=seed) for seed in range(6)]
+    expected = [tw.attention(*x, causal=True) for x in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        for stream, x in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                results.append([tw.attention(*x, causal=True) for _ in range(8)])
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, right) for mine, right in zip(results, expected, strict=True) for o in mine)
+
+
+def test_a_graph_beside_eager_calls():
+    """The graph is replayed on another stream while calls like those that it holds run on the first."""
+    x, other = qkv(3000, seed=1), qkv(3000, seed=2)
+    right, others = tw.attention(*x, causal=True), tw.attention(*other, causal=True)
+    tw.attention(*x, causal=True)
+    static = tuple(torch.zeros_like(each) for each in x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [tw.attention(*static, causal=True) for _ in range(4)]
+    for mine, given in zip(static, x, strict=True):
+        mine.copy_(given)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            graph.replay()
+        eager = [tw.attention(*other, causal=True) for _ in range(8)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, right) for o in outputs) and all(torch.equal(o, others) for o in eager)
+
+
+def test_threads():
+    problems = [qkv(500, seed=seed) for seed in range(4)]
+    expected = [tw.attention(*x, causal=True) for x in problems]
+    wrong = []
+
+    def run(x, right):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                o = tw.attention(*x, causal=True)
+                torch.cuda.current_stream().synchronize()
+                if not torch.equal(o, right):
+                    wrong.append(x)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=each) for each in zip(problems, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_new_lengths_compile_nothing(monkeypatch):
+    tw.attention(*qkv(100), causal=True)
+    monkeypatch.setattr(hopper, "build", None)
+    monkeypatch.setattr(hopper.cache, "load", None)
+    for seqlen in (1, 101, 257, 1000):
+        assert tw.attention(*qkv(seqlen, heads=seqlen % 5 + 1), causal=True).shape[1] == seqlen
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_another_device_than_the_current_one():
+    problems = [qkv(700, device=f"cuda:{index}", seed=3) for index in range(2)]
+    results = []
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            for x in (*problems, *problems):
+                results.append(tw.attention(*x, causal=True, return_lse=True))
+            assert torch.cuda.current_device() == current
+    for o, lse in results:
+        assert torch.equal(o.to("cuda:0"), results[0][0]) and torch.equal(lse.to("cuda:0"), results[0][1])
+    with torch.cuda.device(1), torch.cuda.stream(torch.cuda.Stream(1)):
+        assert torch.equal(tw.attention(*problems[1], causal=True), results[1][0])
+
+
+def test_what_has_no_short_way():
+    q, k, v = qkv()
+    assert Hopper().repeat(_call(q, k, v, scale=-1.0)) is None
+    assert Hopper().repeat(_call(q, k[:, :0], v[:, :0])) is None
+    odd = torch.randn(2, 200, 4, 68, device="cuda", dtype=torch.bfloat16)[..., :64]
+    assert Hopper().repeat(_call(odd, k, v)) is None
+    right = tw.attention(odd.contiguous(), k, v, backend="hopper")
+    assert all(torch.equal(tw.attention(odd, k, v, backend="hopper"), right) for _ in range(2))
+
+
+def _call(q, k, v, scale=1.0):
+    from tilewise.masks import Full
+    from tilewise.problem import Call
+
+    return Call(q=q, k=k, v=v, mask=Full(), scale=scale)

@@ -1,0 +1,200 @@
+"""The short way to a kernel, with a kernel and streams that need no GPU."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import ops, repeats
+from tilewise.backends import hopper
+from tilewise.backends.hopper import Hopper, repeat
+from tilewise.backends.tiled import Tiled
+from tilewise.masks import Causal, Full
+from tilewise.problem import Call
+
+BF16 = torch.bfloat16
+
+
+class Device:
+    """What torch.cuda says: the current device and stream, and whether it captures."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.current, self.stream, self.captures, self.entered = None, 7, False, []
+        monkeypatch.setattr(repeat, "current_device", lambda: self.current)
+        monkeypatch.setattr(repeat, "current_stream", lambda index: self.stream)
+        monkeypatch.setattr(repeat, "capturing", lambda: self.captures)
+        monkeypatch.setattr(torch.cuda, "device", self.enter)
+
+    @contextmanager
+    def enter(self, index):
+        before, self.current = self.current, index
+        self.entered.append(index)
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+class Kernel:
+    """Writes what it was given: O is Q's first columns, LSE is `number`."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __call__(self, q, k, v, o, lse, counter, number, scale):
+        assert not any(x.data_ptr() % 16 for x in (q, k, v))
+        assert o.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
+        self.calls.append((q, o, lse, counter, number, scale))
+        o.copy_(q[..., : o.shape[-1]])
+        lse.fill_(number)
+        counter += 1
+
+
+def qkv(seqlen=5, head_dim_v=64):
+    return tuple(torch.randn(2, seqlen, 3, dim, dtype=BF16) for dim in (64, 64, head_dim_v))
+
+
+def make(q, k, v, number=1.5):
+    kernel = Kernel()
+    call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0)
+    return repeat.Repeat(call, kernel, (number, 0.5), lambda: (torch.zeros(1, dtype=torch.int32),), None), kernel
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 40])
+def test_outputs_and_numbers(device, head_dim_v):
+    short, kernel = make(*qkv(head_dim_v=head_dim_v))
+    for _ in range(2):
+        q, k, v = qkv(head_dim_v=head_dim_v)
+        o, lse = short.forward(q, k, v, True)
+        assert torch.equal(o, q[..., :head_dim_v]) and o.dtype == BF16 and lse.shape == (2, 3, 5) and (lse == 1.5).all()
+    assert kernel.calls[0][4:] == (1.5, 0.5) and len(kernel.calls) == 2
+
+
+def test_strided_inputs_give_contiguous_outputs(device):
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
+    short, _ = make(q, k, v)
+    o, _ = short.forward(q, k, v, False)
+    assert o.is_contiguous() and torch.equal(o, q)
+
+
+def test_what_begins_between_two_multiples_of_16_bytes_is_copied(device):
+    short, kernel = make(*qkv())
+    q = torch.randn(2 * 5 * 3 * 64 + 1, dtype=BF16)[1:].view(2, 5, 3, 64)
+    _, k, v = qkv()
+    assert torch.equal(short.forward(q, k, v, False)[0], q) and kernel.calls[0][0] is not q
+
+
+def test_an_lse_that_is_wanted_is_the_callers(device):
+    short, _ = make(*qkv())
+    first, second = (short.forward(*qkv(), True)[1] for _ in range(2))
+    unwanted = [short.forward(*qkv(), False)[1] for _ in range(2)]
+    assert first.data_ptr() != second.data_ptr() and unwanted[0] is unwanted[1]
+    assert unwanted[0].data_ptr() not in (first.data_ptr(), second.data_ptr())
+
+
+def test_a_large_lse_is_not_kept(device, monkeypatch):
+    monkeypatch.setattr(repeat, "KEPT_BYTES", 2 * 3 * 5 * 4 - 1)
+    short, _ = make(*qkv())
+    first, second = (short.forward(*qkv(), False)[1] for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_each_stream_has_its_own(device):
+    short, kernel = make(*qkv())
+    for device.stream in (1, 2, 1, 2, 2):
+        short.forward(*qkv(), False)
+    counters = [call[3] for call in kernel.calls]
+    assert counters[0] is counters[2] and counters[1] is counters[3] is counters[4] and counters[0] is not counters[1]
+    assert [int(counter) for counter in counters[:2]] == [2, 3] and kernel.calls[0][2] is not kernel.calls[1][2]
+
+
+def test_a_captured_call_has_its_own(device):
+    short, kernel = make(*qkv())
+    short.forward(*qkv(), False)
+    device.captures = True
+    for _ in range(2):
+        short.forward(*qkv(), False)
+    device.captures = False
+    short.forward(*qkv(), False)
+    eager, first, second, after = ((call[2].data_ptr(), call[3].data_ptr()) for call in kernel.calls)
+    assert eager == after and not {*eager} & {*first, *second} and not {*first} & {*second}
+
+
+def test_another_device_is_entered(device):
+    short, _ = make(*qkv())
+    short.forward(*qkv(), False)
+    assert not device.entered
+    device.current = 3
+    q, k, v = qkv()
+    assert torch.equal(short.forward(q, k, v, False)[0], q) and device.entered == [None] and device.current == 3
+
+
+def test_nothing_of_the_first_call_is_held(device):
+    import weakref
+
+    q, k, v = qkv()
+    short, _ = make(q, k, v)
+    held = [weakref.ref(x) for x in (q, k, v)]
+    del q, k, v
+    assert short and not any(ref() is not None for ref in held)
+
+
+class Stub(Hopper):
+    """The backend on a CPU: its kernel and its gradients are those of the portable backend."""
+
+    def __init__(self) -> None:
+        self.forwards, self.backwards = 0, 0
+
+    def why_not(self, problem):
+        return []
+
+    def backward(self, call, *given, **options):
+        self.backwards += 1
+        return Tiled().backward(call, *given, **options)
+
+
+@pytest.fixture
+def stub(device, monkeypatch):
+    """The only backend there is; its kernel takes a causal call."""
+    backend = Stub()
+
+    def kernel(q, k, v, o, lse, counter, *rest):
+        backend.forwards += 1
+        for mine, right in zip((o, lse), Tiled().forward(_causal(q, k, v)), strict=True):
+            mine.copy_(right)
+
+    monkeypatch.setattr(hopper, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper.hopper, "compiled", lambda *kernel_: kernel)
+    monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
+    monkeypatch.setattr(ops, "choose", lambda problem, name: backend)
+    repeats.forget()
+    yield backend
+    repeats.forget()
+
+
+def test_calls_like_one_before_take_it(stub, monkeypatch):
+    first, second = qkv(), qkv()
+    tw.attention(*first, causal=True)
+    monkeypatch.setattr(stub, "forward", None)  # the long way
+    torch.testing.assert_close(tw.attention(*second, causal=True), Tiled().forward(_causal(*second))[0], atol=0, rtol=0)
+    assert stub.forwards == 2
+
+
+def test_gradients_after_the_short_way(stub, monkeypatch):
+    results, x = [], [each.requires_grad_() for each in qkv()]
+    for turn in range(3):
+        if turn == 1:
+            monkeypatch.setattr(stub, "forward", None)
+        o = tw.attention(*x, causal=True)
+        results.append((o, *torch.autograd.grad(o, x, torch.ones_like(o))))
+    assert stub.forwards == stub.backwards == 3 and len(repeats._KNOWN) == 1
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def _causal(q, k, v) -> Call:
+    return Call(q=q, k=k, v=v, mask=Causal(), scale=q.shape[-1] ** -0.5)
