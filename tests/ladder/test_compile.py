@@ -123,7 +123,6 @@ def test_shipped_configuration(shipped, compile_and_inspect, capfd):
     check_shipped(shipped, compile_and_inspect, capfd)
 
 
-LONG = 8192  # queries
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
     ((128, 128), "until", {"softcap": True}),
@@ -142,7 +141,7 @@ CHANGED_TOO = [
 )
 def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     """With what scores.py does between the product and the softmax."""
-    check_shipped(config.configure(torch.bfloat16, *dims, sees, LONG, **changes), compile_and_inspect, capfd)
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
 RUNS = [((128, 128), "runs", {}), ((64, 64), "rows", {})]
@@ -153,12 +152,12 @@ RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", 
     ("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO if case not in RUNS]
 )
 def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
-    check_shipped(config.configure(torch.bfloat16, *dims, sees, LONG, **changes), compile_and_inspect, capfd)
+    check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
     """The small kernel ahead of "rows"."""
-    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows", LONG))
+    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
     check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
 
 

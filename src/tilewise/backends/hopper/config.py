@@ -107,6 +107,8 @@ TILES = {
 }  # fmt: skip
 
 
+LONG = 1 << 30  # queries: more than any Choice bounds
+
 # tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
 LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
@@ -117,7 +119,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int, **changes) -> Config:
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
     """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
