@@ -129,7 +129,7 @@ def arguments(config) -> list:
     diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
     m_blocks, heads = hopper.size(), (batch, heads_q)
-    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("runs",) else None
+    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("rows", "runs") else None
     tables = [None] * 5
     if config.sees == "runs":
         shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
@@ -206,7 +206,7 @@ def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
         found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
     if config.sees == "rows":
-        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        made[0], *made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
     return tuple(made)
 
 

@@ -110,7 +110,10 @@ TILES = {
 
 
 LONG = 1 << 30  # queries: more than any Choice bounds
-CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
+
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
+LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -146,10 +149,8 @@ def shipped(dtype: torch.dtype, **changes) -> list[Config]:
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
-    if config.modified:  # which makes units uneven, and takes registers
-        config = replace(config, cluster=1, draws=True)
-    if config.modified or sees == "rows":
-        config = replace(config, tile_m=min(config.tile_m, 128), tile_n=CHANGED.get(dims, config.tile_n))
-    if config.natural and sees in ("rows", "runs"):
-        config = replace(config, tile_n=min(config.tile_n, 96))
+    if config.natural:
+        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
+    if config.softcap or sees == "rows":
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     return config

@@ -271,7 +271,7 @@ def attend(
         tScS=tScS,
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
-        rows=scores.fresh_rows(changes, block, config),
+        rows=fragments.fresh_rows(),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=block.m0,
         band=band,
@@ -422,7 +422,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    lse, inverse = scores.close(tile.rows, config)
+    lse, inverse = scores.close(tile.rows, tile.terms, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

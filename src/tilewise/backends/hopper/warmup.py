@@ -93,13 +93,13 @@ def warm(todo: Iterable[Kernel], processes: int | None = None) -> Iterator[Outco
 def describe(kernel: Kernel) -> tuple[str, str, str, str]:
     """(module, head_dim, dtype, what else tells it from others) for a table."""
     config = kernel.config
-    dims = dict.fromkeys((config.head_dim, config.head_dim_v))
+    dims = dict.fromkeys(getattr(config, name) for name in ("head_dim", "head_dim_v") if hasattr(config, name))
     others = (each.name for each in fields(config) if each.name not in ("head_dim", "head_dim_v", "dtype"))
     module = kernel.launch.partition(":")[0].rpartition(".")[2]
     return (
         module,
         "/".join(map(str, dims)),
-        str(config.dtype).removeprefix("torch."),
+        str(getattr(config, "dtype", "")).removeprefix("torch."),
         " ".join(f"{name}={getattr(config, name)}" for name in others),
     )
 
