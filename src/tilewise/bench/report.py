@@ -4,6 +4,7 @@ A document holds `<!-- tilewise:begin NAME -->` and `<!-- tilewise:end NAME -->`
 Those of the ladder have markers of their own: ladder_tables.py.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -196,6 +197,27 @@ def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -
     return "\n".join(lines)
 
 
+def against_best(rows: Iterable[Row], ours: str = "tilewise") -> str:
+    """`ours` beside whoever else is fastest on each case, as a markdown table with the geometric mean of the ratios; below 1 it is slower."""
+    rows = [row for row in latest(rows) if row.median_s is not None]
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((f"{row.name}: {describe(row.case)}", row.clock), {})[row.impl] = row
+    measure = metric_of("throughput", rows)
+    lines, ratios = [f"| {measure.title} ({measure.unit}) | {ours} | best other | ratio |", "|---|---:|---:|---:|"], []
+    for (case, _), by_impl in cells.items():
+        others = [row for name, row in by_impl.items() if name != ours]
+        if ours in by_impl and others:
+            mine, best = by_impl[ours], min(others, key=lambda row: row.median_s)
+            ratios.append(best.median_s / mine.median_s)
+            lines.append(f"| {_escaped(case)} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {ratios[-1]:.2f} |")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        ahead = sum(ratio >= 1.0 for ratio in ratios)
+        lines.append(f"| geometric mean; ahead in {ahead} of {len(ratios)} | | | {mean:.3f} |")
+    return "\n".join(lines)
+
+
 def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa", "naive")) -> str:
     """The longest case of each mask and direction: time and peak extra memory of each of `peers`; below it, where that was measured."""
     rows = [row for row in latest(rows) if row.impl in peers and row.median_s is not None]
@@ -228,22 +250,24 @@ def _escaped(case: str) -> str:
 
 
 def machines(rows: Iterable[Row]) -> str:
-    """Where the rows come from: one line for each device, software and commit."""
-    lines = ["| device | torch | Python | threads | tilewise | commit | date (UTC) |", "|---|---|---|---|---|---|---|"]
+    """Where the rows come from: one line for each device, software and commit, with the first and the last date."""
+    names = ("device", "torch", "python", "threads", "tilewise", "commit")
+    dates: dict[tuple[str, ...], list[str]] = {}
     for environment in (row.environment for row in rows):
-        names = ("device", "torch", "python", "threads", "tilewise", "commit", "date")
-        shown = {name: str(environment.get(name) or MISSING) for name in names}
+        shown = [str(environment.get(name) or MISSING) for name in names]
         if environment.get("dirty"):
-            shown["commit"] += " with changes"
-        line = f"| {' | '.join(shown.values())} |"
-        if line not in lines:
-            lines.append(line)
+            shown[-1] += " with changes"
+        dates.setdefault(tuple(shown), []).append(str(environment.get("date") or MISSING)[:16].replace("T", " "))
+    lines = ["| device | torch | Python | threads | tilewise | commit | date (UTC) |", "|---|---|---|---|---|---|---|"]
+    for shown, when in dates.items():
+        lines.append(f"| {' | '.join(shown)} | {' to '.join(dict.fromkeys((min(when), max(when))))} |")
     return "\n".join(lines)
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     **{name: lambda rows, name=name: markdown(rows, name) for name in METRICS},
     "against-sdpa": against,
+    "against-best": against_best,
     "machines": machines,
     "readme": highlights,
 }
