@@ -296,7 +296,8 @@ def warmup(options: Namespace) -> int:
         return OK
     everything = {"head_dim": ",".join(f"{qk}/{v}" for qk, v in config.TILES), "dtype": "bf16,fp16", "mask": "full,causal,window:1"}
     chosen = {name: getattr(options, name) or all_of_them for name, all_of_them in everything.items()}
-    cells = [warmup.Cell(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in workloads_from({**chosen, "seqlen": "1"})]
+    plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in workloads_from({**chosen, "seqlen": "1"})]
+    cells = [warmup.Cell(*each, extras) for each in plain for extras in warmup.extras_from(options.extras or "")]
     todo = warmup.kernels(cells)
     if options.list:
         console.print(_kernels_table([(*warmup.describe(kernel), "", "", "") for kernel in todo]))

@@ -20,7 +20,7 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-SECTION_BYTES = 32 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
 FLOAT_MAX = torch.finfo(torch.float32).max
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
