@@ -103,7 +103,7 @@ def bias_row(bias: cute.Tensor, row: Int32, key: Int32) -> cute.Tensor:
     return cute.domain_offset((key,), bias[min(row, bias.shape[0] - 1), None])
 
 
-# A number that lies {offset} bytes behind an address, 0 unless {at} < keys.
+# The number that lies @offset bytes behind an address, 0 unless @at < keys.
 READ = {
     torch.bfloat16: (
         "{ .reg .pred p; .reg .b16 h, zero; mov.b16 zero, 0; mov.b16 h, 0; setp.gt.s32 p, {$r1}, @at; @p ld.global.b16 h, [{$r0}+@offset]; "
