@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int16, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute import arch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.utils import LayoutEnum, SmemAllocator
 from cutlass.utils import hopper_helpers as sm90
@@ -36,5 +36,6 @@ __all__ = [
     "pipeline",
     "range_constexpr",
     "sm90",
+    "warp",
     "warpgroup",
 ]

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import documents, forecast, packing
+from tilewise.backends.hopper import documents, forecast, gradients, packing
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.tables import tables
@@ -45,7 +45,7 @@ class Hopper:
         if problem.dropout:
             wrong.append("it has no dropout yet")
         if problem.grad:
-            wrong.append("it has no backward pass yet")
+            wrong += [reason for reason in gradients.why_not(problem) if reason not in wrong]
         return wrong or hopper.why_not_here()
 
     def tile(self, call: Call) -> tuple[int, int]:
@@ -86,7 +86,8 @@ class Hopper:
             kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-        raise NotImplementedError("hopper has no backward pass yet")  # why_not says so before
+        """See gradients.py."""
+        return gradients.backward(call, o, lse, d_o, d_lse, bias_grad)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see `repeats`)."""
@@ -103,7 +104,7 @@ class Hopper:
         """What `compile.compiled` takes, for every kernel that the call launches."""
         config = self._config(packing.pack(call) or call)
         ahead = [documents.kernel(config)] if config.sees == "rows" else []
-        return [*ahead, (_launch(), arguments, config)]
+        return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
 
     def _config(self, call: Call):
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")

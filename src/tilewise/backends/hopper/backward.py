@@ -1,0 +1,296 @@
+"""The backward pass on Hopper: dQ, dK and dV from Q, K, V, O, the log-sum-exp and dO. One thread block a tile of keys.
+
+A block keeps its K and V in shared memory and dK and dV in registers, and walks over the tiles of queries that see its keys (those of every
+query head of its group). dQ is summed up over the blocks in fp32, in global memory, in one order (backward_order.py). How the consumers share
+the work: backward_keys.py for heads up to 128, backward_columns.py beyond.
+
+Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kernel: backward_parts.py.
+Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
+"""
+
+from tilewise.backends.hopper import backward_columns, backward_keys
+from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
+from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
+from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
+from tilewise.hopper import tma
+from tilewise.hopper.dsl import (
+    Constexpr,
+    CUstream,
+    Float32,
+    Int32,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+)
+
+
+@cute.jit
+def launch(
+    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
+    mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
+    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
+    dtype = mQ.element_type
+    layouts, mma = layouts_of(config, dtype), products(config, dtype)
+    shapes = (
+        (config.tile_n, config.head_dim),
+        (config.tile_n, config.head_dim_v),
+        (config.tile_m, config.head_dim),
+        (config.tile_m, config.head_dim_v),
+    )
+    rows = [
+        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)
+    ]  # (seqlen, dim, heads, batch)
+    loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
+    shares = 1 if config.split == "keys" else config.consumers
+    gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
+    stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
+    band = Band(q0, q1, k0, k1, lo, hi)
+    queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
+    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(
+        grid=queries, block=(parts.THREADS, 1, 1), stream=stream
+    )
+    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+        grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
+        block=((1 + config.consumers) * THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=config.chained,
+    )
+    parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
+        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream, use_pdl=config.chained
+    )
+
+
+@cute.kernel
+def kernel(
+    tensors: Tensors, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
+    layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout,
+    layout_dS: cute.ComposedLayout, config: Constexpr[Config],
+):  # fmt: skip
+    storage = SmemAllocator()
+    dtype = tensors.Q.element_type
+    sK, sV, sQ, sdO, sdS = (
+        storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V, layout_Q, layout_dO, layout_dS)
+    )
+    sP, sdQ = None, None
+    if const_expr(config.split == "columns"):
+        sP = storage.allocate_tensor(dtype, layout_dS.outer, 1024, swizzle=layout_dS.inner)
+    if const_expr(not config.direct):
+        sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
+    first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
+    statistics = cute.make_layout((config.tile_m, config.stages))
+    sm = Smem(
+        sK,
+        sV,
+        sQ,
+        sdO,
+        sdS,
+        sP,
+        sdQ,
+        first,
+        storage.allocate_tensor(Float32, statistics, 128),
+        storage.allocate_tensor(Float32, statistics, 128),
+    )
+    pipes = make_pipes(storage, config)
+    heads_k = tensors.K.shape[2]
+    block = block_of(
+        arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config
+    )
+    walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
+    warp_idx = arch.make_warp_uniform(arch.warp_idx())
+    if warp_idx < THREADS // WARP:
+        arch.setmaxregister_decrease(config.registers[0])
+        if warp_idx == 0:
+            produce(tensors, loads, sm, pipes, block, walk, config)
+        elif warp_idx <= config.dq_consumers:
+            if const_expr(config.chained):
+                arch.griddepcontrol_wait()
+            if const_expr(not config.direct):
+                add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
+            elif const_expr(config.ordered):
+                take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
+    else:
+        arch.setmaxregister_increase(config.registers[1])
+        consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
+        given = (tensors, outputs, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        if const_expr(config.split == "columns"):
+            if consumer == 0:
+                backward_columns.consume(*given, True, config)
+            else:
+                backward_columns.consume(*given, False, config)
+        elif const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
+            backward_keys.consume(*given, True, config)
+        else:
+            backward_keys.consume(*given, False, config)
+
+
+@cute.jit
+def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
+    warps = config.consumers * THREADS // WARP
+    statistics = 4 * config.tile_m
+    pipes = Pipes(
+        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim, warps),
+        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim_v, warps),
+        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics, warps),
+        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim_v + statistics, warps),
+    )
+    tma.barriers_ready()
+    return pipes
+
+
+@cute.jit
+def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, walk: Walk, config: Constexpr[Config]):
+    """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
+    state, once = tma.at_first_empty(config.stages), tma.at_first_empty(1)
+    n_block = block.n0 // config.tile_n
+    pipes.k.producer_acquire(once)
+    tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+    pipes.v.producer_acquire(once)
+    tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+    if const_expr(config.chained):
+        arch.griddepcontrol_wait()  # what `prepare` writes is there
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
+        lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
+        m_block = walk.start
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            pipes.q.producer_acquire(state)
+            tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
+            load_rows(lse, sm.lse, pipes.q, state, m_block, config)
+            pipes.do.producer_acquire(state)
+            tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
+            load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
+            state.advance()
+            m_block = next_tile(m_block, walk)
+
+
+@cute.jit
+def load_rows(
+    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, m_block: Int32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """One number for each row of tile m_block."""
+    with arch.elect_one():
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                sX[None, state.index].iterator.toint(),
+                (gX.iterator + m_block * config.tile_m).toint(),
+                Int32(4 * config.tile_m),
+                pipe.producer_get_barrier(state).toint(),
+            ],
+        )
+
+
+@cute.jit
+def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
+    """One warp a warpgroup of dQ: adds its part of every tile to the sum in global memory; `ordered`: when it is this block's turn.
+
+    A block waits for its turn only where it is about to add, after it has given all others on: so the one whose turn it is never waits.
+    The first writes instead of adding.
+    """
+    m_blocks = tensors.sum_dQ.shape[2]
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
+        gTurns = tensors.turns[block.batch, head, None, consumer]
+        m_block, before = walk.start, Int32(-1)
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            gSum = tensors.sum_dQ[block.batch, head, m_block, None]
+            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+            turn = Int32(-1)
+            if const_expr(config.ordered):
+                turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+                if arch.lane_idx() == 0:
+                    now = turn_now(gTurns, m_block)
+                    if before >= 0:
+                        arch.cp_async_bulk_wait_group(0)
+                        give_turn(gTurns, before, config)
+                    while now != turn:
+                        now = turn_now(gTurns, m_block)
+                before = m_block
+            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+            if arch.lane_idx() == 0:
+                if turn == 0:
+                    bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
+                else:
+                    bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
+                arch.cp_async_bulk_commit_group()
+                arch.cp_async_bulk_wait_group(0, read=True)
+            arch.sync_warp()
+            m_block = next_tile(m_block, walk)
+        if arch.lane_idx() == 0:
+            arch.cp_async_bulk_wait_group(0)
+            if const_expr(config.ordered) and before >= 0:
+                give_turn(gTurns, before, config)
+
+
+@cute.jit
+def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
+    """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
+    m_blocks = tensors.sum_dQ.shape[2]
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        head = block.head_k * group + g
+        gTurns = tensors.turns[block.batch, head, None, consumer]
+        m_block, before = walk.start, Int32(-1)
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+            now = Int32(0)
+            if arch.lane_idx() == 0:
+                now = turn_now(gTurns, m_block)
+            if before >= 0:
+                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+            if arch.lane_idx() == 0:
+                if before >= 0:
+                    give_turn(gTurns, before, config)
+                while now != turn:
+                    now = turn_now(gTurns, m_block)
+                sm.first[consumer] = Int32(turn == 0)
+            arch.sync_warp()
+            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+            before = m_block
+            m_block = next_tile(m_block, walk)
+        if before >= 0:
+            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+            if arch.lane_idx() == 0:
+                give_turn(gTurns, before, config)
+
+
+@cute.jit
+def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int32, config: Constexpr[Config]):
+    """A warpgroup's part of a tile of dQ from shared to global memory, by one thread."""
+    numbers = const_expr(THREADS * config.dq_numbers)
+    arch.inline_ptx(
+        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
+        read_only_args=[
+            (gSum.iterator + consumer * numbers).toint(),
+            sm.dQ[None, None, None, consumer].iterator.toint(),
+            Int32(4 * numbers),
+        ],
+    )
+
+
+@cute.jit
+def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
+    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+@cute.jit
+def give_turn(gTurns: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
+    """What was added is there before the next one's turn is."""
+    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
+    how = const_expr("release" if config.release else "relaxed")
+    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[address])

@@ -1,0 +1,246 @@
+"""Consumers of the backward pass on Hopper, for heads beyond 128: two warpgroups have the same 64 keys, and half of the columns each.
+
+dK and dV of 64 keys and 256 columns fill the registers of two warpgroups, so S^T = K Q^T and P belong to the first, dP^T = V dO^T and dS to the
+second. P goes through shared memory to the second, and both P and dS come from there for dV += P^T dO, dK += dS^T Q and dQ = dS K, of which each
+warpgroup computes its columns.
+
+The products of the next tile's scores are issued ahead of those for this tile's gradients, so that exponentials run under these.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs
+from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_tiles import (
+    FAR,
+    THREADS,
+    WARP,
+    Barrier,
+    Mma,
+    Pipes,
+    Smem,
+    add_vectors,
+    hide,
+    per_query,
+    probabilities,
+    transposed,
+)
+from tilewise.hopper import fragments, tma
+from tilewise.hopper.dsl import (
+    Constexpr,
+    Float32,
+    Int32,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+    warp,
+    warpgroup,
+)
+
+
+class Tile(NamedTuple):
+    """What a consumer's thread holds of its tile from beginning to end."""
+
+    mma: Mma
+    tSrA: cute.Tensor  # descriptors: of K and Q in the first warpgroup, of V and dO in the second
+    tSrB: cute.Tensor
+    tVrP: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrdS: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor
+    tQrK: tuple  # a piece each
+    store: cute.TiledCopy  # of P in the first warpgroup, of dS in the second
+    tOut: cute.Tensor
+    load: cute.TiledCopy  # of P in the second
+    tIn: cute.Tensor
+    statistics: cute.Tensor  # (2, tile_m / 8, stages): log-sum-exp in the first, -delta in the second
+    tScS: cute.Tensor  # (key, query) of each number of S^T
+    begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
+    end: cute.Tensor
+    acc_S: cute.Tensor  # or dP
+    acc_dQ: cute.Tensor  # a piece
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    first: cute.Tensor
+    sums: cute.Tensor  # of dQ: (heads of the group, m_blocks, .), from this thread's first number on
+    scale_log2: Float32
+    consumer: Int32
+
+
+class Place(NamedTuple):
+    """A tile of queries."""
+
+    head: Int32  # in the group
+    m_block: Int32
+
+
+@cute.jit
+def consume(
+    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    scale: Float32, scale_log2: Float32, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
+    """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
+    thread = arch.thread_idx()[0] - THREADS
+    tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, scores, config)
+    tile.acc_dK.fill(0.0)
+    tile.acc_dV.fill(0.0)
+    pipes.k.consumer_wait(tma.at_first(1))
+    pipes.v.consumer_wait(tma.at_first(1))
+    tiles = (walk.last - walk.first) * (tensors.Q.shape[2] // tensors.K.shape[2])
+    if tiles > 0:
+        state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
+        (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
+        issue_scores(tile, state)
+        warpgroup.wait_group(0)
+        pass_on(tile, state, place, walk, scores, config)
+        for _i in cutlass.range(tiles - 1, unroll=1):
+            after = next_place(place, walk)
+            state = step(tile, pipes, state, place, after, walk, scores, True, config)
+            place = after
+        step(tile, pipes, state, place, place, walk, scores, False, config)
+    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+
+
+@cute.jit
+def make_tile(
+    tensors: Tensors, sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32,
+    scores: Constexpr[bool], config: Constexpr[Config],
+) -> Tile:  # fmt: skip
+    s, (dv, dk, dq) = mma.s.get_slice(0), (x.get_slice(consumer * THREADS) for x in (mma.dv, mma.dk, mma.dq))
+    store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(not scores, 4), sm.dS.element_type), mma.s)
+    load = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sm.dS.element_type), mma.s)
+    own = thread % THREADS
+    tScS = mma.s.get_slice(own).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
+    at = fragments.by_rows(tScS)
+    begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
+    for r in range_constexpr(fragments.ROWS):
+        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        if begin[r] >= end[r]:
+            begin[r], end[r] = Int32(FAR), Int32(0)
+    pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    sums = tensors.sum_dQ[block.batch, None, None, None]
+    sums = cute.domain_offset((block.head_k * group, 0, consumer * THREADS * config.dq_numbers + own * 4), sums)
+    shape_dQ = (64, config.dq_width * config.dq_grid[1])
+    pieces = [cute.local_tile(transposed(sm.K)[None, None, 0], (shape_dQ[1], config.tile_n), (p, 0)) for p in range(config.dq_pieces)]
+    pieces_of_K = tuple(dq.make_fragment_B(dq.partition_B(piece)) for piece in pieces)
+    return Tile(
+        mma=mma,
+        tSrA=s.make_fragment_A(s.partition_A(sm.K if const_expr(scores) else sm.V))[None, None, None, 0],
+        tSrB=s.make_fragment_B(s.partition_B(sm.Q if const_expr(scores) else sm.dO)),
+        tVrP=dv.make_fragment_A(dv.partition_A(sm.P)),
+        tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
+        tKrdS=dk.make_fragment_A(dk.partition_A(transposed(sm.dS))),
+        tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
+        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
+        tQrK=pieces_of_K,
+        store=store,
+        tOut=store.get_slice(own).partition_D(sm.P if const_expr(scores) else transposed(sm.dS)),
+        load=load,
+        tIn=load.get_slice(own).partition_S(sm.P),
+        statistics=cute.make_tensor((sm.lse if const_expr(scores) else sm.minus_delta).iterator + at[0, 0][1], pairs),
+        tScS=tScS,
+        begin=begin,
+        end=end,
+        acc_S=cute.make_rmem_tensor(s.partition_shape_C((config.tile_n, config.tile_m)), Float32),
+        acc_dQ=cute.make_rmem_tensor(dq.partition_shape_C(shape_dQ), Float32),
+        acc_dK=cute.make_rmem_tensor(dk.partition_shape_C((config.tile_n, config.head_dim)), Float32),
+        acc_dV=cute.make_rmem_tensor(dv.partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
+        first=sm.first,
+        sums=sums,
+        scale_log2=scale_log2,
+        consumer=consumer,
+    )
+
+
+@cute.jit
+def next_place(place: Place, walk: Walk) -> Place:
+    m_block = next_tile(place.m_block, walk)
+    return Place(place.head + Int32(m_block == walk.start), m_block)
+
+
+@cute.jit
+def issue_scores(tile: Tile, state: pipeline.PipelineState):
+    fragments.product(tile.mma.s, tile.acc_S, tile.tSrA, tile.tSrB[None, None, None, state.index], False)
+
+
+@cute.jit
+def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk, scores: Constexpr[bool], config: Constexpr[Config]):
+    """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is told."""
+    shape = tile.acc_S.layout
+    rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
+    statistics = per_query(tile.statistics, state.index)
+    if const_expr(scores):
+        if place.m_block < walk.free_first or place.m_block >= walk.free_last:
+            hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
+        probabilities(tile.acc_S, statistics, tile.scale_log2)
+    else:
+        arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
+        P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
+        cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
+        dP, p = fragments.by_rows(tile.acc_S), fragments.by_rows(P)
+        for r in range_constexpr(fragments.ROWS):
+            for c in range_constexpr(cute.size(dP, mode=[1])):
+                dP[r, c] = p[r, c].to(Float32) * (dP[r, c] + statistics[c])
+    fragments.round_into(rounded, tile.acc_S)
+    cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=Barrier.OWN + tile.consumer, number_of_threads=THREADS)
+    arch.barrier_arrive(barrier_id=Barrier.P if const_expr(scores) else Barrier.DS, number_of_threads=2 * THREADS)
+
+
+@cute.jit
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, place: Place, after: Place, walk: Walk,
+    scores: Constexpr[bool], has_next: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
+    """The gradients of one tile of queries, and under their products the scores of the next. A stage is that of Q, dO, P and dS."""
+    stage, upcoming = state.index, state.clone()
+    upcoming.advance()
+    if const_expr(has_next):
+        (pipes.q if const_expr(scores) else pipes.do).consumer_wait(upcoming)
+        issue_scores(tile, upcoming)
+    (pipes.do if const_expr(scores) else pipes.q).consumer_wait(state)
+    fragments.product(tile.mma.dv, tile.acc_dV, tile.tVrP[None, None, None, stage], tile.tVrdO[None, None, None, stage], True)
+    if const_expr(scores):
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there
+    issue_dQ(tile, stage, 0)
+    fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, stage], tile.tKrQ[None, None, None, stage], True)
+    if const_expr(has_next):
+        warpgroup.wait_group(3)
+        pass_on(tile, upcoming, after, walk, scores, config)
+    warpgroup.wait_group(1)  # dV is there, and the first piece of dQ
+    pipes.do.consumer_release(state)
+    add(tile, place, 0, config)
+    if const_expr(config.dq_pieces == 2):
+        issue_dQ(tile, stage, 1)
+    warpgroup.wait_group(0)
+    pipes.q.consumer_release(state)
+    if const_expr(config.dq_pieces == 2):
+        add(tile, place, 1, config)
+    return upcoming
+
+
+@cute.jit
+def issue_dQ(tile: Tile, stage: Int32, piece: Constexpr[int]):
+    fragments.product(tile.mma.dq, tile.acc_dQ, tile.tQrdS[None, None, None, stage], tile.tQrK[piece], False)
+
+
+@cute.jit
+def add(tile: Tile, place: Place, piece: Constexpr[int], config: Constexpr[Config]):
+    """A piece of dQ to the sum in global memory; all of a tile within one turn."""
+    numbers = const_expr(config.dq_numbers // config.dq_pieces)
+    address = tile.sums[place.head, place.m_block, None].iterator.toint() + 4 * THREADS * numbers * piece
+    flat = cute.make_tensor(tile.acc_dQ.iterator, cute.make_layout((4, numbers // 4)))
+    if const_expr(config.ordered and piece == 0):
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+    add_vectors(tile, flat, address, config)
+    if const_expr(config.ordered and piece == config.dq_pieces - 1):
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)

@@ -1,0 +1,82 @@
+"""Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    sees: Literal["all", "from", "interval"]  # a key is seen by: all queries, those from a beginning on, those from a beginning to an end
+    tile_m: int  # queries
+    tile_n: int  # keys
+    stages: int = 2  # of Q and dO
+    ds_stages: int = 2
+    dq_consumers: int = 2  # warpgroups that compute dQ
+    direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
+    ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
+
+    release: bool = True
+    delta_in: bool = True  # -delta is in dP's registers before dP is
+    rotate: bool = True  # where all keys are seen, walks begin evenly spread
+    copied: bool = False  # dK and dV leave by way of the copy engine
+    chained: bool = False  # a kernel starts while the one before it ends
+    early: bool = False  # dV is issued before dP is there
+    split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_n // 64 if self.split == "keys" else 2
+
+    @property
+    def dq_grid(self) -> tuple[int, int]:
+        """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
+        return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of dQ that a warpgroup computes at a time."""
+        return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
+
+    @property
+    def dq_numbers(self) -> int:
+        """Of dQ that one of their threads holds."""
+        return self.tile_m * self.head_dim // (128 * self.dq_consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+
+# (head_dim, head_dim_v): fields of Config.
+TILES = {
+    (64, 64): dict(tile_m=128, tile_n=128),
+    (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
+    (128, 128): dict(tile_m=64, tile_n=128),
+}
+
+# Not yet run on a GPU.
+WIDE = {
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
+}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
+    dims = tile_dims(head_dim, head_dim_v)
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)

@@ -1,0 +1,108 @@
+"""The end of a block of keys in the backward pass on Hopper: dK and dV from registers to global memory, each warp its 16 rows."""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_order import Band, Block
+from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns
+from tilewise.hopper import fragments, tma
+from tilewise.hopper.dsl import (
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    arch,
+    const_expr,
+    cpasync,
+    cute,
+    range_constexpr,
+    warp,
+    warpgroup,
+)
+
+ROWS = 16  # of a warp
+
+
+class Stores(NamedTuple):
+    dK: tma.Tma
+    dV: tma.Tma
+
+
+class Outputs(NamedTuple):
+    """(batch, seqlen_k, heads_k, head_dim), and how the copy engine stores them."""
+
+    dK: cute.Tensor
+    dV: cute.Tensor
+    stores: Stores
+
+
+@cute.jit
+def write(
+    tensors: Tensors, outputs: Outputs, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """dK = scale * acc_dK, and dV; what the mask must keep out of them is repaired."""
+    thread = arch.thread_idx()[0] - THREADS
+    gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (outputs.dK, outputs.dV))
+    finite = Boolean(True)
+    if const_expr(config.sees != "all"):
+        finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
+    if const_expr(config.copied):
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
+        store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, config)
+        store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, config)
+        arch.cp_async_bulk_wait_group(0, read=True)
+    else:
+        cdK = mma.dk.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
+        cdV = mma.dv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim_v)))
+        parts.store_tile(gdV, acc_dV, cdV, block.n0, Float32(1.0))
+        parts.store_tile(gdK, acc_dK, cdK, block.n0, scale)
+    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
+        arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
+        rows, share = place_of(thread // WARP, config)
+        parts.repair_dKV(tensors, gdK, gdV, block.n0 + rows * ROWS, share, block.head_k, block.batch, band, scale, scale_log2, config)
+
+
+def place_of(number: Int32, config: Config) -> tuple[Int32, Int32]:
+    """Of a consumer's warp: which 16 of the block's keys, and which of the parts of the columns."""
+    return number % (config.tile_n // ROWS), number // (config.tile_n // ROWS)
+
+
+def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
+    """For storing dK or dV, 16 rows of `box_columns(share)` at a time. mX: (seqlen, dim, heads, batch)."""
+    box = ROWS, box_columns(share)
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box[1] == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, mX.element_type), box, order=(0, 1))
+    return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, layout, box))
+
+
+@cute.jit
+def store(
+    acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, config: Constexpr[Config]
+):
+    """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows."""
+    thread = arch.thread_idx()[0] - THREADS
+    r = cute.make_rmem_tensor_like(acc, sX.element_type)
+    for i in range_constexpr(cute.size(acc)):
+        acc[i] *= scale
+    fragments.round_into(r, acc)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), tiled_mma).get_slice(thread)
+    cute.copy(copy, copy.retile(r), copy.partition_D(sX))
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    number = arch.make_warp_uniform(thread // WARP)
+    rows, share = place_of(number, config)
+    shares = const_expr(1 if config.split == "keys" else config.consumers)
+    width = const_expr(cute.size(sX, mode=[1]) // shares)
+    box = const_expr((ROWS, box_columns(width)))
+    gX = target.gmem[None, None, block.head_k, block.batch]
+    if block.n0 + rows * ROWS < gX.shape[0]:
+        for c in range_constexpr(width // box[1]):
+            column = share * (width // box[1]) + c
+            piece = cute.local_tile(sX, box, (rows, column))
+            place = cute.local_tile(gX, box, (block.n0 // ROWS + rows, column))
+            s, g = cpasync.tma_partition(target.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2))
+            cute.copy(target.atom, s, g)
+    arch.cp_async_bulk_commit_group()

@@ -1,0 +1,250 @@
+"""Consumers of the backward pass on Hopper, for heads up to 128: each warpgroup has 64 keys of its own, with all columns of their dK and dV.
+
+Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in the registers from which dV += P^T dO and
+dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ = dS K, which the warpgroups compute together.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_epilogue import Outputs
+from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_tiles import (
+    FAR,
+    THREADS,
+    WARP,
+    Barrier,
+    Mma,
+    Pipes,
+    Smem,
+    add_directly,
+    hide,
+    per_query,
+    probabilities,
+    transposed,
+)
+from tilewise.hopper import fragments, tma
+from tilewise.hopper.dsl import (
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+    warp,
+    warpgroup,
+)
+
+
+class Tile(NamedTuple):
+    """What a consumer's thread holds of its tile from beginning to end."""
+
+    mma: Mma
+    tSrK: cute.Tensor  # descriptors of the operands in shared memory
+    tSrQ: cute.Tensor
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor
+    tQrK: cute.Tensor
+    copy_dS: cute.TiledCopy
+    tdSsdS: cute.Tensor
+    tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
+    first: cute.Tensor
+    tlse: cute.Tensor  # (2, tile_m / 8, stages)
+    tdelta: cute.Tensor
+    tScS: cute.Tensor  # (key, query) of each number of S^T
+    begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
+    end: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    scale_log2: Float32
+    consumer: Int32
+
+
+@cute.jit
+def consume(
+    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
+    """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
+    thread = arch.thread_idx()[0] - THREADS
+    tile = make_tile(sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
+    tile.acc_dK.fill(0.0)
+    tile.acc_dV.fill(0.0)
+    pipes.k.consumer_wait(tma.at_first(1))
+    pipes.v.consumer_wait(tma.at_first(1))
+    state = tma.at_first(config.stages)
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    for g in cutlass.range(group, unroll=1):
+        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
+        m_block = walk.start
+        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+            masked = m_block < walk.free_first or m_block >= walk.free_last
+            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
+            m_block = next_tile(m_block, walk)
+    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+
+
+@cute.jit
+def make_tile(
+    sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32, has_dQ: Constexpr[bool],
+    config: Constexpr[Config],
+) -> Tile:  # fmt: skip
+    s, dv, dk, dq = (x.get_slice(consumer * THREADS) for x in mma)
+    copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), sm.dS.element_type), mma.s)
+    tScS = mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
+    at = fragments.by_rows(tScS)
+    begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
+    for r in range_constexpr(fragments.ROWS):
+        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        if begin[r] >= end[r]:
+            begin[r], end[r] = Int32(FAR), Int32(0)
+    pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
+    return Tile(
+        mma=mma,
+        tSrK=s.make_fragment_A(s.partition_A(sm.K))[None, None, None, 0],
+        tSrQ=s.make_fragment_B(s.partition_B(sm.Q)),
+        tPrV=s.make_fragment_A(s.partition_A(sm.V))[None, None, None, 0],
+        tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
+        tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
+        tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
+        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
+        tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
+        copy_dS=copy_dS,
+        tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
+        tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
+        first=sm.first,
+        tlse=tlse,
+        tdelta=tdelta,
+        tScS=tScS,
+        begin=begin,
+        end=end,
+        acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
+        acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
+        scale_log2=scale_log2,
+        consumer=consumer,
+    )
+
+
+@cute.jit
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
+    stage, shape = state.index, (config.tile_n, config.tile_m)
+    pipes.q.consumer_wait(state)
+    if const_expr(config.delta_in):
+        pipes.do.consumer_wait(state)
+        acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
+        acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+        fragments.product(tile.mma.s, acc_dP, tile.tPrV, tile.tPrdO[None, None, None, stage], True)
+    else:
+        acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+        pipes.do.consumer_wait(state)
+        acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
+    lse = per_query(tile.tlse, stage)
+    warpgroup.wait_group(1)  # S is there, dP is not
+    if masked:
+        hide(tile, acc_S, m_block * config.tile_m, config)
+    probabilities(acc_S, lse, tile.scale_log2)
+    P = as_left_operand(tile.mma.dv, acc_S, config)
+    if const_expr(config.early):
+        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+        warpgroup.wait_group(1)
+    else:
+        warpgroup.wait_group(0)
+    if const_expr(not config.delta_in):
+        add_to_rows(acc_dP, per_query(tile.tdelta, stage))
+    differentiate(acc_dP, acc_S)
+    dS = as_left_operand(tile.mma.dk, acc_dP, config)
+    ds_stage = stage if const_expr(config.ds_stages > 1) else 0
+    if const_expr(config.ds_stages == 1):
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
+    values = cute.make_tensor(dS.iterator, acc_dP.layout)
+    cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
+    if const_expr(not config.early):
+        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
+    if const_expr(has_dQ):
+        acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, ds_stage], tile.tQrK)
+    if const_expr(has_dQ):
+        warpgroup.wait_group(1)  # dV is there, and dO read
+        pipes.do.consumer_release(state)
+    fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
+    warpgroup.wait_group(1)  # dQ is there; without it, dV
+    if const_expr(has_dQ):
+        hand_over(tile, acc_dQ, gSum, config)
+    else:
+        pipes.do.consumer_release(state)
+    warpgroup.wait_group(0)
+    pipes.q.consumer_release(state)
+    state.advance()
+    return state
+
+
+@cute.jit
+def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
+    """-delta in every row of an accumulator, to which dP is then added: a subtraction less for each number of S.
+
+    pairs: (2, tile_m / 8) in shared memory. Each register is read on its own: copies of one for the other row would come to lie between the
+    products, and ptxas then waits for the first before it issues the second (C7517, DSL 4.8.1).
+    """
+    acc_dP = cute.make_rmem_tensor(like.shape, Float32)
+    dP = fragments.by_rows(acc_dP)
+    for c in range_constexpr(cute.size(pairs, mode=[1])):
+        for r in range_constexpr(fragments.ROWS):
+            dP[r, 2 * c], dP[r, 2 * c + 1] = arch.inline_ptx(
+                "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                write_only_types=[Float32, Float32],
+                read_only_args=[pairs[None, c].iterator.toint()],
+            )
+    return acc_dP
+
+
+@cute.jit
+def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
+    """numbers: one for each of this thread's columns."""
+    rows = fragments.by_rows(acc)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] += numbers[c]
+
+
+@cute.jit
+def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
+    """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
+    for i in range_constexpr(cute.size(acc_dP)):
+        acc_dP[i] = acc_P[i] * acc_dP[i]
+
+
+@cute.jit
+def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
+    """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
+    mma = tiled_mma.get_slice(0)
+    rounded = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
+    fragments.round_into(rounded, acc)
+    return rounded
+
+
+@cute.jit
+def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+    """dQ of this warpgroup to the warp that adds it up, or to global memory, while dK is being computed. gSum: of this tile."""
+    flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // 4)))
+    if const_expr(config.direct):
+        add_directly(tile, flat, gSum, config)
+    else:
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+        cute.autovec_copy(flat, tile.tdQsdQ)
+        arch.fence_proxy("async.shared", space="cta")
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)

@@ -1,0 +1,163 @@
+"""Who computes what, and in which order, in the backward pass on Hopper: blocks of keys, their walks over tiles of queries, turns at dQ.
+
+Every block of keys adds to the dQ of the queries that see it. In which order these sums are made decides about their last bits, so it is fixed,
+and chosen such that hardly anybody waits: `turn_of`.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
+
+
+class Band(NamedTuple):
+    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none."""
+
+    q0: Int32
+    q1: Int32
+    k0: Int32
+    k1: Int32
+    lo: Int32
+    hi: Int32
+
+
+class Order(NamedTuple):
+    """Of the thread blocks."""
+
+    slots: Int32  # how many the machine runs at a time
+    together: Int32  # heads that take turns
+
+
+class Block(NamedTuple):
+    """What one thread block computes: 64 * consumers keys of one head."""
+
+    n0: Int32
+    head_k: Int32
+    batch: Int32
+    first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
+    last_mate: Int32
+
+
+class Walk(NamedTuple):
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
+
+    start: Int32
+    step: Int32  # 1, or -1 where it begins at the last
+    first: Int32
+    last: Int32
+    free_first: Int32
+    free_last: Int32
+
+
+@cute.jit
+def keys_seen(row: Int32, band: Band):
+    """[begin, end) of the keys that a query sees."""
+    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
+    if row < band.q0 or row >= band.q1:
+        end = begin
+    return begin, end
+
+
+@cute.jit
+def queries_seeing(key: Int32, band: Band):
+    """[begin, end) of the queries that see a key."""
+    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
+    if key < band.k0 or key >= band.k1:
+        end = begin
+    return begin, end
+
+
+class Visitors(NamedTuple):
+    """Blocks of keys [first, last) whose walk visits a tile of queries."""
+
+    first: Int32
+    last: Int32
+
+
+@cute.jit
+def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Visitors:
+    """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
+    if const_expr(config.sees == "all"):
+        return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
+    top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
+    begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
+    first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
+    if bottom < band.q0 or top >= band.q1 or begin >= band.k1 or end <= band.k0:
+        last = first
+    return Visitors(first, max(first, last))
+
+
+@cute.jit
+def block_of(number: Int32, n_blocks: Int32, heads_k: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
+    """The block's share of `heads` (of all sequences): `together` heads take turns, each with its first keys first.
+
+    Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
+    wait for each other.
+    """
+    first_head = number // (order.together * n_blocks) * order.together
+    begin, together = first_head * n_blocks, min(order.together, heads - first_head)
+    n_block, head = (number - begin) // together, (number - begin) % together
+    first_of_wave = number // order.slots * order.slots
+    before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
+    until = max(first_of_wave + order.slots - begin - head + together - 1, 0) // together
+    head += first_head
+    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, before, min(until, n_blocks))
+
+
+@cute.jit
+def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr[Config]) -> Walk:
+    """Empty where no query sees any of the keys. Rows beyond the last query need no mask: their log-sum-exp is +inf, so P = 0.
+
+    Where it begins and which way it goes: see `turn_of`.
+    """
+    tile_m, tile_n, n0 = config.tile_m, config.tile_n, block.n0
+    m_blocks = cute.ceil_div(seqlen_q, tile_m)
+    if const_expr(config.sees == "all"):
+        free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
+        start = (n0 // tile_n - block.first_mate) * m_blocks // (block.last_mate - block.first_mate)
+        if const_expr(not config.rotate):
+            start = Int32(0)
+        return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+    left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the keys that anybody sees
+    begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of them
+    first = max(begin, 0) // tile_m
+    last = max(cute.ceil_div(max(end, 0), tile_m), first)
+    if left > right:
+        last = first
+    begin, end = max(band.q0, n0 + tile_n - 1 - band.hi), min(band.q1, n0 - band.lo + 1)  # that see all
+    if n0 < band.k0 or n0 + tile_n > band.k1:
+        end = begin
+    free_first = min(max(cute.ceil_div(max(begin, 0), tile_m), first), last)
+    free_last = max(end, 0) // tile_m
+    if end >= seqlen_q:
+        free_last = last
+    return Walk(last - 1, Int32(-1), first, last, free_first, min(max(free_last, free_first), last))
+
+
+@cute.jit
+def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+    """How many blocks of keys add to a tile of dQ before this one, in an order that keeps nobody waiting.
+
+    All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
+    that began at this tile or before it the last comes first, and then the others, again the last first.
+
+    Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
+    from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
+    """
+    n_block = block.n0 // config.tile_n
+    visitors = visitors_of(m_block, band, seqlen_k, config)
+    if const_expr(config.sees != "all"):
+        return n_block - visitors.first
+    mates = block.last_mate - block.first_mate
+    begun = block.first_mate + min(cute.ceil_div((m_block + 1) * mates, m_blocks), mates)
+    return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)
+
+
+@cute.jit
+def next_tile(m_block: Int32, walk: Walk) -> Int32:
+    after = m_block + walk.step
+    if after == walk.last:
+        after = walk.first
+    if after < walk.first:
+        after = walk.last - 1
+    return after

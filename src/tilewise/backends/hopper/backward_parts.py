@@ -1,0 +1,246 @@
+"""What the backward pass on Hopper does before and after its main kernel.
+
+`prepare`: delta = rowsum(dO O) - dLSE (Eq. 23, 28), the log-sum-exp in powers of two, zeros where dQ is summed up.
+`finish`: dQ = scale * the sum, in the inputs' dtype.
+`repair_dQ`, `repair_dKV`: gradients again from the visible pairs alone, where a hidden NaN or infinity met a P = 0 in a product of tiles.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_order import Band, keys_seen, queries_seeing, visitors_of
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+WARP = 32
+THREADS = 256  # of a block of `prepare`
+LANES = 8  # that share a row in `prepare`
+VECTOR = 8  # 16-bit numbers in a 16-byte read
+LOG2_E = 1.4426950408889634
+
+
+class Tensors(NamedTuple):
+    """As torch has them: (batch, seqlen, heads, head_dim), but for what says otherwise."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    dO: cute.Tensor
+    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two, +inf for a row without keys
+    minus_delta: cute.Tensor  # likewise: -delta
+    sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
+    turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
+
+
+@cute.kernel
+def prepare(
+    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32,
+    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, config: Constexpr[Config],
+):  # fmt: skip
+    """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
+    thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
+    gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
+    if const_expr(config.chained):
+        arch.griddepcontrol_launch_dependents()
+    lane = thread % LANES
+    for i in range_constexpr(config.tile_m * LANES // THREADS):
+        row = m_block * config.tile_m + i * (THREADS // LANES) + thread // LANES
+        base, total = Float32.inf, Float32(0.0)
+        if row < gO.shape[0]:
+            for c in cutlass.range(lane, gO.shape[1] // VECTOR, LANES, unroll=1):
+                total += dot(gO[row, None], gdO[row, None], c)
+        total = arch.warp_reduction_sum(total, threads_in_group=LANES)
+        if row < gO.shape[0]:
+            natural = mL[batch, head, row]
+            if has_dL != 0:
+                total -= mdL[batch, head, row]
+            if natural == -Float32.inf:
+                total = Float32(0.0)
+            else:
+                base = natural * LOG2_E
+        else:
+            total = Float32(0.0)
+        if lane == 0:
+            lse[batch, head, row] = base
+            minus_delta[batch, head, row] = -total
+    if const_expr(config.ordered):
+        if thread < config.dq_consumers:
+            turns[batch, head, m_block, thread] = 0
+    else:
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        gSum = sum_dQ[batch, head, m_block, None]
+        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
+            cute.autovec_copy(zeros, vector(gSum, i, 4))
+
+
+@cute.jit
+def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
+    """Number i of the aligned vectors of 16 bytes that a row consists of."""
+    return cute.make_tensor((gX.iterator + numbers * i).align(16), cute.make_layout(numbers))
+
+
+@cute.jit
+def dot(a: cute.Tensor, b: cute.Tensor, i: Int32) -> Float32:
+    """Of the 8 numbers from 8 i on."""
+    x, y = (cute.make_rmem_tensor(VECTOR, g.element_type) for g in (a, b))
+    cute.autovec_copy(vector(a, i, VECTOR), x)
+    cute.autovec_copy(vector(b, i, VECTOR), y)
+    total = Float32(0.0)
+    for j in range_constexpr(VECTOR):
+        total += x[j].to(Float32) * y[j].to(Float32)
+    return total
+
+
+@cute.kernel
+def finish(
+    tensors: Tensors, mdQ: cute.Tensor, band: Band, scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config]
+):
+    """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
+    thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
+    if const_expr(config.chained):
+        arch.griddepcontrol_wait()
+    gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
+    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
+    acc = cute.make_rmem_tensor(cdQ.shape, Float32)
+    numbers = cute.size(acc)
+    flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
+    first = thread // 128 * (numbers // 4) * 128 + thread % 128
+    acc.fill(0.0)
+    visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+    if const_expr(not config.ordered) or visitors.first < visitors.last:
+        for i in range_constexpr(numbers // 4):
+            cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+    store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
+        repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
+
+
+@cute.jit
+def store_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
+    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc."""
+    pair = cute.make_rmem_tensor(2, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 2):
+        row, column = row0 + at[i][0], at[i][1]
+        if row < gX.shape[0] and column < gX.shape[1]:
+            pair[0], pair[1] = (acc[i] * scale).to(gX.element_type), (acc[i + 1] * scale).to(gX.element_type)
+            target = cute.make_tensor((gX[row, None].iterator + column).align(4), cute.make_layout(2))
+            cute.autovec_copy(pair, target)
+
+
+@cute.jit
+def all_finite(x: cute.Tensor) -> Boolean:
+    finite = Boolean(True)
+    for i in range_constexpr(cute.size(x)):
+        finite = finite and (x[i] < Float32.inf and x[i] > -Float32.inf)
+    return finite
+
+
+class Head(NamedTuple):
+    """(seqlen, head_dim) and (rows,) of one query head and its key head."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    dO: cute.Tensor
+    lse: cute.Tensor
+    minus_delta: cute.Tensor
+
+
+@cute.jit
+def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
+    rows = (x[batch, None, head, None] for x in (tensors.Q, tensors.dO))
+    Q, dO = rows
+    keys = (x[batch, None, head_k, None] for x in (tensors.K, tensors.V))
+    K, V = keys
+    return Head(Q, K, V, dO, tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None])
+
+
+@cute.jit
+def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32):
+    """P and dS of query i and key j, which sees it."""
+    s, dp = Float32(0.0), Float32(0.0)
+    for c in cutlass.range(at.Q.shape[1], unroll=4):
+        s += at.Q[i, c].to(Float32) * at.K[j, c].to(Float32)
+    for c in cutlass.range(at.dO.shape[1], unroll=4):
+        dp += at.dO[i, c].to(Float32) * at.V[j, c].to(Float32)
+    p = cute.math.exp2(s * scale_log2 - at.lse[i], fastmath=True)
+    return p, p * (dp + at.minus_delta[i])
+
+
+@cute.jit
+def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32):
+    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on."""
+    column = column0 + arch.lane_idx()
+    for t in cutlass.range(count, unroll=1):
+        w = arch.shuffle_sync(weight, t)
+        for x in range_constexpr(cute.size(total)):
+            if x * WARP + column < gX.shape[1]:
+                total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+
+
+@cute.jit
+def write_row(gX: cute.Tensor, row: Int32, total: cute.Tensor, scale: Float32, column0: Int32):
+    column = column0 + arch.lane_idx()
+    for x in range_constexpr(cute.size(total)):
+        if x * WARP + column < gX.shape[1]:
+            gX[row, x * WARP + column] = (total[x] * scale).to(gX.element_type)
+
+
+@cute.jit
+def repair_dQ(
+    tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup. Rare, so it is short rather than fast: a lane a key
+    for dS, a lane a column for the sum.
+    """
+    at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
+    lane, warp = arch.lane_idx(), arch.thread_idx()[0] // WARP
+    over_rows, over_columns = config.dq_grid
+    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * config.dq_width
+    arch.sync_warp()
+    for i in cutlass.range(16 * config.dq_pieces, unroll=1):
+        row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
+        if row < gdQ.shape[0]:
+            begin, end = keys_seen(row, band)
+            dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
+            dq.fill(0.0)
+            for j0 in cutlass.range(begin, end, WARP, unroll=1):
+                ds = Float32(0.0)
+                if j0 + lane < end:
+                    _, ds = pair_weights(at, row, j0 + lane, scale_log2)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column)
+            write_row(gdQ, row, dq, scale, column)
+
+
+@cute.jit
+def repair_dKV(
+    tensors: Tensors, gdK: cute.Tensor, gdV: cute.Tensor, n0: Int32, share: Int32, head_k: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """dK and dV of the 16 keys from n0 on, which this warp has written, again: likewise, over the query heads of the group.
+
+    share: which of the warpgroups' parts of the columns, where these are split.
+    """
+    parts = const_expr(2 if config.split == "columns" else 1)
+    width_k, width_v = const_expr(config.head_dim // parts), const_expr(config.head_dim_v // parts)
+    lane, group = arch.lane_idx(), tensors.Q.shape[2] // tensors.K.shape[2]
+    arch.sync_warp()
+    for i in cutlass.range(16, unroll=1):
+        key = n0 + i
+        if key < gdK.shape[0]:
+            begin, end = queries_seeing(key, band)
+            dk = cute.make_rmem_tensor(width_k // WARP, Float32)
+            dv = cute.make_rmem_tensor(width_v // WARP, Float32)
+            dk.fill(0.0)
+            dv.fill(0.0)
+            for g in cutlass.range(group, unroll=1):
+                at = head_of(tensors, batch, head_k * group + g, head_k)
+                for i0 in cutlass.range(begin, end, WARP, unroll=1):
+                    p, ds = Float32(0.0), Float32(0.0)
+                    if i0 + lane < end:
+                        p, ds = pair_weights(at, i0 + lane, key, scale_log2)
+                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v)
+                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k)
+            write_row(gdK, key, dk, scale, share * width_k)
+            write_row(gdV, key, dv, Float32(1.0), share * width_v)

@@ -1,0 +1,193 @@
+"""What the roles of the backward kernel on Hopper share: tiles in shared memory, pipes, products, and what a tile of scores goes through."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.hopper import fragments, tma
+from tilewise.hopper.dsl import (
+    Constexpr,
+    Float32,
+    Int32,
+    Int64,
+    OperandMajorMode,
+    arch,
+    const_expr,
+    cute,
+    pipeline,
+    range_constexpr,
+    sm90,
+    warpgroup,
+)
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+FAR = 1 << 30  # beyond every row
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is the whole block's."""
+
+    DS = 1  # dS of all warpgroups is in shared memory
+    DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
+    DQ_FULL = 5  # likewise: it is written, or added
+    P = 8  # P is in shared memory
+    OWN = 9  # and the following, one a warpgroup: all of its threads are here
+
+
+class Smem(NamedTuple):
+    K: cute.Tensor  # (tile_n, head_dim, 1)
+    V: cute.Tensor  # (tile_n, head_dim_v, 1)
+    Q: cute.Tensor  # (tile_m, head_dim, stages)
+    dO: cute.Tensor  # (tile_m, head_dim_v, stages)
+    dS: cute.Tensor  # (tile_m, tile_n, ds_stages)
+    P: cute.Tensor | None  # likewise, (tile_n, tile_m, ds_stages), where columns are split: P^T
+    dQ: cute.Tensor | None  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32; None if it goes from registers
+    first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
+    lse: cute.Tensor  # (tile_m, stages) fp32
+    minus_delta: cute.Tensor  # (tile_m, stages) fp32
+
+
+class Layouts(NamedTuple):
+    """Of the tiles that products read."""
+
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
+    Q: cute.ComposedLayout
+    dO: cute.ComposedLayout
+    dS: cute.ComposedLayout
+
+
+class Pipes(NamedTuple):
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync  # with the tile's log-sum-exp
+    do: pipeline.PipelineTmaAsync  # with its -delta
+
+
+class Loads(NamedTuple):
+    K: tma.Tma
+    V: tma.Tma
+    Q: tma.Tma
+    dO: tma.Tma
+
+
+class Mma(NamedTuple):
+    """The products; the second word says where the left operand lies."""
+
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
+    dv: cute.TiledMma  # dV += P^T dO, registers
+    dk: cute.TiledMma  # dK += dS^T Q, registers
+    dq: cute.TiledMma  # dQ = dS K, shared memory
+
+
+def products(config, dtype) -> Mma:
+    smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    k, mn = OperandMajorMode.K, OperandMajorMode.MN
+    by_keys = config.split == "keys"
+    alone, shared = (config.consumers if by_keys else 1, 1, 1), (config.consumers, 1, 1) if by_keys else (1, config.consumers, 1)
+
+    def product(left, right, grid, columns, source=smem):
+        return sm90.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, grid, (64, columns), source)
+
+    return Mma(
+        product(k, k, alone, config.tile_m),
+        product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
+        product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
+        product(k, mn, (*config.dq_grid, 1), config.dq_width),
+    )
+
+
+def layouts_of(config, dtype) -> Layouts:
+    """Every tile has the dimension contiguous that memory has; products that sum over the other one read it transposed.
+
+    The columns that a warpgroup computes begin where a swizzled block of columns does.
+    """
+
+    def tile(rows, columns, stages, share):
+        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
+
+    dim, dim_v = config.head_dim, config.head_dim_v
+    parts = 1 if config.split == "keys" else config.consumers
+    return Layouts(
+        tile(config.tile_n, dim, 1, dim // parts),
+        tile(config.tile_n, dim_v, 1, dim_v // parts),
+        tile(config.tile_m, dim, config.stages, dim // parts),
+        tile(config.tile_m, dim_v, config.stages, dim_v // parts),
+        tile(config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
+    )
+
+
+def box_columns(share: int) -> int:
+    """Of a swizzled block: as wide as parts of `share` columns can have theirs to themselves."""
+    return 32 if share % 64 else 64
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
+
+
+@cute.jit
+def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
+    """The numbers of this thread's columns, (tile_m / 4,)."""
+    found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
+    cute.autovec_copy(pairs[None, None, stage], found)
+    return cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
+
+
+@cute.jit
+def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
+    """Whether the query of a column sees the key of row r."""
+    if const_expr(config.sees == "all"):
+        return tile.end[r] > 0
+    if const_expr(config.sees == "from"):
+        return column >= tile.begin[r] - m0
+    return column >= tile.begin[r] - m0 and column < tile.end[r] - m0
+
+
+@cute.jit
+def hide(tile, acc_S: cute.Tensor, m0: Int32, config: Constexpr[Config]):
+    """-inf for the pairs that are hidden, or whose key does not exist: P = 0 there, and dS = 0 unless dP is NaN (`repair_dKV`)."""
+    S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = S[r, c] if seen(tile, r, at[r, c][1], m0, config) else -Float32.inf
+
+
+@cute.jit
+def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes P = exp(S - LSE) (Eq. 24)."""
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse[c], fastmath=True)
+
+
+@cute.jit
+def add_directly(tile, flat: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+    """A warpgroup's part of a tile of dQ to the sum in global memory, when it is its turn."""
+    address = (gSum.iterator + tile.consumer * THREADS * config.dq_numbers + arch.thread_idx()[0] % THREADS * 4).toint()
+    if const_expr(config.ordered):
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+    add_vectors(tile, flat, address, config)
+    if const_expr(config.ordered):
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+
+
+@cute.jit
+def add_vectors(tile, flat: cute.Tensor, address: Int64, config: Constexpr[Config]):
+    """flat: (4, .), vectors of 16 bytes; a warp's lie side by side. The first block writes instead of adding."""
+    first = Int32(0)
+    if const_expr(config.ordered):
+        first = tile.first[tile.consumer]
+    if first != 0:
+        each_vector("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+    else:
+        each_vector("red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+
+
+@cute.jit
+def each_vector(instruction: Constexpr[str], flat: cute.Tensor, address: Int64):
+    for i in range_constexpr(cute.size(flat, mode=[1])):
+        arch.inline_ptx(instruction, read_only_args=[address + 16 * THREADS * i, *(flat[j, i] for j in range(4))])

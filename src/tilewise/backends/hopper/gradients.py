@@ -1,0 +1,104 @@
+"""The backward pass on Hopper, seen from torch: which problems it takes, what it allocates, and the call of the compiled kernels."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Causal, Mask
+from tilewise.problem import Call, Gradients, Problem
+
+LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
+MOST = 65535  # the second and third dimension of a grid: heads, batch
+CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
+FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Sentences that say why these kernels cannot compute the problem's gradients; empty when they can."""
+    wrong = []
+    dims = problem.head_dim, problem.head_dim_v
+    if tile_dims(*dims) is None:
+        largest = max(TILES)
+        wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
+    if problem.mask not in ("full", "band"):
+        wrong.append(f"its backward pass takes full masks and single bands (causal, window), not {problem.mask}")
+    missing = [name for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
+    return wrong + [f"its backward pass has no {name} yet" for name in missing]
+
+
+def config_of(call: Call) -> Config:
+    sees = "all" if call.mask.kind == "full" else "from" if isinstance(call.mask, Causal) else "interval"
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+
+
+def kernel(call: Call) -> tuple:
+    """What `compile.compiled` takes, for the one launch function of all three kernels."""
+    return LAUNCH, arguments, config_of(call)
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
+    """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates dQ in fp32 and two numbers a row."""
+    batch, seqlen_q, heads_q, _ = call.q.shape
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    if d_q.numel() == 0 or d_k.numel() == 0:
+        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), None, None)
+    config = config_of(call)
+    m_blocks = -(-seqlen_q // config.tile_m)
+    new = {"dtype": torch.float32, "device": call.q.device}
+    statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
+    slots = torch.cuda.get_device_properties(call.q.device).multi_processor_count
+    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
+    together = max(1, CACHE // per_head)
+    reaching = lse if d_lse is None else d_lse.to(torch.float32)
+    compute = hopper.compiled(LAUNCH, arguments, config)
+    numbers = *_band(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
+    tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
+    with torch.cuda.device(call.q.device):
+        for first in range(0, batch, MOST):
+            part = slice(first, first + MOST)
+            given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
+            compute(*given, slots, together, int(d_lse is not None), *numbers)
+    return Gradients(d_q, d_k, d_v, None, None)
+
+
+def arguments(config: Config) -> list:
+    """Stand-ins for `backward.launch`'s tensors, flag, band and scales."""
+    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+
+    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows, m_blocks = (hopper.size() for _ in range(9))
+    q, d_q = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim) for _ in range(2))
+    o, d_o = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim_v) for _ in range(2))
+    k, d_k = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim) for _ in range(2))
+    v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
+    given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
+    made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
+    turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
+    numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
+    repeated = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.contiguous() if repeated else hopper.aligned(x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
+    """(q0, q1, k0, k1, lo, hi) of the mask's one band; nothing visible gives an empty one."""
+    (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
+    bands = list(plane.region)
+    if not bands:
+        return 0, 0, 0, 0, -FAR, FAR
+    (band,) = bands
+    return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
