@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer finds no access outside an allocation in the Hopper kernels: every allocation is its own, and every kind of kernel runs."""
+"""compute-sanitizer finds no access outside an allocation in the Hopper kernels: every allocation is its own, and every kind of kernel runs."""
 
 import os
 import shutil
