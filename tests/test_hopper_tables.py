@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilewise.backends.hopper.tables import tables
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, Slices, SlidingWindow
 from tilewise.testing.cases import masks, random_mask
 
 CPU = torch.device("cpu")
@@ -77,6 +79,26 @@ def test_random_dense_masks():
         for seqlen_q, seqlen_k in ((1, 1), (200, 333), (129, 127)):
             shown = torch.rand(2, 1, seqlen_q, seqlen_k, generator=generator) < density
             check(Dense(shown), seqlen_q, seqlen_k, 128, 112)
+
+
+@st.composite
+def sliced(draw):
+    """Lengths, and slices of them, some with a window cut out."""
+    seqlen_q, seqlen_k = draw(st.integers(1, 90)), draw(st.integers(1, 90))
+
+    def spans(seqlen):
+        return st.tuples(st.integers(0, seqlen), st.integers(0, seqlen)).map(lambda ends: tuple(sorted(ends)))
+
+    slices = draw(st.lists(st.tuples(spans(seqlen_q), spans(seqlen_k), st.integers(0, 3)), max_size=8))
+    mask = Slices(*map(list, zip(*slices, strict=True))) if slices else Slices([], [], [])
+    return seqlen_q, seqlen_k, mask - SlidingWindow(draw(st.integers(0, 9)), 2) if draw(st.booleans()) else mask
+
+
+@given(sliced(), st.sampled_from([(16, 8), (32, 16), (16, 40)]))
+@settings(max_examples=60, deadline=None)
+def test_random_slices(problem, tile):
+    seqlen_q, seqlen_k, mask = problem
+    check(mask, seqlen_q, seqlen_k, *tile, batch=1, heads=1)
 
 
 def test_longest_last_and_kept():

@@ -144,3 +144,74 @@ def test_it_does_not_grow_without_end(monkeypatch):
     for n in range(1, 9):
         tw.attention(*qkv(n, n))
         assert remembered() <= 3
+
+
+def test_the_call_before_is_found_without_a_signature(monkeypatch):
+    x = qkv()
+    for _ in range(2):
+        tw.attention(*x, causal=True)
+    monkeypatch.setattr(repeats, "_signature", None)
+    assert torch.equal(tw.attention(*x, causal=True), tw.attention(*x, causal=True))
+    monkeypatch.undo()
+    assert remembered() == 1
+
+
+def test_what_differs_from_the_call_before_is_seen():
+    """Each way to call in turn after each other, and after itself: the results are those of the long way."""
+    q, k, v = qkv(7, 7)
+    wider = torch.randn(2, 7, 2, 16)[..., :8]
+    ways = {
+        "plain": lambda: tw.attention(q, k, v, causal=True),
+        "options": lambda: tw.attention(q, k, v),
+        "scale": lambda: tw.attention(q, k, v, causal=True, scale=1.0),
+        "lse": lambda: tw.attention(q, k, v, causal=True, return_lse=True)[0],
+        "shape": lambda: tw.attention(q[:, :5], k, v, causal=True),
+        "strides": lambda: tw.attention(wider, k, v, causal=True),
+        "dtype": lambda: tw.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True),
+        "negative": lambda: tw.attention(torch._neg_view(q), k, v, causal=True),
+        "gradient": lambda: tw.attention(q.detach().requires_grad_(), k, v, causal=True),
+        "autocast": lambda: _autocast(lambda: tw.attention(q, k, v, causal=True)),
+        "vmap": lambda: torch.func.vmap(lambda x: tw.attention(x, k, v, causal=True))(q[None])[0],
+    }
+    expected = {}
+    for name, call in ways.items():
+        repeats.forget()
+        expected[name] = call()
+    repeats.forget()
+    for first in ways:
+        for second in ways:
+            for name in (first, first, second, second):
+                o = ways[name]()
+                assert torch.equal(o, expected[name]) and o.dtype == expected[name].dtype, (first, second, name)
+                assert o.requires_grad == (name == "gradient")
+
+
+def test_gradients_are_not_lost_after_a_call_without():
+    x = [each.requires_grad_() for each in qkv()]
+    for _ in range(3):
+        with torch.no_grad():
+            assert not tw.attention(*x).requires_grad
+        assert tw.attention(*x).requires_grad
+
+
+@pytest.mark.parametrize("wrong", [1, 0.0, "yes"], ids=repr)
+def test_flags_that_equal_others_are_still_refused(wrong):
+    x = qkv()
+    for _ in range(3):
+        tw.attention(*x, causal=True)
+        with pytest.raises(ValueError, match="causal"):
+            tw.attention(*x, causal=wrong)
+    with pytest.raises(ShapeError):
+        tw.attention(x[0], x[1], None, causal=True)
+
+
+def test_without_torchs_check_the_signature_serves(monkeypatch):
+    monkeypatch.setattr(repeats, "_check", lambda *_: None)
+    x = qkv()
+    right = tw.attention(*x, causal=True)
+    assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and repeats._last is None and remembered() == 1
+
+
+def _autocast(call):
+    with torch.autocast("cpu", torch.bfloat16):
+        return call()

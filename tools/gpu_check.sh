@@ -1,25 +1,29 @@
 #!/usr/bin/env bash
-# What a person with an H100 runs once: the GPU tests, then every rung of the ladder and its peers, measured in turns in one process.
+# What a person with an H100 or H200 runs once: the GPU tests, then every rung of the ladder and the kernels that `tilewise.attention` runs,
+# each beside its peers, measured in turns in one process.
 #
 #   tools/gpu_check.sh                  install what is missing (into $PYTHON's environment), test, measure, summarise
 #   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only
-#     --head-dim 128 --seqlen 8192      cells of the sweep (comma-separated lists);  --causal 0 or 1
+#     --ladder                          of the measurements, the ladder's only;  --kernels: all but the ladder's
+#     --head-dim 128 --seqlen 8192      cells of the ladder's sweep (comma-separated lists);  --causal 0 or 1
 #     --impl k5,k6,sdpa:cudnn           contenders, in place of all that are here
 #     --budget 540                      begin no further cell after so many seconds of measuring
 #     --sample 0.15                     seconds of timing for each contender and cell
 #
-# Environment: PYTHON (python3), OUT (the file or folder of the rows; benchmarks/results/h100.jsonl), TILEWISE_OFFLINE=1 (install nothing),
+# Environment: PYTHON (python3), OUT (the file or folder of the rows; benchmarks/results/h100.jsonl or h200.jsonl), TILEWISE_OFFLINE=1 (install nothing),
 # TILEWISE_FA3_LIBRARY (vLLM's build of FlashAttention-3), TILEWISE_COMMIT (where the checkout has no history).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
-tests=yes bench=yes impl="" limit=100000 sample=0.15 cells=()
+tests=yes bench=yes ladder=yes kernels=yes impl="" limit=100000 sample=0.15 cells=()
 while [ $# -gt 0 ]; do
   case $1 in
     --tests) bench=no; shift ;;
     --bench) tests=no; shift ;;
+    --ladder) kernels=no; shift ;;
+    --kernels) ladder=no; shift ;;
     --head-dim | --seqlen | --causal) cells+=("$1" "${2:?$1 wants a value}"); shift 2 ;;
     --impl) impl=${2:?--impl wants names}; shift 2 ;;
     --budget) limit=${2:?--budget wants seconds}; shift 2 ;;
@@ -61,24 +65,32 @@ PY
 [ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q
 [ "$bench" = yes ] || exit 0
 
-if [ -z "$impl" ]; then
-  impl=$("$PYTHON" - <<'PY'
+here() { # WORKLOADS NAME,...: the contenders that can run these
+  "$PYTHON" - "$@" <<'PY'
 import sys
 import torch
 from tilewise import bench
-from tilewise.ladder import RUNGS, VARIANTS
 
-cell, here = bench.ladder_sweep()[0], []
-for contender in bench.find(",".join((*RUNGS, *VARIANTS, "sdpa:cudnn", "sdpa:flash", "fa2", "fa3", "fa3:vllm", "fa4"))):
+cell, here = bench.workloads_from({"set": sys.argv[1], "dtype": "bf16"})[0], []
+for contender in bench.find(sys.argv[2]):
     if reasons := contender.why_not(cell, torch.device("cuda")):
         print(f"no row of {contender.name}: {'; '.join(reasons)}", file=sys.stderr)
     else:
         here.append(contender.name)
 print(",".join(here))
 PY
-  )
+}
+board=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | grep -oi 'h[0-9]*00' | tr 'H' 'h' || echo gpu)
+rows=${OUT:-benchmarks/results/$board.jsonl}
+[ ! -d "$rows" ] || rows=$rows/$board.jsonl
+how=(--device cuda --dtype bf16 --budget "$sample" --clock events --once-above 0.3 --no-memory --limit "$limit" --out "$rows")
+peers=fa4,fa3,fa3:vllm,sdpa:cudnn,fa2,sdpa:flash
+if [ "$ladder" = yes ]; then
+  variants=$("$PYTHON" -c 'from tilewise.ladder import VARIANTS; print(",".join(VARIANTS))')
+  "$PYTHON" -m tilewise bench --impl "${impl:-$(here ladder "k1..k6,$variants,$peers")}" --set ladder "${cells[@]}" "${how[@]}"
 fi
-rows=${OUT:-benchmarks/results/h100.jsonl}
-[ ! -d "$rows" ] || rows=$rows/h100.jsonl
-"$PYTHON" -m tilewise bench --impl "$impl" --set ladder "${cells[@]}" --device cuda --dtype bf16 --budget "$sample" --clock events \
-  --once-above 0.3 --no-memory --limit "$limit" --out "$rows"
+if [ "$kernels" = yes ]; then
+  for sweep in papers gpu-shapes; do
+    "$PYTHON" -m tilewise bench --impl "${impl:-$(here $sweep "tilewise,$peers")}" --set $sweep --direction fwd,bwd "${how[@]}"
+  done
+fi

@@ -69,6 +69,10 @@ def warm(profile: bool) -> None:
                 taken[name].append(seconds(call))
         for name, each in taken.items():
             print(f"{name:12s} median {statistics.median(each) * 1e6:6.1f} us, best {min(each) * 1e6:6.1f} us")
+        slices = [[x[:, :seqlen] for x in (q, k, v)] for seqlen in range(1, CALLS + 1)]
+        turns = iter(slices)
+        first = seconds(lambda: tilewise.attention(*next(turns), causal=True))
+        print(f"tilewise, the first call of each of {CALLS} lengths: {first * 1e6:.1f} us")
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(lambda: [calls["tilewise"]() for _ in range(2000)])

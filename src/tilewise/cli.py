@@ -44,6 +44,7 @@ EXAMPLES = {
   tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
+  tilewise warmup --mask documents:1:1,prefix:1 --extras softcap
   tilewise warmup --clear                        remove what was compiled""",
 }
 
@@ -294,7 +295,8 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
     for name, example, meaning in (
         ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v (default: all that have tiles of their own)"),
         ("dtype", "bf16,fp16", "bf16, fp16 (default: both)"),
-        ("mask", "full,causal", "full, causal, window:LEFT[:RIGHT], whose size does not matter (default: all three)"),
+        ("mask", "full,causal", "as bench takes them; numbers in them do not matter (default: full,causal,window:1)"),
+        ("extras", "softcap,alibi+sink", "kernels that change scores: softcap, bias, alibi, sink, or several with + (default: plain ones)"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")

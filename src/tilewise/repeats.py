@@ -2,9 +2,13 @@
 
 What is remembered is found by everything that those depend on (`_signature`); what a tensor holds, and how many threads there are, is no part of
 it. Only plain calls are remembered: eager, on q, k and v alone. Bad input is never remembered, so it gets its error.
+
+The call before is tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -22,7 +26,13 @@ class Known:
 
     short: object
     given: ops.Operands
-    return_lse: bool
+    options: tuple
+    check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
+    grad_enabled: bool  # whether autograd was on, for `check`, which does not ask
+
+    @property
+    def return_lse(self) -> bool:
+        return self.options[-1]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.given.grad:
@@ -32,6 +42,7 @@ class Known:
 
 
 _KNOWN: dict[tuple, Known] = {}
+_last: Known | None = None
 
 
 class _Repeated(torch.autograd.Function):
@@ -59,13 +70,20 @@ class _Repeated(torch.autograd.Function):
 
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     """What is known of calls with this signature, as a function of q, k and v."""
+    global _last
     if torch.compiler.is_compiling():
         return None
+    last = _last
+    if last is not None and last.check(q, k, v) and all(map(is_, options, last.options)) and torch.is_grad_enabled() is last.grad_enabled:
+        return last
     try:
         known = _KNOWN.get(_signature(q, k, v, options))
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an option that cannot be a key: for the checks to name
         return None
-    return known if known is not None and _plain(q, k, v) else None
+    if known is None or not _plain(q, k, v):
+        return None
+    _last = known if known.check else None
+    return known
 
 
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operands) -> None:
@@ -82,13 +100,26 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operand
     short = repeat and repeat(call)
     if short is not None:
         if len(_KNOWN) >= MOST:
-            _KNOWN.clear()
-        _KNOWN[_signature(q, k, v, options)] = Known(short, given._replace(q=None, k=None, v=None), return_lse)
+            forget()
+        known = Known(short, given._replace(q=None, k=None, v=None), options, _check(q, k, v), torch.is_grad_enabled())
+        _KNOWN[_signature(q, k, v, options)] = known
 
 
 def forget() -> None:
     """Remember nothing: for those who change which backends there are."""
+    global _last
     _KNOWN.clear()
+    _last = None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> Callable | None:
+    """Whether three tensors have the types, dtypes, devices, sizes, strides and need of gradients of these, and whether dispatch is as it is now."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        return TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (ImportError, TypeError):  # torch's own business, which another version may do otherwise
+        return None
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:

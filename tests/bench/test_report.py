@@ -92,9 +92,24 @@ def test_highlights_take_the_longest_case_of_each_kind():
     ]
 
 
+def test_against_the_best():
+    times = {"tilewise": 2e-3, "fa4": 1e-3, "sdpa": 4e-3}
+    rows = [replace(OURS, impl=impl, median_s=s, flops_per_s=1e9 / s) for impl, s in times.items()]
+    rows += [
+        replace(OURS, impl=impl, median_s=s, flops_per_s=1e9 / s, case={**CASE, "seqlen_q": 7})
+        for impl, s in times.items()
+        if impl != "fa4"
+    ]
+    lines = report.against_best(rows).splitlines()
+    assert [line.split("|")[3:5] for line in lines[2:]] == [[" 1.0 fa4 ", " 0.50 "], [" 0.2 sdpa ", " 2.00 "], [" ", " 1.000 "]]
+    assert "ahead in 1 of 2" in lines[-1]
+    (line,) = report.by_kind(rows).splitlines()[2:-2]
+    assert line.startswith("| fwd d64 Causal(), ") and line.endswith(" | 1.00 | 1 of 2 |")
+
+
 def test_machines_are_listed_once():
-    lines = report.machines(ROWS).splitlines()
-    assert len(lines) == 3 and lines[2] == "| a CPU | 2.13.0 | 3.11 | 2 | – | abc with changes | 2026-11-21 |"
+    lines = report.machines([*ROWS, replace(OURS, environment={**OURS.environment, "date": "2026-11-22T05:06:07"})]).splitlines()
+    assert len(lines) == 3 and lines[2] == "| a CPU | 2.13.0 | 3.11 | 2 | – | abc with changes | 2026-11-21 to 2026-11-22 05:06 |"
 
 
 def test_terminal_table():

@@ -1,5 +1,7 @@
 """Filling the cache ahead of time: which kernels, and what becomes of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tilewise.backends.hopper import config, warmup
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 
 BF16 = torch.bfloat16
 CELL = warmup.Cell(64, 64, BF16, Full())
@@ -17,10 +19,32 @@ CELL = warmup.Cell(64, 64, BF16, Full())
 def test_each_kernel_once():
     windows = [warmup.Cell(dim, dim, BF16, SlidingWindow(left, 0)) for dim in (64, 128) for left in (1, 100)]
     assert [kernel.config.head_dim for kernel in warmup.kernels(windows)] == [64, 128]
-    narrow = [warmup.Cell(dim, 40, BF16, Causal()) for dim in (40, 48, 64)]  # all on the tiles of (64, 64)
+    narrow = [warmup.Cell(dim, 40, BF16, SlidingWindow(1, 0)) for dim in (40, 48, 64)]  # all on the tiles of (64, 64)
     assert len(warmup.kernels(narrow)) == 1
-    every = [warmup.Cell(*dims, dtype, mask) for dims in config.TILES for dtype in (BF16, torch.float16) for mask in (Full(), Causal())]
-    assert len(warmup.kernels(every)) == len(every)
+
+
+def test_all_plain_kernels_that_ship():
+    masks, dtypes = (Full(), Causal(), SlidingWindow(1, 0)), (BF16, torch.float16)
+    found = warmup.kernels(warmup.Cell(*dims, dtype, mask) for dims in config.TILES for dtype in dtypes for mask in masks)
+    ships = {each for dtype in dtypes for each in config.shipped(dtype) if each.sees in ("all", "until", "interval")}
+    assert len(found) == len(ships) and {kernel.config for kernel in found} == ships
+
+
+def test_kernels_that_change_scores_and_masks_of_many_bands():
+    plain, soft, two = (warmup.kernels([CELL._replace(extras=extras)])[0].config for extras in ((), ("softcap",), ("alibi", "sink")))
+    assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster)
+    assert two.alibi and two.sink and not two.softcap and two.bias is None
+    assert warmup.kernels([CELL._replace(extras=("bias",))])[0].config.bias is BF16
+    runs, rows = (warmup.kernels([CELL._replace(mask=mask)]) for mask in (PrefixLM(3), Documents([0, 3, 5], inner=Causal())))
+    assert [kernel.config.sees for kernel in runs] == ["runs"] and "rows" in [getattr(kernel.config, "sees", "") for kernel in rows]
+    assert all(len(warmup.describe(kernel)) == 4 for kernel in (*runs, *rows))
+
+
+def test_extras_from_text():
+    assert warmup.extras_from("") == [()]
+    assert warmup.extras_from("softcap,alibi+sink+alibi") == [("softcap",), ("alibi", "sink")]
+    with pytest.raises(ValueError, match="extras is 'soft'; it takes softcap, bias, alibi, sink"):
+        warmup.extras_from("soft")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +96,8 @@ def test_the_command_lists_and_clears(kept, exported, capsys):
     (kernel,) = warmup.kernels([CELL])
     assert cli.main(["warmup", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
     said = capsys.readouterr().out
-    assert said.count("forward") == 6 and "192/128" in said and not cache.entries()
+    cells = [warmup.Cell(*dims, BF16, mask) for dims in ((64, 64), (192, 128)) for mask in (Full(), Causal(), SlidingWindow(1, 0))]
+    assert said.count("forward") == len(warmup.kernels(cells)) and "192/128" in said and not cache.entries()
     cache.store(cache.entry(kernel.launch, kernel.config, hopper.arch()), exported)
     assert cli.main(["warmup", "--clear"]) == 0 and not cache.entries()
     assert f"removed: 1 kernels from {kept}" in capsys.readouterr().out

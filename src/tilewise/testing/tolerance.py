@@ -26,6 +26,7 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
   products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
   for a score and for the LSE about as large, which P = exp(s - LSE) passes on; scores that P is too small to notice do not count.
+- *subnormal numbers* (a sink that takes nearly the whole row leaves an O of 1e-38): `floor` is added to every allowance but LSE's.
 """
 
 import math
@@ -38,6 +39,7 @@ from tilewise.backends import reference
 from tilewise.problem import Call, Gradients
 
 FEW_NUMBERS, FEW_ROWS = 1024, 256
+FLUSHED = 8  # products of a probability that was taken for 0 with values of usual size, added up
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,13 @@ def hold(name: str, got: Tensor, want: Yardstick) -> float:
     naive = want.naive_error.masked_fill(~want.naive_error.isfinite(), 0.0)
 
     largest = magnitude.max()
-    tol = 2.0 * torch.maximum(naive.max(), want.roundoff * largest) + 2.0 * ulp(largest, want.dtype)
+    least = floor(want.dtype)
+    tol = 2.0 * torch.maximum(naive.max(), want.roundoff * largest) + 2.0 * ulp(largest, want.dtype) + least
     used = _require(name, "", error, tol, got, want)
 
     rows, naive_rows, sizes = (_rows(x).square().mean(-1).sqrt() for x in (error, naive, magnitude))
     relative = (naive_rows / sizes.clamp(min=torch.finfo(want.dtype).tiny)).max().clamp(min=want.roundoff)
-    tol = 2.0 * relative * sizes + 2.0 * ulp(_rows(magnitude).amax(-1), want.dtype)
+    tol = 2.0 * relative * sizes + 2.0 * ulp(_rows(magnitude).amax(-1), want.dtype) + least
     return max(used, _require(name, "rms of a row, ", rows, tol, got, want))
 
 
@@ -156,6 +159,14 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(x.double().abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent)
+
+
+def floor(dtype: torch.dtype) -> float:
+    """The error that a number may have however small it is: a step of the subnormal numbers of `dtype`, in which outputs are stored, and what is
+    lost where the arithmetic inside (fp32, or fp64 for fp64) takes subnormal probabilities and products for 0, as the exponentials of GPUs do.
+    """
+    info, inside = torch.finfo(dtype), torch.finfo(reference.lse_dtype(dtype))
+    return info.smallest_normal * info.eps + FLUSHED * inside.smallest_normal
 
 
 Results = tuple[Tensor, Tensor, Gradients | None]

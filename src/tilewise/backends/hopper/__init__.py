@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import documents, forecast, gradients
+from tilewise.backends.hopper import documents, forecast, gradients, packing
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.tables import tables
@@ -20,7 +20,7 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-SECTION_BYTES = 32 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
 FLOAT_MAX = torch.finfo(torch.float32).max
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
@@ -61,19 +61,29 @@ class Hopper:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
-        batch, seqlen_q, heads_q, _ = call.q.shape
-        documents.check(call.mask, seqlen_q, call.seqlen_k)
-        o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
-        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=call.q.device)
+        documents.check(call.mask, call.seqlen_q, call.seqlen_k)
+        o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
+        lse = _empty_lse(call)
+        packed = packing.pack(call)
+        if packed is None:
+            self._compute(call, o, lse)
+        else:
+            self._compute(packed, packing.rows_of(call, o), of_packed := _empty_lse(packed))
+            packing.put_lse(call, lse, of_packed)
+        return o, lse
+
+    def _compute(self, call: Call, o: Tensor, lse: Tensor) -> None:
+        """Write O and LSE."""
         if lse.numel() == 0 or call.seqlen_k == 0:
-            return o.zero_(), lse.fill_(-math.inf) if call.sink is None else lse.copy_(call.sink[:, None].expand_as(lse))
+            o.zero_()
+            lse.copy_(lse.new_tensor(-math.inf) if call.sink is None else call.sink[:, None].expand_as(lse))
+            return
         config = self._config(call)
         q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
             kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
-        return o, lse
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See gradients.py."""
@@ -82,6 +92,8 @@ class Hopper:
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see `repeats`)."""
         tensors, config = (call.q, call.k, call.v), self._config(call)
+        if packing.pack(call) is not None:
+            return None
         if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
             return None
         kernel = hopper.compiled(_launch(), arguments, config)
@@ -90,7 +102,7 @@ class Hopper:
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
-        config = self._config(call)
+        config = self._config(packing.pack(call) or call)
         ahead = [documents.kernel(config)] if config.sees == "rows" else []
         return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
 
@@ -114,6 +126,10 @@ class Hopper:
         )
 
 
+def _empty_lse(call: Call) -> Tensor:
+    return torch.empty((call.batch, call.heads_q, call.seqlen_q), dtype=torch.float32, device=call.q.device)
+
+
 def arguments(config) -> list:
     """Stand-ins for `forward.launch`'s tensors, band and scale."""
     from tilewise.hopper.dsl import Float32, Int32, Int64
@@ -130,7 +146,7 @@ def arguments(config) -> list:
     diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
     m_blocks, heads = hopper.size(), (batch, heads_q)
-    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("runs",) else None
+    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("rows", "runs") else None
     tables = [None] * 5
     if config.sees == "runs":
         shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
@@ -207,7 +223,7 @@ def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
         found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
     if config.sees == "rows":
-        made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        made[0], *made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
     return tuple(made)
 
 

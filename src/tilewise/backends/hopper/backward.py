@@ -34,22 +34,32 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
+    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
     tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
-    shapes = (config.tile_n, config.head_dim), (config.tile_n, config.head_dim_v), (config.tile_m, config.head_dim), (config.tile_m, config.head_dim_v)
-    rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)]  # (seqlen, dim, heads, batch)
+    shapes = (
+        (config.tile_n, config.head_dim),
+        (config.tile_n, config.head_dim_v),
+        (config.tile_m, config.head_dim),
+        (config.tile_m, config.head_dim_v),
+    )
+    rows = [
+        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)
+    ]  # (seqlen, dim, heads, batch)
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
     band = Band(q0, q1, k0, k1, lo, hi)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(grid=queries, block=(parts.THREADS, 1, 1), stream=stream)
+    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(
+        grid=queries, block=(parts.THREADS, 1, 1), stream=stream
+    )
     kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
@@ -80,10 +90,23 @@ def kernel(
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     statistics = cute.make_layout((config.tile_m, config.stages))
-    sm = Smem(sK, sV, sQ, sdO, sdS, sP, sdQ, first, storage.allocate_tensor(Float32, statistics, 128), storage.allocate_tensor(Float32, statistics, 128))
+    sm = Smem(
+        sK,
+        sV,
+        sQ,
+        sdO,
+        sdS,
+        sP,
+        sdQ,
+        first,
+        storage.allocate_tensor(Float32, statistics, 128),
+        storage.allocate_tensor(Float32, statistics, 128),
+    )
     pipes = make_pipes(storage, config)
     heads_k = tensors.K.shape[2]
-    block = block_of(arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config)
+    block = block_of(
+        arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config
+    )
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:

@@ -79,7 +79,9 @@ def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
 
 
 @cute.jit
-def store(acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, config: Constexpr[Config]):
+def store(
+    acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, config: Constexpr[Config]
+):
     """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows."""
     thread = arch.thread_idx()[0] - THREADS
     r = cute.make_rmem_tensor_like(acc, sX.element_type)

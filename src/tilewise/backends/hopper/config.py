@@ -1,6 +1,7 @@
 """Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -74,24 +75,26 @@ def pairs(**fields) -> tuple[Choice, ...]:
 
 # (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
 # H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048) in TFLOP/s; docs/lab-notes.md has the runs.
-# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 506 / 476 at 8k and 256 / 315 at 1k. With intervals, three warpgroups of 160 registers
-#   a thread would spill 150 bytes.
-# (128, 128): a pair reads its keys once: full 694 / 636 at 8k, 621 / 598 at 1k; causal pairs wait for each other: 602 / 629.
+# Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
+#   causal 8k at (128, 128) 649 / 658.
+# (64, 64): tile_m 192 or 128: full 548 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
+#   full at 1k. With intervals, three warpgroups of 160 registers a thread would spill 150 bytes.
+# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 602 / 629.
 # (256, 256): O rescaled late: full 748 / 696, causal 739 / 706 at 8k; at (128, 128) late loses 6 % causal.
 # (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
     (64, 64): {
-        "all": any_length(tile_m=192, tile_n=128, pingpong=True),
-        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "pingpong": True}),
-                  *any_length(tile_m=192, tile_n=128, pingpong=True)),
-        "interval": any_length(tile_m=128, tile_n=128, pingpong=True),
+        "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "until": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2, "kv_stages": 3, "pingpong": True}),
+                  *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
-    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, pingpong=True)),
+    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
     (128, 128): {
-        "all": pairs(tile_m=128, tile_n=128, pingpong=True),
-        "until": any_length(tile_m=128, tile_n=128),
-        "interval": any_length(tile_m=128, tile_n=128),
+        "all": pairs(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "until": (Choice(most_queries=4096, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=128, tile_n=128)),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {
         "all": any_length(tile_m=128, tile_n=128, late=True),
@@ -108,7 +111,10 @@ TILES = {
 
 
 LONG = 1 << 30  # queries: more than any Choice bounds
-CHANGED = {(192, 192): 96, (256, 256): 64}  # tile_n, where changes of the scores would spill otherwise
+
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
+LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -116,6 +122,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
+@lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
     """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
     if changes.get("bias") and sees == "until":
@@ -144,8 +151,8 @@ def shipped(dtype: torch.dtype, **changes) -> list[Config]:
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
-    if config.modified or sees == "rows":  # which takes registers
-        config = replace(config, tile_m=min(config.tile_m, 128), tile_n=CHANGED.get(dims, config.tile_n))
-    if config.natural and sees in ("rows", "runs"):
-        config = replace(config, tile_n=min(config.tile_n, 96))
+    if config.natural:
+        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
+    if config.softcap or sees == "rows":
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     return config

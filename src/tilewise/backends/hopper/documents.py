@@ -34,10 +34,11 @@ class RowsConfig:
 
 
 class Rows(NamedTuple):
-    """int32: the begin and end of each row's keys (2, seqlen_q), and the walk of each tile of queries (m_blocks, 4), as visible.py has them."""
+    """int32, as visible.py has them."""
 
-    ends: Tensor
-    walks: Tensor
+    order: Tensor  # (m_blocks,) tiles of queries, those that visit the most tiles of keys last
+    ends: Tensor  # (2, seqlen_q): each row's keys
+    walks: Tensor  # (m_blocks, 4)
 
 
 def offsets(mask: Mask) -> Offsets | None:
@@ -95,9 +96,9 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, devi
 def _found(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
     cu_seqlens = (ends.to(device, torch.int32).contiguous() for ends in (cu_seqlens_q, cu_seqlens_k))
     ends = torch.empty((2, seqlen_q), dtype=torch.int32, device=device)
-    walks = torch.empty((-(-seqlen_q // config.tile_m), 4), dtype=torch.int32, device=device)
-    hopper.compiled(*kernel(config))(*cu_seqlens, ends, walks, seqlen_k, *inner)
-    return Rows(ends, walks)
+    order, walks = (torch.empty((-(-seqlen_q // config.tile_m), *width), dtype=torch.int32, device=device) for width in ((), (4,)))
+    hopper.compiled(*kernel(config))(*cu_seqlens, order, ends, walks, seqlen_k, *inner)
+    return Rows(order, ends, walks)
 
 
 def arguments(config: RowsConfig) -> list:
@@ -105,5 +106,5 @@ def arguments(config: RowsConfig) -> list:
     from tilewise.hopper.dsl import Int32
 
     documents, seqlen_q, m_blocks = (hopper.size() for _ in range(3))
-    shapes = (documents,), (documents,), (2, seqlen_q), (m_blocks, 4)
+    shapes = (documents,), (documents,), (m_blocks,), (2, seqlen_q), (m_blocks, 4)
     return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]

@@ -1,7 +1,9 @@
 """The forward pass on Hopper: the ladder's K6 for every shape. Read ladder/k6_pingpong.py first; this file says what is added.
 
 - queries, keys, heads and batch of their own; a query head reads the key head of its group, where it lies;
-- a mask that is one band: each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys (visible.py);
+- any mask (visible.py): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
+  packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
+- softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
 - thread blocks that stay and draw tiles, so that one tile's loads begin under the end of the tile before (schedule.py);
 - O leaves by way of shared memory and the copy engine, and what the mask hides does not reach it, NaN and infinities included (epilogue.py).
@@ -271,7 +273,7 @@ def attend(
         tScS=tScS,
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
-        rows=scores.fresh_rows(changes, block, config),
+        rows=fragments.fresh_rows(),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=block.m0,
         band=band,
@@ -422,7 +424,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    lse, inverse = scores.close(tile.rows, config)
+    lse, inverse = scores.close(tile.rows, tile.terms, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

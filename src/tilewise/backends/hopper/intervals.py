@@ -1,10 +1,14 @@
-"""The kernel of documents.py: a thread a row finds its document, hence its keys; a thread block a tile of queries, hence the tiles it visits."""
+"""The kernels of documents.py: a thread a row finds its document, hence its keys; a thread block a tile of queries, hence the tiles it visits.
+
+Then a thread a tile of queries counts those that visit fewer tiles: its place in the order in which the forward pass goes backwards.
+"""
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, cute, range_constexpr
+from tilewise.hopper.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
 
 WARP = 32
+RANKED = 128  # tiles of queries a thread block ranks
 
 
 class Documents(NamedTuple):
@@ -21,12 +25,13 @@ class Documents(NamedTuple):
 
 @cute.jit
 def launch(
-    cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, seqlen_k: Int32,
+    cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, seqlen_k: Int32,
     lo: Int32, hi: Int32, lo_left: Int32, hi_left: Int32, config: Constexpr, stream: CUstream,
 ):  # fmt: skip
-    """ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
+    """order (m_blocks,), ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
     documents = Documents(cu_seqlens_q, cu_seqlens_k, seqlen_k, lo, hi, lo_left, hi_left)
     kernel(documents, ends, walks, config).launch(grid=(walks.shape[0], 1, 1), block=(config.tile_m, 1, 1), stream=stream)
+    rank(walks, order).launch(grid=(cute.ceil_div(walks.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
 
 
 @cute.kernel
@@ -67,6 +72,18 @@ def kernel(documents: Documents, ends: cute.Tensor, walks: cute.Tensor, config: 
         free_first = min(max(cute.ceil_div(last_begin, tile_n), first), last)
         walks[m_block, 0], walks[m_block, 1] = first, last
         walks[m_block, 2], walks[m_block, 3] = free_first, min(max(first_end // tile_n, free_first), last)
+
+
+@cute.kernel
+def rank(walks: cute.Tensor, order: cute.Tensor):
+    """Those that visit the most tiles come last; among equals, as they are."""
+    m_block, place = arch.block_idx()[0] * RANKED + arch.thread_idx()[0], Int32(0)
+    if m_block < walks.shape[0]:
+        tiles = walks[m_block, 1] - walks[m_block, 0]
+        for other in cutlass.range(walks.shape[0], unroll=4):
+            others = walks[other, 1] - walks[other, 0]
+            place += Int32(others < tiles or (others == tiles and other < m_block))
+        order[place] = m_block
 
 
 @cute.jit

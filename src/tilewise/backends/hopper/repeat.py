@@ -1,8 +1,8 @@
 """A call whose kernel and arguments were found once, for more tensors of the same shapes, strides and dtype."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,9 +32,10 @@ class Repeat:
         self.kernel, self.rest, self.workspace = kernel, tuple(rest), workspace
         self.like, self.gradients = replace(call, q=None, k=None, v=None), gradients
         self.device = call.q.device.index
-        self.new_o = _maker((batch, seqlen_q, heads_q, call.head_dim_v), call.q)
-        self.lse_like = torch.empty(1, dtype=torch.float32, device=call.q.device).expand(batch, heads_q, seqlen_q)
-        self.keeps = self.lse_like.numel() * self.lse_like.itemsize <= KEPT_BYTES
+        shape, lse_shape = (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
+        self.empty = _allocator(call.q.device)
+        self.o, self.lse = (shape, _strides(shape), call.q.dtype), (lse_shape, _strides(lse_shape), torch.float32)
+        self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # LSE and what the kernel takes after it, by stream
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -45,10 +46,10 @@ class Repeat:
         kept = None if capturing() else self.kept.get(current_stream(self.device))
         lse, rest = self._begin() if kept is None else kept
         if with_lse or lse is None:
-            lse = torch.empty_like(self.lse_like)
+            lse = self.empty(*self.lse)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = aligned(q), aligned(k), aligned(v)
-        o = self.new_o(q)
+        o = self.empty(*self.o)
         self.kernel(q, k, v, o, lse, *rest)
         return o, lse
 
@@ -58,14 +59,19 @@ class Repeat:
 
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""
-        fresh = torch.empty_like(self.lse_like) if self.keeps else None, (*self.workspace(), *self.rest)
+        fresh = self.empty(*self.lse) if self.keeps else None, (*self.workspace(), *self.rest)
         if not capturing():
             self.kept[current_stream(self.device)] = fresh
         return fresh
 
 
-def _maker(shape: tuple[int, ...], like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes a contiguous tensor of this shape from one that is strided as `like`."""
-    if like.shape != shape:
-        return lambda x: x.new_empty(shape)
-    return torch.empty_like if like.is_contiguous() else partial(torch.empty_like, memory_format=torch.contiguous_format)
+def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
+    found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    fast = getattr(found, f"_empty_strided_{device.type}", None)
+    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -91,7 +91,7 @@ def part(unit: Int32, units: Units) -> tuple[Int32, Int32, Int32, Int32]:
     batch, head = divmod(head, units.heads_q)
     row = units.rows - 1 - row
     if const_expr(units.order is not None):
-        row = units.order[max(row, 0)]
+        row = units.order[min(max(row, 0), units.rows - 1)]  # beyond the last unit `row` may be anything
     row = row if unit < units.count else Int32(-1)
     return row, head, head // units.group, batch
 

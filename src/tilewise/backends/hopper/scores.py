@@ -29,17 +29,18 @@ class Scores(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a thread adds to its rows' logits, for one unit."""
+    """What a thread needs of the operands for one unit."""
 
     bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k) of this batch entry and head
     slope: Float32 | None
     origin: cute.Tensor | None  # (ROWS,) fp32: the key at distance 0 from each row, less the thread's first column
+    sink: Float32 | None
 
 
 @cute.jit
 def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr) -> Terms:
     """tScS: (row, column) of each number of S."""
-    bias, slope, origin = None, None, None
+    bias, slope, origin, sink = None, None, None, None
     at = fragments.by_rows(tScS)
     if const_expr(config.bias is not None):
         bias = bias_of(scores, block)
@@ -48,7 +49,9 @@ def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr)
         origin = cute.make_rmem_tensor(fragments.ROWS, Float32)
         for r in range_constexpr(fragments.ROWS):
             origin[r] = (centre(scores, block.m0 + at[r, 0][0], config) - at[r, 0][1]).to(Float32)
-    return Terms(bias, slope, origin)
+    if const_expr(config.sink):
+        sink = scores.sink[block.head]
+    return Terms(bias, slope, origin, sink)
 
 
 @cute.jit
@@ -100,7 +103,7 @@ def bias_row(bias: cute.Tensor, row: Int32, key: Int32) -> cute.Tensor:
     return cute.domain_offset((key,), bias[min(row, bias.shape[0] - 1), None])
 
 
-# A number that lies {offset} bytes behind an address, 0 unless {at} < keys.
+# The number that lies @offset bytes behind an address, 0 unless @at < keys.
 READ = {
     torch.bfloat16: (
         "{ .reg .pred p; .reg .b16 h, zero; mov.b16 zero, 0; mov.b16 h, 0; setp.gt.s32 p, {$r1}, @at; @p ld.global.b16 h, [{$r0}+@offset]; "
@@ -157,17 +160,6 @@ def tanh(y: Float32) -> Float32:
 
 
 @cute.jit
-def fresh_rows(scores: Scores, block: Block, config: Constexpr) -> fragments.Rows:
-    """Rows that have seen no key: with a sink, its logit is in the denominator (of one thread of each quad)."""
-    rows = fragments.fresh_rows()
-    if const_expr(config.sink):
-        sink = scores.sink[block.head]
-        rows.m.fill(sink if const_expr(config.natural) else sink * LOG2_E)
-        rows.l.fill(1.0 if arch.lane_idx() % fragments.QUAD == 0 else 0.0)
-    return rows
-
-
-@cute.jit
 def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, scores: Scores, config: Constexpr) -> cute.Tensor:
     """S becomes P, m and l move on; returns the factors by which O must be rescaled."""
     if const_expr(config.natural):
@@ -194,13 +186,25 @@ def of_logits(acc_S: cute.Tensor, rows: fragments.Rows) -> cute.Tensor:
 
 
 @cute.jit
-def close(rows: fragments.Rows, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-    """(log-sum-exp, 1 / l) of each row, as `fragments.close`."""
+def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+    """(log-sum-exp, 1 / l) of each row, as `fragments.close`; with the sink, if there is one.
+
+    The sink comes last: had it been in the maximum from the start, P would lose bits wherever it is much larger than the scores.
+    """
     lse, inverse = fragments.close(rows)
-    if const_expr(config.natural):
+    if const_expr(config.natural or config.sink):
+        unit = const_expr(LOG2_E if config.natural else 1.0)  # of the exponent of 2, in a unit of m
         for r in range_constexpr(fragments.ROWS):
-            l = arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
-            lse[r] = -Float32.inf if l == 0.0 else rows.m[r] + cute.math.log2(l) * LN2
+            m, l = rows.m[r], arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
+            if const_expr(config.sink):
+                sink = terms.sink * (LOG2_E / unit)
+                top = arch.fmax(m, sink)
+                base = 0.0 if top == -Float32.inf else top
+                inverse[r] = 1.0 if m == -Float32.inf else 1.0 / (l + cute.math.exp2((sink - m) * unit, fastmath=True))
+                l = l * cute.math.exp2((m - base) * unit, fastmath=True) + cute.math.exp2((sink - base) * unit, fastmath=True)
+                m = top
+            total = m + cute.math.log2(l) * LN2 if const_expr(config.natural) else (m + cute.math.log2(l)) * LN2
+            lse[r] = -Float32.inf if l == 0.0 else total
     return lse, inverse
 
 

@@ -126,15 +126,17 @@ def _repacked(bits: ndarray) -> ndarray:
     return wide.view("<i4")
 
 
-def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, tiles: int) -> ndarray:
-    """The union of the bands of the runs `which` in each of `tiles` key tiles; tile[i] is that of which[i], ascending."""
-    out = np.zeros((tiles, runs.tile_m, 4 * WORDS), np.uint8)
-    q, k = m_block[which, None] * runs.tile_m + np.arange(runs.tile_m), runs.n0[which, None] * runs.tile_n + np.arange(runs.tile_n)
+def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, count: int) -> ndarray:
+    """The union of the bands of the runs `which` in each of `count` key tiles; tile[i] is that of which[i], ascending."""
+    out = np.zeros((count, runs.tile_m, 4 * WORDS), np.uint8)
+    q0, q1, k0, k1, lo, hi = (column[:, None] for column in runs.region.table[runs.ref[which]].T)
+    row, n0 = m_block[which, None] * runs.tile_m + np.arange(runs.tile_m), runs.n0[which, None] * runs.tile_n
+    begin, end = np.maximum(k0, row + lo) - n0, np.minimum(k1, row + hi + 1) - n0
+    end[(row < q0) | (row >= q1)] = 0
+    begin, end, key = (x.clip(0, runs.tile_n).astype(np.int16)[..., None] for x in (begin, end, np.arange(runs.tile_n)))
     for i in range(0, len(which), AT_ONCE):
         part = slice(i, i + AT_ONCE)
-        q0, q1, k0, k1, lo, hi = (x[:, None, None] for x in runs.region.table[runs.ref[which[part]]].T)
-        row, key = q[part, :, None], k[part, None, :]
-        seen = (row >= q0) & (row < q1) & (key >= k0) & (key < k1) & (key - row >= lo) & (key - row <= hi)
-        bits = np.packbits(seen, axis=2, bitorder="little")
-        np.bitwise_or.at(out[..., : bits.shape[2]], tile[part], bits)
+        bits = np.packbits((key[:, 0] >= begin[part]) & (key[:, 0] < end[part]), axis=2, bitorder="little")
+        tiles, first = np.unique(tile[part], return_index=True)
+        out[tiles, :, : bits.shape[2]] |= np.bitwise_or.reduceat(bits, first, axis=0)
     return out.view("<i4")

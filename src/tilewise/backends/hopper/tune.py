@@ -113,7 +113,7 @@ def compile_all(todo: Sequence[Config], processes: int | None = None) -> Iterato
 
 def _compile(config: Config) -> Compiled:
     start = time.perf_counter()
-    (launch, arguments, _), *_ = _Fixed(config).kernels(None)
+    *_, (launch, arguments, _) = _Fixed(config).kernels(None)
     try:
         kernel, remarks = _with_output(lambda: hopper.build(launch, arguments, config, REMARKS))
     except Exception as error:  # of the compiler, which has many; said in the table
@@ -207,7 +207,7 @@ def searches(workloads: Iterable[Workload]) -> list[Search]:
     for workload in workloads:
         dims = workload.head_dim, workload.head_dim, workload.head_dim_v
         q, k, v = (torch.empty((1, workload.seqlen_q, 1, dim), dtype=workload.dtype, device="meta") for dim in dims)
-        ((_, _, config), *_) = Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0))
+        *_, (_, _, config) = Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0))
         found.setdefault(config, Search(config)).workloads.append(workload)
     return list(found.values())
 

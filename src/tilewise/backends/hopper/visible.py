@@ -20,7 +20,7 @@ from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_
 class Tables(NamedTuple):
     """In global memory, int32; those of tables.py for "runs", those of documents.py for "rows", None where they are not for this kernel."""
 
-    order: cute.Tensor | None  # (m_blocks,)
+    order: cute.Tensor | None  # (m_blocks,); for both
     spans: cute.Tensor | None  # (planes, m_blocks, 3)
     runs: cute.Tensor | None  # (runs, 4)
     bands: cute.Tensor | None  # (bands, 6)
@@ -190,6 +190,8 @@ def interval(row: Int32, band: Band):
 @cute.jit
 def keys_of(row: Int32, band: Band, config):
     """The keys [begin, end) that a row sees, where they are an interval."""
+    if const_expr(config.sees == "all"):
+        return Int32(0), band.k1
     if const_expr(config.sees == "rows"):
         return band.tables.rows[0, row], band.tables.rows[1, row]
     return interval(row, band)

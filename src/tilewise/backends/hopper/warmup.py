@@ -18,6 +18,8 @@ from tilewise.hopper import compile as hopper
 from tilewise.masks import Mask
 from tilewise.problem import Call
 
+EXTRAS = ("softcap", "bias", "alibi", "sink")  # what changes scores; a bias is of the call's dtype
+
 
 class Cell(NamedTuple):
     """What the kernels of a call depend on, besides a Choice by its length; batch and heads are none of it, nor is how far a window reaches."""
@@ -26,6 +28,7 @@ class Cell(NamedTuple):
     head_dim_v: int
     dtype: torch.dtype
     mask: Mask
+    extras: tuple[str, ...] = ()  # of EXTRAS
 
 
 class Kernel(NamedTuple):
@@ -55,6 +58,17 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     """
     calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths())
     return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in Hopper().kernels(call)))
+
+
+def extras_from(text: str) -> list[tuple[str, ...]]:
+    """Combinations of EXTRAS from such as "softcap,alibi+sink"; an empty text is the plain kernels.
+
+    Raises ValueError for anything else.
+    """
+    found = [tuple(dict.fromkeys(each.split("+"))) if each else () for each in text.split(",")]
+    if wrong := [name for names in found for name in names if name not in EXTRAS]:
+        raise ValueError(f"extras is {text!r}; it takes {', '.join(EXTRAS)}, or several of them with +, and no {wrong[0]!r}")
+    return found
 
 
 def require_compiler() -> None:
@@ -91,23 +105,26 @@ def warm(todo: Iterable[Kernel], processes: int | None = None) -> Iterator[Outco
 
 
 def describe(kernel: Kernel) -> tuple[str, str, str, str]:
-    """(module, head_dim, dtype, what else tells it from others) for a table."""
-    config = kernel.config
-    dims = dict.fromkeys((config.head_dim, config.head_dim_v))
-    others = (each.name for each in fields(config) if each.name not in ("head_dim", "head_dim_v", "dtype"))
-    module = kernel.launch.partition(":")[0].rpartition(".")[2]
-    return (
-        module,
-        "/".join(map(str, dims)),
-        str(config.dtype).removeprefix("torch."),
-        " ".join(f"{name}={getattr(config, name)}" for name in others),
-    )
+    """(module, head_dim, dtype, what else is not as it is by default) for a table."""
+    config, dims, dtype = kernel.config, "", ""
+    others = [each for each in fields(config) if each.name not in ("head_dim", "head_dim_v", "dtype")]
+    if hasattr(config, "head_dim"):
+        dims, dtype = (
+            "/".join(map(str, dict.fromkeys((config.head_dim, config.head_dim_v)))),
+            str(getattr(config, "dtype", "")).removeprefix("torch."),
+        )
+    values = " ".join(f"{each.name}={value}" for each in others if (value := getattr(config, each.name)) != each.default)
+    return kernel.launch.partition(":")[0].rpartition(".")[2], dims, dtype, values
 
 
 def _call(cell: Cell, seqlen: int) -> Call:
     """A call of that kind, on tensors that hold nothing."""
     q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for dim in (cell.head_dim, cell.head_dim, cell.head_dim_v))
-    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0)
+    one = torch.empty(1, 1, 1, 1, dtype=cell.dtype, device="meta")
+    values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen), "alibi": one[0, 0].float(), "sink": one[0, 0, 0]}
+    names = {"alibi": "alibi_slopes"}
+    extras = {names.get(name, name): values[name] for name in cell.extras}
+    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, **extras)
     here = hopper.why_not_here()
     if wrong := [why for why in Hopper().why_not(replace(call.problem, device="cuda")) if why not in here]:
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")

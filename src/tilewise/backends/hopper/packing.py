@@ -1,0 +1,58 @@
+"""Query heads that share a key head as rows of one tile, where the queries alone would leave most of it empty: decoding with grouped heads.
+
+A tile has 128 rows or more, and every tile of every query head reads all keys. With one query a sequence the heads of a group see the same
+keys, so they can be the rows; the kernel is the same, on other strides.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from tilewise.masks import Full
+from tilewise.problem import Call
+
+MOST_QUERIES = 64  # of a sequence; beyond half of a tile there is less to gain than the rows of a second tile cost
+
+
+def pack(call: Call) -> Call | None:
+    """The same attention with the heads of a group as rows, or None where that does not pay or is none of the kernel's business.
+
+    One query: q (batch, 1, heads_q, head_dim) -> (batch, group, heads_k, head_dim), on the keys that it sees. Several: only under the full mask
+    and for one key head, where queries and heads are one dimension of even steps.
+    """
+    if call.group == 1 or call.seqlen_q > MOST_QUERIES or call.mask.kind not in ("full", "band"):
+        return None
+    if any(x is not None for x in (call.bias, call.alibi_slopes, call.sink)):  # which differ by head
+        return None
+    if call.seqlen_q == 1:
+        begin, end = _seen_by_the_first(call)
+        q = call.q.unflatten(2, (call.heads_k, call.group))[:, 0].transpose(1, 2)
+        return replace(call, q=q, k=call.k[:, begin:end], v=call.v[:, begin:end], mask=Full())
+    if call.heads_k == 1 and call.mask.kind == "full":
+        return replace(call, q=call.q.flatten(1, 2).unsqueeze(2))
+    return None
+
+
+def rows_of(call: Call, o: Tensor) -> Tensor:
+    """The rows of the packed call in an O (batch, seqlen_q, heads_q, head_dim_v) that is contiguous: a view."""
+    if call.seqlen_q == 1:
+        return o.unflatten(2, (call.heads_k, call.group))[:, 0].transpose(1, 2)
+    return o.flatten(1, 2).unsqueeze(2)
+
+
+def put_lse(call: Call, lse: Tensor, packed: Tensor) -> None:
+    """Write the packed call's LSE into that of the call, (batch, heads_q, seqlen_q)."""
+    if call.seqlen_q == 1:
+        lse.copy_(packed.reshape(lse.shape))
+    else:
+        lse.copy_(packed.reshape(call.batch, call.seqlen_q, call.group).transpose(1, 2))
+
+
+def _seen_by_the_first(call: Call) -> tuple[int, int]:
+    """The keys [begin, end) that query 0 sees."""
+    (plane,) = call.mask.planes(call.seqlen_q, call.seqlen_k, 1, 1)
+    for q0, q1, k0, k1, lo, hi in plane.region:
+        if q0 <= 0 < q1:
+            begin, end = max(k0, lo, 0), min(k1, hi + 1)
+            return begin, max(begin, end)
+    return 0, 0
