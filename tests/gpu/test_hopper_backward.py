@@ -1,0 +1,135 @@
+"""The Hopper backend's backward pass on a GPU: the cases that it covers, random problems, hidden NaN, closed forms, repeated runs."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward_config import TILES
+from tilewise.errors import UnsupportedError
+from tilewise.hopper.compile import why_not_here
+from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.problem import Call
+from tilewise.testing import conformance
+from tilewise.testing.cases import QUICK, Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+
+MASKS = (
+    Full(),
+    Causal(),
+    Causal(align="top_left"),
+    SlidingWindow(50, 0),
+    SlidingWindow(20, 30),
+    SlidingWindow(None, 3),
+    SlidingWindow(2, None),
+)
+SMALLER = ((72, 40), (8, 8), (104, 104), (40, 72))
+DIMS = (*TILES, *SMALLER)
+LENGTHS = ((1, 1), (1, 300), (300, 1), (129, 65), (130, 257), (400, 400), (31, 700))
+
+
+def _held(case, seed=0, run=conformance.run_hidden):
+    try:
+        run(Hopper(), case, seed=seed, device="cuda")
+    except AssertionError as failure:
+        raise AssertionError(f"{case.id}: {failure}") from None
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_cases(mask, dims):
+    for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        heads_q, heads_k = ((4, 2), (3, 3), (8, 1))[turn % 3]
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_q, "heads_k": heads_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+        case = Case(batch=2, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1, **sizes)
+        _held(case)
+        _held(case, seed=1, run=conformance.run_case)
+
+
+def test_quick_cases_that_it_covers():
+    ran = 0
+    for case in QUICK:
+        try:
+            _held(case, run=conformance.run_case)
+            ran += 1
+        except UnsupportedError:
+            continue
+    assert ran > 15
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    for _ in range(12):
+        group, heads_k = draw(1, 5), draw(1, 4)
+        window = SlidingWindow(draw(0, 200), draw(0, 200), align=("bottom_right", "top_left")[draw(0, 2)])
+        case = Case(
+            batch=draw(1, 4),
+            seqlen_q=draw(1, 800),
+            seqlen_k=draw(1, 800),
+            heads_q=group * heads_k,
+            heads_k=heads_k,
+            head_dim=8 * draw(1, 17),
+            mask=(Full(), Causal(), window)[draw(0, 3)],
+            dtype=("bf16", "fp16")[draw(0, 2)],
+            scale=(None, 0.5, -0.3)[draw(0, 3)],
+            lse_grad=draw(0, 2) == 1,
+        )
+        _held(case, seed=draw(0, 1 << 20))
+
+
+def test_a_scale_of_zero():
+    for mask in (Full(), SlidingWindow(20, 30)):
+        _held(Case(seqlen_q=150, seqlen_k=210, head_dim=128, mask=mask, dtype="bf16", scale=0.0), run=conformance.run_case)
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(50, 0)], ids=repr)
+def test_a_hidden_nan_reaches_nobody(mask, dims):
+    case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
+    _held(case, run=conformance.run_spoiled)
+
+
+def test_a_single_key_is_copied():
+    conformance.one_key_is_copied(Hopper(), device="cuda")
+
+
+def test_memory_laid_out_otherwise():
+    for layout in ("bhsd", "sliced", "expanded", "inner"):
+        _held(Case(seqlen_q=140, seqlen_k=140, head_dim=64, mask=Causal(), dtype="bf16", layout=layout), run=conformance.run_case)
+
+
+def _inputs(heads_k=2, seqlen=900):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, seqlen, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, heads_k, heads_k))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), torch.randn_like(q)
+
+
+def test_autograd_takes_it():
+    q, k, v, d_o = _inputs()
+    assert "hopper" in str(tw.explain(q, k, v, causal=True)).splitlines()[0]
+    found = torch.autograd.grad(tw.attention(q, k, v, causal=True), (q, k, v), d_o)
+    expected = torch.autograd.grad(tw.attention(q, k, v, causal=True, backend="tiled"), (q, k, v), d_o)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(300, 0)], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_many_runs_have_the_same_bits(mask, dims):
+    """Many blocks a head, more of them than the machine runs at a time, and heads that share keys."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 1500, heads, dim, device="cuda").bfloat16() for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1])))
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+    backend = Hopper()
+    o, lse = backend.forward(call)
+    d_o = torch.randn_like(o)
+    first = backend.backward(call, o, lse, d_o, None)
+    for _ in range(1000 if dims == (128, 128) else 100):
+        again = backend.backward(call, o, lse, d_o, None)
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
