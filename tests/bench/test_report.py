@@ -103,6 +103,8 @@ def test_against_the_best():
     lines = report.against_best(rows).splitlines()
     assert [line.split("|")[3:5] for line in lines[2:]] == [[" 1.0 fa4 ", " 0.50 "], [" 0.2 sdpa ", " 2.00 "], [" ", " 1.000 "]]
     assert "ahead in 1 of 2" in lines[-1]
+    (line,) = report.by_kind(rows).splitlines()[2:-2]
+    assert line.startswith("| fwd d64 Causal(), ") and line.endswith(" | 1.00 | 1 of 2 |")
 
 
 def test_machines_are_listed_once():

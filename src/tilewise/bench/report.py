@@ -200,22 +200,51 @@ def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -
 def against_best(rows: Iterable[Row], ours: str = "tilewise") -> str:
     """`ours` beside whoever else is fastest on each case, as a markdown table with the geometric mean of the ratios; below 1 it is slower."""
     rows = [row for row in latest(rows) if row.median_s is not None]
+    measure = metric_of("throughput", rows)
+    lines, ratios = [f"| {measure.title} ({measure.unit}) | {ours} | best other | ratio |", "|---|---:|---:|---:|"], []
+    for mine, best in _beside_best(rows, ours):
+        ratios.append(best.median_s / mine.median_s)
+        case = _escaped(f"{mine.name}: {describe(mine.case)}")
+        lines.append(f"| {case} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {ratios[-1]:.2f} |")
+    if ratios:
+        ahead = sum(ratio >= 1.0 for ratio in ratios)
+        lines.append(f"| geometric mean; ahead in {ahead} of {len(ratios)} | | | {_geometric_mean(ratios):.3f} |")
+    return "\n".join(lines)
+
+
+def by_kind(rows: Iterable[Row], ours: str = "tilewise") -> str:
+    """`against_best` with a line for all lengths of a direction, head_dim and mask: throughput at the longest, and the mean ratio."""
+    rows = [row for row in latest(rows) if row.median_s is not None]
+    measure = metric_of("throughput", rows)
+    kinds: dict[tuple, list[tuple[Row, Row]]] = {}
+    for pair in _beside_best(rows, ours):
+        case = pair[0].case
+        kinds.setdefault((case["direction"], case["head_dim"], case["mask"]), []).append(pair)
+    lines = [f"| {measure.unit} at the longest | {ours} | best other | mean ratio, all lengths | ahead |", "|---|---:|---:|---:|---:|"]
+    for (direction, head_dim, mask), pairs in kinds.items():
+        mine, best = max(pairs, key=lambda pair: pair[0].case["seqlen_k"])
+        ratios = [best.median_s / mine.median_s for mine, best in pairs]
+        ahead = f"{sum(ratio >= 1.0 for ratio in ratios)} of {len(ratios)}"
+        kind = _escaped(f"{direction} d{head_dim} {mask}, {mine.case['seqlen_k']} tokens")
+        lines.append(f"| {kind} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {_geometric_mean(ratios):.2f} | {ahead} |")
+    return "\n".join([*lines, "", _measured_on(rows)])
+
+
+def _beside_best(rows: list[Row], ours: str) -> list[tuple[Row, Row]]:
+    """For each case and clock, our row and that of the fastest of the others."""
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((f"{row.name}: {describe(row.case)}", row.clock), {})[row.impl] = row
-    measure = metric_of("throughput", rows)
-    lines, ratios = [f"| {measure.title} ({measure.unit}) | {ours} | best other | ratio |", "|---|---:|---:|---:|"], []
-    for (case, _), by_impl in cells.items():
+    found = []
+    for by_impl in cells.values():
         others = [row for name, row in by_impl.items() if name != ours]
         if ours in by_impl and others:
-            mine, best = by_impl[ours], min(others, key=lambda row: row.median_s)
-            ratios.append(best.median_s / mine.median_s)
-            lines.append(f"| {_escaped(case)} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {ratios[-1]:.2f} |")
-    if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        ahead = sum(ratio >= 1.0 for ratio in ratios)
-        lines.append(f"| geometric mean; ahead in {ahead} of {len(ratios)} | | | {mean:.3f} |")
-    return "\n".join(lines)
+            found.append((by_impl[ours], min(others, key=lambda row: row.median_s)))
+    return found
+
+
+def _geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa", "naive")) -> str:
@@ -230,11 +259,15 @@ def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa"
     for case in dict.fromkeys(describe(row.case) for row in rows):
         mine = {row.impl: row for row in rows if describe(row.case) == case}
         lines.append(f"| {_escaped(case)} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
+    return "\n".join([*lines, "", _measured_on(rows)])
+
+
+def _measured_on(rows: list[Row]) -> str:
     where = rows[-1].environment if rows else {}
     words = [str(where.get("device", "no machine")), f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
     if where.get("threads"):
         words.insert(1, f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}")
-    return "\n".join([*lines, "", f"Measured on {', '.join(words)}; medians, side by side in one process."])
+    return f"Measured on {', '.join(words)}; medians, side by side in one process."
 
 
 def _time_and_memory(row: Row | None) -> str:
@@ -268,6 +301,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     **{name: lambda rows, name=name: markdown(rows, name) for name in METRICS},
     "against-sdpa": against,
     "against-best": against_best,
+    "by-kind": by_kind,
     "machines": machines,
     "readme": highlights,
 }

@@ -22,6 +22,7 @@ from tilewise.backends.hopper.backward_tiles import (
     Mma,
     Pipes,
     Smem,
+    add_to_rows,
     add_vectors,
     hide,
     per_query,
@@ -178,17 +179,16 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
     statistics = per_query(tile.statistics, state.index)
     if const_expr(scores):
+        probabilities(tile.acc_S, statistics, tile.scale_log2)
         if place.m_block < walk.free_first or place.m_block >= walk.free_last:
             hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
-        probabilities(tile.acc_S, statistics, tile.scale_log2)
     else:
+        add_to_rows(tile.acc_S, statistics)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
-        dP, p = fragments.by_rows(tile.acc_S), fragments.by_rows(P)
-        for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(cute.size(dP, mode=[1])):
-                dP[r, c] = p[r, c].to(Float32) * (dP[r, c] + statistics[c])
+        for i in range_constexpr(cute.size(P)):
+            tile.acc_S[i] *= P[i].to(Float32)
     fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")

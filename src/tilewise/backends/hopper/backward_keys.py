@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward_tiles import (
     Pipes,
     Smem,
     add_directly,
+    add_to_rows,
     hide,
     per_query,
     probabilities,
@@ -154,9 +155,9 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
+    probabilities(acc_S, lse, tile.scale_log2)
     if masked:
         hide(tile, acc_S, m_block * config.tile_m, config)
-    probabilities(acc_S, lse, tile.scale_log2)
     P = as_left_operand(tile.mma.dv, acc_S, config)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
@@ -210,15 +211,6 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
                 read_only_args=[pairs[None, c].iterator.toint()],
             )
     return acc_dP
-
-
-@cute.jit
-def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
-    """numbers: one for each of this thread's columns."""
-    rows = fragments.by_rows(acc)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(rows, mode=[1])):
-            rows[r, c] += numbers[c]
 
 
 @cute.jit

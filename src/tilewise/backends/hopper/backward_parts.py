@@ -105,11 +105,12 @@ def finish(
     numbers = cute.size(acc)
     flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
     first = thread // 128 * (numbers // 4) * 128 + thread % 128
-    acc.fill(0.0)
-    visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
-    if const_expr(not config.ordered) or visitors.first < visitors.last:
-        for i in range_constexpr(numbers // 4):
-            cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+    for i in range_constexpr(numbers // 4):
+        cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+    if const_expr(config.ordered and config.sees != "all"):
+        visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        for i in range_constexpr(numbers):
+            acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
     store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)

@@ -137,6 +137,15 @@ def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
 
 
 @cute.jit
+def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
+    """numbers: one for each of this thread's columns."""
+    rows = fragments.by_rows(acc)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] += numbers[c]
+
+
+@cute.jit
 def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
     """Whether the query of a column sees the key of row r."""
     if const_expr(config.sees == "all"):
@@ -147,12 +156,12 @@ def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Co
 
 
 @cute.jit
-def hide(tile, acc_S: cute.Tensor, m0: Int32, config: Constexpr[Config]):
-    """-inf for the pairs that are hidden, or whose key does not exist: P = 0 there, and dS = 0 unless dP is NaN (`repair_dKV`)."""
-    S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+def hide(tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config]):
+    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`)."""
+    P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = S[r, c] if seen(tile, r, at[r, c][1], m0, config) else -Float32.inf
+        for c in range_constexpr(cute.size(P, mode=[1])):
+            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(0.0)
 
 
 @cute.jit
