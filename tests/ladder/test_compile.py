@@ -126,7 +126,7 @@ def test_shipped_configuration(shipped, compile_and_inspect, capfd):
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
     ((128, 128), "until", {"softcap": True}),
-    ((128, 128), "all", {"bias": torch.bfloat16, "sink": True}),
+    ((128, 128), "all", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
     ((64, 64), "interval", {"alibi": True}),
 ]
 CHANGED_TOO = [

@@ -120,6 +120,7 @@ class Hopper:
             call.seqlen_q,
             softcap=call.softcap > 0.0,
             bias=None if call.bias is None else call.bias.dtype,
+            bias_pairs=call.bias is not None and _in_pairs(call.bias),
             alibi=call.alibi_slopes is not None,
             diagonal=call.alibi_slopes is not None and call.diagonal is not None,
             sink=call.sink is not None,
@@ -245,6 +246,19 @@ def _changes(call: Call) -> tuple[Tensor | None, ...]:
         diagonal,
         sink,
     )
+
+
+def _in_pairs(bias: Tensor) -> bool:
+    """Whether all rows of a bias of 16 bits have an even length and start at a multiple of 32 bits, as the kernel gets it.
+
+    Pairs of fp32 would take registers that there are not.
+    """
+    if bias.itemsize != 2 or bias.shape[-1] % 2:
+        return False
+    if bias.stride(-1) != 1:
+        return True  # `_changes` copies it, densely
+    steps = (step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1)
+    return bias.data_ptr() % 4 == 0 and not any(step % 2 for step in steps)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

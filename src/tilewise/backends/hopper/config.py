@@ -28,6 +28,7 @@ class Config:
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
+    bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
     sink: bool = False

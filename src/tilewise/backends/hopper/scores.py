@@ -88,13 +88,13 @@ def modify(
                 keys = terms.bias.shape[1] - n0 - at[r, 0][1] if edge else Int32(config.tile_n)
             if const_expr(config.alibi):
                 place = terms.origin[r] - n0.to(Float32)
-            for c in range_constexpr(cute.size(S, mode=[1])):
-                bias, distance = Float32(0.0), Float32(0.0)
+            for c in range_constexpr(0, cute.size(S, mode=[1]), 2):  # two neighbouring columns
+                biases = (Float32(0.0), Float32(0.0))
                 if const_expr(config.bias is not None):
-                    bias = read(gBias, fragments.column(c), keys, config.bias)
-                if const_expr(config.alibi):
-                    distance = place - float(fragments.column(c))
-                S[r, c] = logit(S[r, c], bias, distance, scores, terms.slope, config)
+                    biases = read(gBias, fragments.column(c), keys, config)
+                for i in range_constexpr(2):
+                    distance = place - float(fragments.column(c + i)) if const_expr(config.alibi) else Float32(0.0)
+                    S[r, c + i] = logit(S[r, c + i], biases[i], distance, scores, terms.slope, config)
 
 
 @cute.jit
@@ -103,7 +103,7 @@ def bias_row(bias: cute.Tensor, row: Int32, key: Int32) -> cute.Tensor:
     return cute.domain_offset((key,), bias[min(row, bias.shape[0] - 1), None])
 
 
-# The number that lies @offset bytes behind an address, 0 unless @at < keys.
+# The number that lies @offset bytes behind an address, 0 unless @at < keys; and two neighbours by one load.
 READ = {
     torch.bfloat16: (
         "{ .reg .pred p; .reg .b16 h, zero; mov.b16 zero, 0; mov.b16 h, 0; setp.gt.s32 p, {$r1}, @at; @p ld.global.b16 h, [{$r0}+@offset]; "
@@ -114,12 +114,32 @@ READ = {
     ),
     torch.float32: "{ .reg .pred p; mov.f32 {$w0}, 0f00000000; setp.gt.s32 p, {$r1}, @at; @p ld.global.f32 {$w0}, [{$r0}+@offset]; }",
 }
+READ_PAIR = {
+    torch.bfloat16: (
+        "{ .reg .pred p; .reg .b32 w; .reg .b16 a, b, zero; mov.b16 zero, 0; mov.b32 w, 0; setp.gt.s32 p, {$r1}, @at; "
+        "@p ld.global.b32 w, [{$r0}+@offset]; mov.b32 {a, b}, w; mov.b32 {$w0}, {zero, a}; mov.b32 {$w1}, {zero, b}; }"
+    ),
+    torch.float16: (
+        "{ .reg .pred p; .reg .b32 w; .reg .b16 a, b; mov.b32 w, 0; setp.gt.s32 p, {$r1}, @at; @p ld.global.b32 w, [{$r0}+@offset]; "
+        "mov.b32 {a, b}, w; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }"
+    ),
+}
 
 
-def read(row: cute.Tensor, at: int, keys: Int32, dtype: torch.dtype) -> Float32:
-    """row[at], 0 unless at < keys. One address serves all places of a row; an index computed for each would take two registers each."""
-    code = READ[dtype].replace("@at", str(at)).replace("@offset", str(at * dtype.itemsize))
-    return arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[row.iterator.toint(), keys])
+def read(row: cute.Tensor, at: int, keys: Int32, config) -> tuple[Float32, Float32]:
+    """row[at] and row[at + 1], 0 for those that are not below keys (both are, or neither, where they come in pairs).
+
+    One address serves all places of a row; an index computed for each would take two registers each.
+    """
+    address = row.iterator.toint()
+
+    def load(code: str, place: int, numbers: int):
+        code = code.replace("@at", str(place)).replace("@offset", str(place * config.bias.itemsize))
+        return arch.inline_ptx(code, write_only_types=[Float32] * numbers, read_only_args=[address, keys])
+
+    if config.bias_pairs:
+        return load(READ_PAIR[config.bias], at, 2)
+    return load(READ[config.bias], at, 1), load(READ[config.bias], at + 1, 1)
 
 
 @cute.jit

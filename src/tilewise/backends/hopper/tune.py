@@ -21,7 +21,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import Hopper, forecast
+from tilewise.backends.hopper import Hopper, _launch, arguments, forecast
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES, Config
 from tilewise.bench.runner import Timing, run
 from tilewise.bench.store import Row
@@ -113,7 +113,7 @@ def compile_all(todo: Sequence[Config], processes: int | None = None) -> Iterato
 
 def _compile(config: Config) -> Compiled:
     start = time.perf_counter()
-    *_, (launch, arguments, _) = _Fixed(config).kernels(None)
+    launch = _launch()
     try:
         kernel, remarks = _with_output(lambda: hopper.build(launch, arguments, config, REMARKS))
     except Exception as error:  # of the compiler, which has many; said in the table
