@@ -127,6 +127,15 @@ def test_a_hidden_nan_reaches_nobody(mask, dims):
     _held(case, run=conformance.run_spoiled)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_a_sink(mask):
+    for seqlen_q, seqlen_k in ((300, 200), (65, 129), (45, 0)):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 64}
+        case = Case(mask=mask, dtype="bf16", sink=True, wide=seqlen_q > 100, lse_grad=seqlen_q < 100, **sizes)
+        _held(case, run=conformance.run_case)
+        _held(case)
+
+
 def test_a_single_key_is_copied():
     conformance.one_key_is_copied(Hopper(), device="cuda")
 
