@@ -105,7 +105,8 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x, or a copy whose last dimension is contiguous, also where that has one number."""
+    return x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 @cache
