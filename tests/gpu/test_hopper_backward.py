@@ -41,7 +41,14 @@ def _held(case, seed=0, run=conformance.run_hidden):
 def test_cases(mask, dims):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         heads_q, heads_k = ((4, 2), (3, 3), (8, 1))[turn % 3]
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_q, "heads_k": heads_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+        sizes = {
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "heads_q": heads_q,
+            "heads_k": heads_k,
+            "head_dim": dims[0],
+            "head_dim_v": dims[1],
+        }
         case = Case(batch=2, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1, **sizes)
         _held(case)
         _held(case, seed=1, run=conformance.run_case)
