@@ -57,7 +57,12 @@ class Hopper:
         return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
 
     def details(self, call: Call) -> list[str]:
-        return forecast.lines(self._config(call), call, machine_for(call.q.device) or H100)
+        """The kernel's configuration and what may be expected of it, in sentences."""
+        packed, machine = packing.pack(call), machine_for(call.q.device) or H100
+        if packed is None:
+            return forecast.lines(self._config(call), call, machine)
+        shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
+        return [shared, *forecast.lines(self._config(packed), packed, machine)]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
