@@ -1,10 +1,12 @@
 """The Hopper backend's backward pass on a GPU: the cases that it covers, random problems, hidden NaN, closed forms, repeated runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import Hopper, gradients
 from tilewise.backends.hopper.backward_config import TILES
 from tilewise.errors import UnsupportedError
 from tilewise.hopper.compile import why_not_here
@@ -90,6 +92,29 @@ def test_random_problems(seed):
         _held(case, seed=draw(0, 1 << 20))
 
 
+VARIANTS = ({"copied": True, "chained": True}, {"copied": True, "chained": True, "delta_in": False, "release": False})
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(20, 30)], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("choice", VARIANTS, ids=len)
+def test_variants(choice, dims, mask, monkeypatch):
+    """What the shipped configurations do not choose: right too, and as deterministic."""
+    plain = gradients.config_of
+    monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **choice))
+    sizes = {"heads_q": 6, "heads_k": 3, "head_dim": dims[0], "head_dim_v": dims[1]}
+    for seqlen_q, seqlen_k in ((300, 400), (129, 65)):
+        _held(Case(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask, dtype="bf16", **sizes))
+    q, k, v = (torch.randn(2, 1100, heads, dim, device="cuda").bfloat16() for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1])))
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+    o, lse = Hopper().forward(call)
+    d_o = torch.randn_like(o)
+    first = gradients.backward(call, o, lse, d_o, None)
+    for _ in range(50):
+        again = gradients.backward(call, o, lse, d_o, None)
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+
+
 def test_a_scale_of_zero():
     for mask in (Full(), SlidingWindow(20, 30)):
         _held(Case(seqlen_q=150, seqlen_k=210, head_dim=128, mask=mask, dtype="bf16", scale=0.0), run=conformance.run_case)
@@ -100,6 +125,15 @@ def test_a_scale_of_zero():
 def test_a_hidden_nan_reaches_nobody(mask, dims):
     case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
     _held(case, run=conformance.run_spoiled)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_a_sink(mask):
+    for seqlen_q, seqlen_k in ((300, 200), (65, 129), (45, 0)):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 64}
+        case = Case(mask=mask, dtype="bf16", sink=True, wide=seqlen_q > 100, lse_grad=seqlen_q < 100, **sizes)
+        _held(case, run=conformance.run_case)
+        _held(case)
 
 
 def test_a_single_key_is_copied():

@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, config, documents
+from tilewise.backends.hopper import _launch, arguments, backward_config, config, documents, gradients
 from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -179,6 +179,37 @@ def test_the_series_of_tanh():
     series = y + y * (z * (TANH[0] + z * (TANH[1] + z * (TANH[2] + z * TANH[3]))))
     exact = y.double().tanh()
     assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
+
+
+@pytest.mark.parametrize(
+    "dims, sees",
+    [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from")],
+    ids=lambda x: str(x).replace(" ", ""),
+)
+def test_backward(dims, sees, compile_and_inspect, capfd):
+    """Its three kernels; the products of a step stand in the code once for each role."""
+    shipped = backward_config.configure(torch.bfloat16, *dims, sees)
+    found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
+    assert len(found.usage) == 3
+    check_nothing_spills(found)
+    main = max(found.usage, key=lambda usage: usage["REG"])
+    check_registers(replace(found, usage=[main]), shipped)
+    groups, instructions = backward_products(shipped)
+    assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
+    assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+
+
+def backward_products(shipped) -> tuple[int, int]:
+    """Groups and instructions of S, dP, dV, dK and dQ. Where columns are split, each of two roles has S or dP ahead of the loop and in it, and a
+    last step after it without.
+    """
+    over_m, over_n = shipped.tile_m // 16, shipped.tile_n // 16
+    ahead = shipped.head_dim // 16, shipped.head_dim_v // 16
+    if shipped.split == "columns":
+        behind = 2 * over_m + shipped.dq_pieces * over_n
+        return 2 * (2 + 2 * (2 + shipped.dq_pieces)), 2 * (sum(ahead) + 2 * behind)
+    roles = 1 if shipped.dq_consumers == shipped.consumers else 2
+    return 4 * roles + 1, roles * (sum(ahead) + 2 * over_m) + over_n
 
 
 def check_nothing_spills(found: Compiled):

@@ -57,7 +57,7 @@ def launch(
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
     band = Band(q0, q1, k0, k1, lo, hi)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, lse, minus_delta, sum_dQ, turns, config).launch(
+    parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
     )
     kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(

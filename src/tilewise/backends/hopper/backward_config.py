@@ -62,10 +62,6 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
-}
-
-# Not yet run on a GPU.
-WIDE = {
     (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
     (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),

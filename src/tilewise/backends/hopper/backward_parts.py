@@ -33,7 +33,7 @@ class Tensors(NamedTuple):
 
 @cute.kernel
 def prepare(
-    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32,
+    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
     lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
@@ -51,6 +51,9 @@ def prepare(
         total = arch.warp_reduction_sum(total, threads_in_group=LANES)
         if row < gO.shape[0]:
             natural = mL[batch, head, row]
+            if const_expr(config.sees != "all"):
+                begin, end = keys_seen(row, band)
+                total = total if begin < end else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]
             if natural == -Float32.inf:

@@ -1,6 +1,7 @@
 """The backward pass on Hopper, seen from torch: which problems it takes, what it allocates, and the call of the compiled kernels."""
 
 import math
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def why_not(problem: Problem) -> list[str]:
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
     if problem.mask not in ("full", "band"):
         wrong.append(f"its backward pass takes full masks and single bands (causal, window), not {problem.mask}")
-    missing = [name for name in ("softcap", "bias", "alibi", "sink", "dropout") if getattr(problem, name)]
+    missing = [name for name in ("softcap", "bias", "alibi", "dropout") if getattr(problem, name)]
     return wrong + [f"its backward pass has no {name} yet" for name in missing]
 
 
@@ -44,14 +45,14 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     batch, seqlen_q, heads_q, _ = call.q.shape
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
     if d_q.numel() == 0 or d_k.numel() == 0:
-        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), None, None)
+        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), None, _sink_alone(call, d_lse))
     config = config_of(call)
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    slots = torch.cuda.get_device_properties(call.q.device).multi_processor_count
+    slots = _multiprocessors(call.q.device)
     per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
@@ -63,7 +64,20 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
             compute(*given, slots, together, int(d_lse is not None), *numbers)
-    return Gradients(d_q, d_k, d_v, None, None)
+    return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
+
+
+def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
+    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L in powers of two, and -delta."""
+    weights = torch.exp2(sink.float()[:, None] / math.log(2) - lse)
+    return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
+
+
+def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
+    """Without a key the sink is the whole log-sum-exp."""
+    if call.sink is None or d_lse is None:
+        return None if call.sink is None else torch.zeros_like(call.sink)
+    return d_lse.float().sum((0, 2)).to(call.sink.dtype)
 
 
 def arguments(config: Config) -> list:
@@ -94,6 +108,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=4096)
 def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
     """(q0, q1, k0, k1, lo, hi) of the mask's one band; nothing visible gives an empty one."""
     (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
