@@ -44,7 +44,7 @@ EXAMPLES = {
   tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
-  tilewise warmup --mask documents:1:1,prefix:1 --extras softcap
+  tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
   tilewise warmup --clear                        remove what was compiled""",
 }
 
@@ -300,6 +300,7 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
+    command.add_argument("--forward", action="store_true", help="without the kernels of the backward pass")
     command.add_argument("--list", action="store_true", help="print the kernels, and compile none")
     command.add_argument("--clear", action="store_true", help="remove the compiled kernels of all versions, and compile none")
 

@@ -29,7 +29,9 @@ def warmup(options: Namespace, console: Console) -> int:
         return OK
     asked = _workloads(options, dtype="bf16,fp16", mask="full,causal,window:1", seqlen="1")
     plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked]
-    cells = [warming.Cell(*each, extras) for each in plain for extras in warming.extras_from(options.extras or "")]
+    cells = [
+        warming.Cell(*each, extras, grad=not options.forward) for each in plain for extras in warming.extras_from(options.extras or "")
+    ]
     todo = warming.kernels(cells)
     if options.list:
         console.print(_kernels_table([(*warming.describe(kernel), "", "", "") for kernel in todo]))

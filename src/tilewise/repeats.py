@@ -26,19 +26,17 @@ class Known:
 
     short: object
     given: ops.Operands
+    grad: bool
+    return_lse: bool
     options: tuple
     check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool  # whether autograd was on, for `check`, which does not ask
 
-    @property
-    def return_lse(self) -> bool:
-        return self.options[-1]
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        if self.given.grad:
+        if self.grad:
             return _Repeated.apply(q, k, v, self)
-        o, lse = self.short.forward(q, k, v, self.return_lse)
-        return (o, lse) if self.return_lse else o
+        results = self.short.forward(q, k, v, self.return_lse)
+        return results if self.return_lse else results[0]
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -101,7 +99,8 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operand
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        known = Known(short, given._replace(q=None, k=None, v=None), options, _check(q, k, v), torch.is_grad_enabled())
+        rest, check = given._replace(q=None, k=None, v=None), _check(q, k, v)
+        known = Known(short, rest, given.grad, return_lse, options, check, torch.is_grad_enabled())
         _KNOWN[_signature(q, k, v, options)] = known
 
 

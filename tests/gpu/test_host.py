@@ -65,6 +65,24 @@ def test_views_and_pointers_that_are_not_aligned():
         assert torch.equal(tw.attention(q, k, v, causal=True), expected)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("causal", (False, True))
+def test_gradients_by_the_short_way(causal, head_dim):
+    first, second = ([x.requires_grad_() for x in qkv(300, head_dim=head_dim, seed=seed)] for seed in (1, 2))
+    d_o = torch.randn(2, 300, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def run(x):
+        o = tw.attention(*x, causal=causal, backend="hopper")
+        return o, *torch.autograd.grad(o, x, d_o)
+
+    run(first)
+    assert [type(short) for short in short_ways()] == [Repeat]
+    short = [run(second) for _ in range(3)]
+    repeats.forget()
+    long = run(second)
+    assert all(same(each, long) for each in short)
+
+
 def test_the_lse_is_not_overwritten_by_the_next_call():
     first, second = qkv(seed=1), qkv(seed=2)
     results = [tw.attention(*x, return_lse=True) for x in (first, first, second, first, second)]

@@ -91,6 +91,12 @@ def test_sentences():
     assert "padding: none" in "\n".join(backend.details(call(4096)))
 
 
+def test_heads_that_share_a_tile():
+    q, k = (torch.empty(2, n, heads, 128, dtype=BF16, device="meta") for n, heads in ((1, 32), (4096, 4)))
+    said = "\n".join(Hopper().details(Call(q=q, k=k, v=k, mask=Causal(), scale=1.0)))
+    assert "packing: the query heads of a group are rows of one tile" in said and "waves: 8 tiles of queries" in said
+
+
 def test_explain_prints_them(monkeypatch):
     explaining = import_module("tilewise.explain")  # the package has a function of this name
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import cli
-from tilewise.backends.hopper import config, warmup
+from tilewise.backends.hopper import backward_config, config, gradients, warmup
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
@@ -38,6 +38,18 @@ def test_kernels_that_change_scores_and_masks_of_many_bands():
     runs, rows = (warmup.kernels([CELL._replace(mask=mask)]) for mask in (PrefixLM(3), Documents([0, 3, 5], inner=Causal())))
     assert [kernel.config.sees for kernel in runs] == ["runs"] and "rows" in [getattr(kernel.config, "sees", "") for kernel in rows]
     assert all(len(warmup.describe(kernel)) == 4 for kernel in (*runs, *rows))
+
+
+def test_the_backward_pass_where_there_is_one(monkeypatch):
+    masks = (Full(), Causal(), SlidingWindow(1, 0))
+    cells = [warmup.Cell(*dims, BF16, mask, grad=True) for dims in config.TILES for mask in masks]
+    forward, both = (warmup.kernels([cell._replace(grad=grad) for cell in cells]) for grad in (False, True))
+    names = {warmup.describe(kernel)[0] for kernel in both}
+    assert set(forward) <= set(both) and names == {"forward", "backward"}
+    covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
+    assert len(both) - len(forward) == len({backward_config.tile_dims(*dims) for dims in covered}) * len(masks)
+    monkeypatch.setattr(gradients, "why_not", lambda problem: ["it has no backward pass for that"])
+    assert warmup.kernels(cells) == forward
 
 
 def test_extras_from_text():
@@ -85,7 +97,7 @@ def test_outcomes_of_compiling(kept, exported, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_compile_and_the_next_run_finds_all(kept, capsys):
-    command = ["warmup", "--head-dim", "64", "--dtype", "bf16", "--mask", "full,causal", "--processes", "2"]
+    command = ["warmup", "--head-dim", "64", "--dtype", "bf16", "--mask", "full", "--processes", "2"]
     for state in ("compiled", "cached"):
         assert cli.main(command) == 0
         said = capsys.readouterr().out
@@ -94,7 +106,7 @@ def test_processes_compile_and_the_next_run_finds_all(kept, capsys):
 
 def test_the_command_lists_and_clears(kept, exported, capsys):
     (kernel,) = warmup.kernels([CELL])
-    assert cli.main(["warmup", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
+    assert cli.main(["warmup", "--forward", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
     said = capsys.readouterr().out
     cells = [warmup.Cell(*dims, BF16, mask) for dims in ((64, 64), (192, 128)) for mask in (Full(), Causal(), SlidingWindow(1, 0))]
     assert said.count("forward") == len(warmup.kernels(cells)) and "192/128" in said and not cache.entries()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +132,20 @@ def test_rows_are_laid_out_as_the_kernels_need_them():
     ):
         copy = hopper.aligned(x)
         assert torch.equal(copy, x) and copy.data_ptr() % 16 == 0 and not any(step % 8 for step in copy.stride()[:-1])
+
+
+@pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler()))
+@pytest.mark.parametrize("cached", ["0", "1"], ids=["compiled", "from disk"])
+@pytest.mark.parametrize("name", ["k2", "k5"])
+def test_what_a_kernel_is_given(name, cached, monkeypatch, tmp_path):
+    """The function takes everything but tensors on a CPU, be it the DSL's or one from disk, which fills in no argument."""
+    monkeypatch.setenv("TILEWISE_CACHE", cached)
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    q = heads(2, 100, 64)
+    hopper.compiled.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="Mismatched Tensor on argument #0.*device_type=cuda"):
+            RUNGS[name].run(q, q, q, causal=False, scale=1.0)
+    finally:
+        hopper.compiled.cache_clear()

@@ -79,18 +79,22 @@ def after_empty(turns, stages: int) -> pipeline.PipelineState:
 
 
 @cute.jit
-def load(
-    source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple,
-    cluster: Constexpr[int] = 1,
-):  # fmt: skip
+def load(source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple):
     """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which is empty. One warp calls it."""
     gX = cute.local_tile(source.gmem[(None, None, *at[2:])], tile, at[:2])
+    tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+
+@cute.jit
+def load_share(
+    source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple,
+    cluster: Constexpr[int],
+):  # fmt: skip
+    """As `load`, for `cluster` blocks that all call it: each asks for its share of the tile, for all of them."""
+    gX = cute.local_tile(source.gmem[(None, None, *at[2:])], tile, at[:2])
+    rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
     parts = cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-    if const_expr(cluster == 1):
-        tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), *parts)
-        cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
-    else:
-        rank = arch.make_warp_uniform(arch.block_idx_in_cluster())
-        tXsX, tXgX = cpasync.tma_partition(source.atom, rank, cute.make_layout(cluster), *parts)
-        everyone = Int16((1 << cluster) - 1)
-        cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state), mcast_mask=everyone)
+    tXsX, tXgX = cpasync.tma_partition(source.atom, rank, cute.make_layout(cluster), *parts)
+    everyone = Int16((1 << cluster) - 1)
+    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state), mcast_mask=everyone)

@@ -106,10 +106,14 @@ class Rung:
                 f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
             )
         scratch = [self._scores(q)] if self._stores_scores else []
-        kernel, stamps = self.compiled(head_dim, causal), [] if events is None else [events]
+        kernel, stamps = self.compiled(head_dim, causal), [events] if self._stamps(head_dim, causal) else []
         with torch.cuda.device(q.device):
             kernel(*(hopper.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
         return o, lse
+
+    def _stamps(self, head_dim: int, causal: bool) -> bool:
+        """Whether the kernel has a place for events, which is None where they are not traced; K1 has none."""
+        return hasattr(self.code.configure(head_dim, causal, **self.choice), "trace")
 
     def _scores(self, q: Tensor) -> Tensor:
         heads, seqlen, _ = q.shape

@@ -4,25 +4,25 @@ The DSL is imported when the first kernel is compiled; without it, or without su
 """
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import documents, forecast, gradients, packing
+from tilewise.backends.hopper.band import band_of
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.tables import tables
 from tilewise.hopper import compile as hopper
 from tilewise.machines import H100, machine_for
-from tilewise.masks import Causal, Mask
+from tilewise.masks import Causal
 from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
 SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
 FLOAT_MAX = torch.finfo(torch.float32).max
-FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
 class Hopper:
@@ -57,7 +57,12 @@ class Hopper:
         return "" if hopper.why_not_here() else f"CuTe DSL kernels for {hopper.ARCH}"
 
     def details(self, call: Call) -> list[str]:
-        return forecast.lines(self._config(call), call, machine_for(call.q.device) or H100)
+        """The kernel's configuration and what may be expected of it, in sentences."""
+        packed, machine = packing.pack(call), machine_for(call.q.device) or H100
+        if packed is None:
+            return forecast.lines(self._config(call), call, machine)
+        shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
+        return [shared, *forecast.lines(self._config(packed), packed, machine)]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
@@ -200,20 +205,9 @@ def _rest(call: Call, config, scale: float) -> tuple:
     """What the kernel takes after its counter; of what tensors hold, it depends on a mask's alone."""
     band = 0, 0, 0, call.seqlen_k, 0, 0
     if config.sees in ("until", "interval"):
-        band = _band(call.mask, call.seqlen_q, call.seqlen_k)
+        band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
     sizes = _section(call, config), _multiprocessors(call.q.device)
     return *band, *sizes, *_factors(config, scale, call.softcap), *_changes(call), *_tables(call, config)
-
-
-@lru_cache(maxsize=4096)
-def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
-    """(q0, q1, k0, k1, lo, hi) of the mask's one band; nothing visible gives an empty one."""
-    (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
-    bands = list(plane.region)
-    if not bands:
-        return 0, 0, 0, 0, -FAR, FAR
-    (band,) = bands
-    return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
 
 
 def _tables(call: Call, config) -> tuple[Tensor | None, ...]:

@@ -208,12 +208,23 @@ def load_tiles(
         n_block = last - 1 - i
         pipes.k.producer_acquire(state)
         at = n_block, 0, block.head_k, block.batch
-        tma.load(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), at, config.cluster)
+        load_tile(copies.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), at, config)
         pipes.v.producer_acquire(state)
         at = 0, n_block, block.head_k, block.batch
-        tma.load(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), at, config.cluster)
+        load_tile(copies.V, sm.V, pipes.v, state, (config.head_dim_v, config.tile_n), at, config)
         state.advance()
     return state
+
+
+@cute.jit
+def load_tile(
+    source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple,
+    config: Constexpr[Config],
+):  # fmt: skip
+    if const_expr(config.cluster == 1):
+        tma.load(source, sX, pipe, state, tile, at)
+    else:
+        tma.load_share(source, sX, pipe, state, tile, at, config.cluster)
 
 
 class Tile(NamedTuple):

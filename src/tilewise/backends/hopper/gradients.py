@@ -1,20 +1,20 @@
 """The backward pass on Hopper, seen from torch: which problems it takes, what it allocates, and the call of the compiled kernels."""
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
-from tilewise.masks import Causal, Mask
+from tilewise.masks import Causal
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
-FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -57,7 +57,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    numbers = *_band(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
+    numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
         for first in range(0, batch, MOST):
@@ -112,14 +112,3 @@ def _rows(x: Tensor) -> Tensor:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=4096)
-def _band(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
-    """(q0, q1, k0, k1, lo, hi) of the mask's one band; nothing visible gives an empty one."""
-    (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
-    bands = list(plane.region)
-    if not bands:
-        return 0, 0, 0, 0, -FAR, FAR
-    (band,) = bands
-    return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import Hopper, gradients
 from tilewise.backends.hopper.config import lengths
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import cache
@@ -29,6 +29,7 @@ class Cell(NamedTuple):
     dtype: torch.dtype
     mask: Mask
     extras: tuple[str, ...] = ()  # of EXTRAS
+    grad: bool = False  # with the backward pass, where there is one
 
 
 class Kernel(NamedTuple):
@@ -124,7 +125,9 @@ def _call(cell: Cell, seqlen: int) -> Call:
     values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen), "alibi": one[0, 0].float(), "sink": one[0, 0, 0]}
     names = {"alibi": "alibi_slopes"}
     extras = {names.get(name, name): values[name] for name in cell.extras}
-    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, **extras)
+    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
+    if cell.grad and gradients.why_not(call.problem):
+        call = replace(call, grad=False)
     here = hopper.why_not_here()
     if wrong := [why for why in Hopper().why_not(replace(call.problem, device="cuda")) if why not in here]:
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")
