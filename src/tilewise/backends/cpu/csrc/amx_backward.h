@@ -67,7 +67,7 @@ struct TileQueries {
   Cells q, d_o;                // B: rows are columns
   Cells q_pairs, d_o_pairs;    // B: rows are summed over
   float *lse, *delta;          // lse is +inf where the row saw nothing, so that P = 0
-  bool dead_rows;
+  bool dead_rows, fused;  // some row saw nothing; no LSE is above kFusedScores
 };
 
 struct TileGradBuffers {
@@ -115,7 +115,7 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
   queries.row = row;
   queries.rows = rows;
   queries.columns = padded / L;
-  queries.dead_rows = false;
+  queries.dead_rows = false, queries.fused = true;
   const Rows<T> q = {h.q(row), a.q.seq, rows, a.head_dim}, d_o = {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v};
   pack_rows_transposed<T>(queries.q, q, padded, finite);
   pack_rows_transposed<T>(queries.d_o, d_o, padded, finite);
@@ -126,19 +126,24 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
     queries.lse[i] = lse == -kInf ? kInf : lse;
     queries.delta[i] = i < rows ? plan.delta[h.statistics(row + i)] : 0.f;
     queries.dead_rows |= i < rows && lse == -kInf;
+    queries.fused &= lse == -kInf || __builtin_fabsf(lse) < kFusedScores;
   }
 }
 
 // P and dS of two keys and a pair of columns, from S and dP. General: masks, score modifiers, dropout.
-template <int T, bool General>
+template <int T, bool General, bool Fused>
 TW_INLINE void weigh_gradients(const TileQueries& queries, const TileGradBuffers& b, int64_t key, int64_t w, vf factor, int64_t pair, bool keep_ds) {
   vf p[4], ds[4];  // (key, column), (key, column + 1), (key + 1, column), ...
   const vf lse[2] = {load(queries.lse + w * L), load(queries.lse + (w + 1) * L)};
   const vf delta[2] = {load(queries.delta + w * L), load(queries.delta + (w + 1) * L)};
   TW_UNROLL for (int u = 0; u < 4; u++) {
     vf s = load(floats(b.s, key + u / 2, w + u % 2)) * factor;
-    __asm__("" : "+v"(s));  // rounded as in the forward, not fused: of a huge score nothing but the maximum's own bits must be left
-    p[u] = (s - lse[u % 2]) * splat(kLog2e);
+    if constexpr (Fused) {
+      p[u] = s - lse[u % 2] * splat(kLog2e);
+    } else {
+      __asm__("" : "+v"(s));  // rounded as in the forward: of a huge score nothing must be left but its difference to LSE's own bits
+      p[u] = (s - lse[u % 2]) * splat(kLog2e);
+    }
   }
   power_each<T, 4>(p);
   TW_UNROLL for (int u = 0; u < 4; u++) {
@@ -155,14 +160,10 @@ TW_INLINE void weigh_gradients(const TileQueries& queries, const TileGradBuffers
       ds[u] = p[u] * (load(dp) - delta[u % 2]);
     }
   }
-  vi p_planes[4][T], ds_planes[4][T];
-  TW_UNROLL for (int u = 0; u < 4; u++) split<T>(p[u], p_planes[u]), split<T>(ds[u], ds_planes[u]);
-  TW_UNROLL for (int t = 0; t < T; t++) {
-    TW_UNROLL for (int r = 0; r < 2; r++) {
-      store((float*)(b.p.at(key + r, w / 2) + t * b.p.plane), (vf)side_by_side(p_planes[2 * r][t], p_planes[2 * r + 1][t]));
-      store((float*)(b.ds.at(key + r, w / 2) + t * b.ds.plane), (vf)side_by_side(ds_planes[2 * r][t], ds_planes[2 * r + 1][t]));
-      store((float*)(b.ds_keys.at(pair, w + r) + t * b.ds_keys.plane), (vf)word_by_word(ds_planes[r][t], ds_planes[2 + r][t]));
-    }
+  TW_UNROLL for (int r = 0; r < 2; r++) {
+    store_halves<T, false>(b.p.at(key + r, w / 2), b.p.plane, p[2 * r], p[2 * r + 1]);
+    store_halves<T, false>(b.ds.at(key + r, w / 2), b.ds.plane, ds[2 * r], ds[2 * r + 1]);
+    store_words<T, false>(b.ds_keys.at(pair, w + r), b.ds_keys.plane, ds[r], ds[2 + r]);
   }
 }
 
@@ -194,11 +195,14 @@ static void grad_keys(const TileKeys& keys, const TileQueries& queries, const He
       dropout_factors(floats(b.kept, 0, w), L, h, part, 1);
     }
   }
-  const vf scale = splat(factor);
+  const bool fused = T < 3 && queries.fused;
+  const vf scale = splat(fused ? factor * kLog2e : factor);
   for (int64_t w = 0; w < columns; w += 2)
     for (int64_t j = 0; j < 32; j += 2) {
-      if (general) weigh_gradients<T, true>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
-      else weigh_gradients<T, false>(queries, b, j, w, scale, pair + j / 2, false);
+      if (general && fused) weigh_gradients<T, true, true>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
+      else if (general) weigh_gradients<T, true, false>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
+      else if (fused) weigh_gradients<T, false, true>(queries, b, j, w, scale, pair + j / 2, false);
+      else weigh_gradients<T, false, false>(queries, b, j, w, scale, pair + j / 2, false);
     }
   for (int64_t w = 0; a.dbias.data && w * L < queries.rows; w++) {
     Crop part = c;

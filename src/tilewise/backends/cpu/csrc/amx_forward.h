@@ -10,9 +10,13 @@
 
 namespace TW_NAMESPACE {
 
-constexpr int64_t kTileKeys = 128;   // most keys of a block
+#ifndef KK
+#define KK 128
+#define KP 16
+#endif
+constexpr int64_t kTileKeys = KK;   // most keys of a block
 constexpr int64_t kTileRows = 32;    // query rows of a panel; divides TW_ROW_BLOCK
-constexpr int64_t kMostPanels = 16;  // that share one packing of K and V
+constexpr int64_t kMostPanels = KP;  // that share one packing of K and V
 
 // A crop whose keys begin and end at multiples of 32, as blocks of keys do; what it has too many is hidden.
 TW_INLINE Crop tile_crop(const BandList& list, int64_t x, int64_t row, int64_t rows, int64_t key, int64_t keys) {
@@ -54,44 +58,51 @@ struct TilePanel {
   RowState* state;
 };
 
-// P = exp(S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before.
-template <int T, int U>
-TW_INLINE vf weigh_keys(const float* s, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
-  vf x[U];
-  TW_UNROLL for (int u = 0; u < U; u++) x[u] = (load(s + u * L) - center) * splat(kLog2e);
+// Scores of at most so much lose less to a fused 2^(scale S - center) than to their own rounding; larger ones, and fp32, have the rounded center
+// subtracted from scores rounded alike, so that the largest comes out as exactly 0.
+constexpr float kFusedScores = 65536.f;
+
+// P = exp(S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. `center` is times log2 e where Fused, and
+// then S still wants `scale`, which has log2 e in it.
+template <int T, int U, bool Fused>
+TW_INLINE vf weigh_keys(const float* s, vf scale, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
+  vf x[U], sum[U];
+  TW_UNROLL for (int u = 0; u < U; u++) x[u] = Fused ? load(s + u * L) * scale - center : (load(s + u * L) - center) * splat(kLog2e);
   power_each<T, U>(x);
-  vf sum[U];
   TW_UNROLL for (int u = 0; u < U; u++) sum[u] = x[u];
   TW_UNROLL for (int n = U / 2; n; n /= 2) TW_UNROLL for (int u = 0; u < n; u++) sum[u] += sum[u + n];
   if (kept) TW_UNROLL for (int u = 0; u < U; u++) x[u] *= load(kept + u * L);
-  TW_UNROLL for (int u = 0; u < U; u += 2) {
-    vi even[T], odd[T];
-    split<T>(x[u], even);
-    split<T>(x[u + 1], odd);
-    TW_UNROLL for (int t = 0; t < T; t++) store((float*)(p.at(pair + u / 2, column) + t * p.plane), (vf)word_by_word(even[t], odd[t]));
-  }
+  TW_UNROLL for (int u = 0; u < U; u += 2) store_words<T, false>(p.at(pair + u / 2, column), p.plane, x[u], x[u + 1]);
   return sum[0];
+}
+
+TW_INLINE vf largest_of(const float* s, int64_t keys) {
+  vf top[4];
+  TW_UNROLL for (int u = 0; u < 4; u++) top[u] = splat(-kInf);
+  for (int64_t j = 0; j < keys; j += 8) TW_UNROLL for (int u = 0; u < 8; u++) top[u % 4] = maximum(top[u % 4], load(s + (j + u) * L));
+  return maximum(maximum(top[0], top[1]), maximum(top[2], top[3]));
 }
 
 // The online softmax of one column: m, l, P, and O rescaled.
 template <int T>
 static void softmax_column(const TilePanel& panel, int64_t w, float* s, int64_t keys, float factor, const float* kept, const Cells& p,
                            int64_t dim_v) {
-  const vf scale = splat(factor);
-  vf top[4];
-  TW_UNROLL for (int u = 0; u < 4; u++) top[u] = splat(-kInf);
-  for (int64_t j = 0; j < keys; j += 8) {
-    TW_UNROLL for (int u = 0; u < 8; u++) {  // stored, as rounded once the largest must be the one that is subtracted
-      const vf x = load(s + (j + u) * L) * scale;
-      store(s + (j + u) * L, x);
-      top[u % 4] = maximum(top[u % 4], x);
-    }
-  }
   float *m = panel.state->m + w * L, *l = panel.state->l + w * L;
-  const vf m_old = load(m), m_new = maximum(m_old, maximum(maximum(top[0], top[1]), maximum(top[2], top[3])));
+  const vf m_old = load(m);
+  vf m_new = maximum(m_old, largest_of(s, keys) * splat(factor));
+  const bool fused = T < 3 && factor > 0.f && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
+  if (!fused && factor != 1.f) {
+    for (int64_t j = 0; j < keys; j++) store(s + j * L, load(s + j * L) * splat(factor));
+    m_new = maximum(m_old, largest_of(s, keys));
+  }
   const vf center = m_new == splat(-kInf) ? vf{} : m_new, rescale = power_of<T>((m_old - center) * splat(kLog2e));
   vf sum = {};
-  for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8>(s + j * L, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+  if (fused) {
+    const vf scale = splat(factor * kLog2e), center2 = center * splat(kLog2e);
+    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, true>(s + j * L, scale, center2, kept ? kept + j * L : nullptr, p, j / 2, w);
+  } else {
+    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, false>(s + j * L, vf{}, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+  }
   store(m, m_new);
   store(l, load(l) * rescale + sum);
   if (any_lane(rescale != splat(1.f)))

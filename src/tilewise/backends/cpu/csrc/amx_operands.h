@@ -19,34 +19,72 @@ static Cells bf16_cells(Arena& arena, int64_t rows, int64_t columns) {
   return arena_cells(arena, rows, columns, T);
 }
 
-// The upper halves of the words of x and y: side by side, or word by word (x below y).
+// The upper halves of the words of x and y, side by side.
 TW_INLINE vi side_by_side(vi x, vi y) {
   alignas(64) static constexpr uint16_t index[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return (vi)_mm512_permutex2var_epi16((__m512i)x, _mm512_load_si512(index), (__m512i)y);
 }
+// And word by word, x's below y's: a shift and a select, where a permutation takes twice as long.
 TW_INLINE vi word_by_word(vi x, vi y) {
-  alignas(64) static constexpr uint16_t index[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11, 43, 13, 45, 15, 47,
-                                                     17, 49, 19, 51, 21, 53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
-  return (vi)_mm512_permutex2var_epi16((__m512i)x, _mm512_load_si512(index), (__m512i)y);
+  return (vi)_mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32((__m512i)x, 16), (__m512i)y);
 }
 
-// Words whose upper halves are the planes of x; every plane but the last is rounded to nearest (ties away from zero). Exact: x is bf16 itself.
-template <int T, bool Exact = false>
+// Words whose upper halves are the planes of x; every plane is rounded to nearest (ties away from zero), but the third of fp32, whose eight bits fit.
+template <int T>
 TW_INLINE void split(vf x, vi* planes) {
   const vi half = splat((int32_t)0x8000), upper = splat((int32_t)0xffff0000);
   TW_UNROLL for (int p = 0; p < T - 1; p++) {
     planes[p] = ((vi)x + half) & upper;
     x = x - (vf)planes[p];
   }
-  planes[T - 1] = (T == 1 && Exact) || T == 3 ? (vi)x : (vi)x + half;  // of fp32, eight bits are left
+  planes[T - 1] = T == 3 ? (vi)x : (vi)x + half;
+}
+
+// Cells of A and B from the numbers for their lower and upper, or even and odd, halves. Exact: they are bf16 as they are.
+template <int T, bool Exact>
+TW_INLINE void store_halves(char* cell, int64_t plane, vf low, vf high) {
+  if constexpr (T == 1 && !Exact) {
+    store((float*)cell, (vf)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  } else if constexpr (T == 1) {
+    store((float*)cell, (vf)side_by_side((vi)low, (vi)high));
+  } else {
+    vi x[T], y[T];
+    split<T>(low, x);
+    split<T>(high, y);
+    TW_UNROLL for (int p = 0; p < T; p++) store((float*)(cell + p * plane), (vf)side_by_side(x[p], y[p]));
+  }
+}
+template <int T, bool Exact>
+TW_INLINE void make_words(vf even, vf odd, vi* words) {
+  if constexpr (T == 1 && Exact) {
+    words[0] = word_by_word((vi)even, (vi)odd);
+  } else {
+    vi x[T], y[T];
+    split<T>(even, x);
+    split<T>(odd, y);
+    TW_UNROLL for (int p = 0; p < T; p++) words[p] = word_by_word(x[p], y[p]);
+  }
+}
+template <int T, bool Exact>
+TW_INLINE void store_words(char* cell, int64_t plane, vf even, vf odd) {
+  vi words[T];
+  make_words<T, Exact>(even, odd, words);
+  TW_UNROLL for (int p = 0; p < T; p++) store((float*)(cell + p * plane), (vf)words[p]);
 }
 
 // Collects whether any input is NaN or infinite, or would round to it.
 struct Finite {
-  vi largest = {};
+  vi largest = {}, largest_half = {};
   inline __attribute__((always_inline)) void look(vf x) { largest = (vi)_mm512_max_epi32((__m512i)largest, (__m512i)((vi)x & splat((int32_t)0x7fffffff))); }
-  bool all() const { return _mm512_reduce_max_epi32((__m512i)largest) < 0x7f7f8000; }
+  inline __attribute__((always_inline)) void look_halves(vi x) {  // two bf16 a word
+    const __m512i magnitude = _mm512_and_si512((__m512i)x, _mm512_set1_epi16(0x7fff));
+    largest_half = (vi)_mm512_max_epu16((__m512i)largest_half, magnitude);
+  }
+  bool all() const {
+    return _mm512_reduce_max_epi32((__m512i)largest) < 0x7f7f8000 &&
+           _mm512_cmpge_epu16_mask((__m512i)largest_half, _mm512_set1_epi16(0x7f80)) == 0;
+  }
 };
 
 // Rows of a tensor, as many as there are; beyond them and beyond dim lie zeros.
@@ -61,15 +99,30 @@ struct Rows {
   }
 };
 
+// 32 numbers of a row as one cell for each plane; bf16 as they lie in memory.
+template <int T>
+TW_INLINE void load_cell(const Rows<T>& in, int64_t row, int64_t column, Finite& finite, vi* cell) {
+  if constexpr (T == 1) {
+    const int64_t n = row < in.rows ? min_of(in.dim - column, (int64_t)32) : 0;
+    const __mmask32 first = n == 32 ? ~0u : (1u << n) - 1;
+    cell[0] = (vi)_mm512_maskz_loadu_epi16(first, in.data + (row * in.stride + column) * 2);
+    finite.look_halves(cell[0]);
+  } else {
+    vi x[T], y[T];
+    split<T>(in.load(row, column, finite), x);
+    split<T>(in.load(row, column + 16, finite), y);
+    TW_UNROLL for (int p = 0; p < T; p++) cell[p] = side_by_side(x[p], y[p]);
+  }
+}
+
 // A: rows of the tensor are rows of cells, 32 of dim a cell. `rows` as padded.
 template <int T>
 static void pack_rows(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
-  for (int64_t c = 0; c < in.dim; c += 32)
-    for (int64_t r = 0; r < rows; r++) {
-      vi low[T], high[T];
-      split<T, true>(in.load(r, c, finite), low);
-      split<T, true>(in.load(r, c + 16, finite), high);
-      TW_UNROLL for (int p = 0; p < T; p++) store((float*)(out.at(r, c / 32) + p * out.plane), (vf)side_by_side(low[p], high[p]));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < in.dim; c += 32) {
+      vi cell[T];
+      load_cell<T>(in, r, c, finite, cell);
+      TW_UNROLL for (int p = 0; p < T; p++) store((float*)(out.at(r, c / 32) + p * out.plane), (vf)cell[p]);
     }
 }
 
@@ -80,10 +133,9 @@ static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t ro
     for (int64_t c = 0; c < in.dim; c += 32) {
       vf words[T][16];
       TW_UNROLL for (int x = 0; x < 16; x++) {
-        vi low[T], high[T];
-        split<T, true>(in.load(r + x, c, finite), low);
-        split<T, true>(in.load(r + x, c + 16, finite), high);
-        TW_UNROLL for (int p = 0; p < T; p++) words[p][x] = (vf)side_by_side(low[p], high[p]);
+        vi cell[T];
+        load_cell<T>(in, r + x, c, finite, cell);
+        TW_UNROLL for (int p = 0; p < T; p++) words[p][x] = (vf)cell[p];
       }
       for (int p = 0; p < T; p++) {
         transpose(words[p]);
@@ -95,13 +147,9 @@ static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t ro
 // B: rows of the tensor are summed over, two a cell; columns of 16 are columns.
 template <int T>
 static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
-  for (int64_t c = 0; c < in.dim; c += 16)
-    for (int64_t r = 0; r < rows; r += 2) {
-      vi even[T], odd[T];
-      split<T, true>(in.load(r, c, finite), even);
-      split<T, true>(in.load(r + 1, c, finite), odd);
-      TW_UNROLL for (int p = 0; p < T; p++) store((float*)(out.at(r / 2, c / 16) + p * out.plane), (vf)word_by_word(even[p], odd[p]));
-    }
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < in.dim; c += 16)
+      store_words<T, true>(out.at(r / 2, c / 16), out.plane, in.load(r, c, finite), in.load(r + 1, c, finite));
 }
 
 // A: dim are rows, rows of the tensor are summed over, 32 a cell.
@@ -111,10 +159,9 @@ static void pack_pairs_transposed(const Cells& out, const Rows<T>& in, int64_t r
     for (int64_t c = 0; c < in.dim; c += 16) {
       vf words[T][16];
       TW_UNROLL for (int x = 0; x < 16; x++) {
-        vi even[T], odd[T];
-        split<T, true>(in.load(r + 2 * x, c, finite), even);
-        split<T, true>(in.load(r + 2 * x + 1, c, finite), odd);
-        TW_UNROLL for (int p = 0; p < T; p++) words[p][x] = (vf)word_by_word(even[p], odd[p]);
+        vi pair[T];
+        make_words<T, true>(in.load(r + 2 * x, c, finite), in.load(r + 2 * x + 1, c, finite), pair);
+        TW_UNROLL for (int p = 0; p < T; p++) words[p][x] = (vf)pair[p];
       }
       for (int p = 0; p < T; p++) {
         transpose(words[p]);
