@@ -109,7 +109,7 @@ struct TileBackwardScratch {
 };
 
 template <int T>
-static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, Finite& finite) {
+static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, Finite<T>& finite) {
   const tw_args& a = plan.args;
   const int64_t rows = min_of(kTileGradRows, a.seqlen_q - row), padded = round_up(rows, 32);
   queries.row = row;
@@ -217,7 +217,7 @@ static void grad_keys(const TileKeys& keys, const TileQueries& queries, const He
 // All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
 template <int T>
 static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
-                              Finite& finite) {
+                              Finite<T>& finite) {
   const tw_args& a = plan.args;
   const TileKeys& keys = scratch.keys;
   const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
@@ -269,7 +269,7 @@ static void tile_backward_chunk(const void* context, int64_t item, char* memory)
   Arena arena = {memory};
   TileBackwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
-  Finite finite;
+  Finite<T> finite;
   const int64_t chunk = item / plan.groups, group = item % plan.groups, head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), padded = round_up(n, 32);
@@ -309,7 +309,7 @@ static void prepare_rows(const void* context, int64_t item, char* memory) {
   const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks, dim_v = round_up(a.head_dim_v, 32);
   const Head h(a, head / a.heads_q, head % a.heads_q);
   const TileUnit unit;
-  Finite finite;
+  Finite<T> finite;
   Arena arena = {memory};
   const Cells o = bf16_cells<T>(arena, 32, dim_v / 32), d_o = bf16_cells<T>(arena, dim_v / 2, 2), product = arena_cells(arena, 32, 2, 1);
   for (int64_t row = block * kTileGradRows; row < min_of((block + 1) * kTileGradRows, a.seqlen_q); row += 32) {

@@ -10,13 +10,9 @@
 
 namespace TW_NAMESPACE {
 
-#ifndef KK
-#define KK 128
-#define KP 16
-#endif
-constexpr int64_t kTileKeys = KK;   // most keys of a block
+constexpr int64_t kTileKeys = 128;   // most keys of a block
 constexpr int64_t kTileRows = 32;    // query rows of a panel; divides TW_ROW_BLOCK
-constexpr int64_t kMostPanels = KP;  // that share one packing of K and V
+constexpr int64_t kMostPanels = 16;  // that share one packing of K and V
 
 // A crop whose keys begin and end at multiples of 32, as blocks of keys do; what it has too many is hidden.
 TW_INLINE Crop tile_crop(const BandList& list, int64_t x, int64_t row, int64_t rows, int64_t key, int64_t keys) {
@@ -191,7 +187,7 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   Arena arena = {memory};
   const TileForwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
-  Finite finite;
+  Finite<T> finite;
   const int64_t tile = plan.tiles - 1 - item % plan.tiles, head = item / plan.tiles;  // causal: longest first
   const Head h(a, head / a.heads_q, head % a.heads_q);
   const int64_t row0 = tile * plan.panels * kTileRows, dim_v = round_up(a.head_dim_v, 16);

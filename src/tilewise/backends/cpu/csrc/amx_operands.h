@@ -73,16 +73,24 @@ TW_INLINE void store_words(char* cell, int64_t plane, vf even, vf odd) {
   TW_UNROLL for (int p = 0; p < T; p++) store((float*)(cell + p * plane), (vf)words[p]);
 }
 
-// Collects whether any input is NaN or infinite, or would round to it.
+// Collects whether all inputs split into planes: none is NaN or infinite, or would round to it; and none of fp32 is so small, but not 0, that its
+// last plane is below the smallest normal number, which the unit takes for 0.
+template <int T>
 struct Finite {
   vi largest = {}, largest_half = {};
-  inline __attribute__((always_inline)) void look(vf x) { largest = (vi)_mm512_max_epi32((__m512i)largest, (__m512i)((vi)x & splat((int32_t)0x7fffffff))); }
+  vu smallest = (vu)splat(-1);  // less 1
+  inline __attribute__((always_inline)) void look(vf x) {
+    const vi magnitude = (vi)x & splat((int32_t)0x7fffffff);
+    largest = (vi)_mm512_max_epi32((__m512i)largest, (__m512i)magnitude);
+    if constexpr (T == 3) smallest = (vu)_mm512_min_epu32((__m512i)smallest, (__m512i)(magnitude - splat(1)));
+  }
   inline __attribute__((always_inline)) void look_halves(vi x) {  // two bf16 a word
     const __m512i magnitude = _mm512_and_si512((__m512i)x, _mm512_set1_epi16(0x7fff));
     largest_half = (vi)_mm512_max_epu16((__m512i)largest_half, magnitude);
   }
   bool all() const {
-    return _mm512_reduce_max_epi32((__m512i)largest) < 0x7f7f8000 &&
+    constexpr uint32_t kSmallest = (uint32_t)(127 - 126 + 24) << 23;
+    return _mm512_reduce_max_epi32((__m512i)largest) < 0x7f7f8000 && _mm512_reduce_min_epu32((__m512i)smallest) >= kSmallest - 1 &&
            _mm512_cmpge_epu16_mask((__m512i)largest_half, _mm512_set1_epi16(0x7f80)) == 0;
   }
 };
@@ -92,7 +100,7 @@ template <int T>
 struct Rows {
   const char* data;
   int64_t stride, rows, dim;
-  inline __attribute__((always_inline)) vf load(int64_t row, int64_t column, Finite& finite) const {
+  inline __attribute__((always_inline)) vf load(int64_t row, int64_t column, Finite<T>& finite) const {
     const vf x = row < rows ? load_first<kDtype<T>>(element(data, row * stride + column, kDtype<T>), dim - column) : vf{};
     finite.look(x);
     return x;
@@ -101,7 +109,7 @@ struct Rows {
 
 // 32 numbers of a row as one cell for each plane; bf16 as they lie in memory.
 template <int T>
-TW_INLINE void load_cell(const Rows<T>& in, int64_t row, int64_t column, Finite& finite, vi* cell) {
+TW_INLINE void load_cell(const Rows<T>& in, int64_t row, int64_t column, Finite<T>& finite, vi* cell) {
   if constexpr (T == 1) {
     const int64_t n = row < in.rows ? min_of(in.dim - column, (int64_t)32) : 0;
     const __mmask32 first = n == 32 ? ~0u : (1u << n) - 1;
@@ -117,7 +125,7 @@ TW_INLINE void load_cell(const Rows<T>& in, int64_t row, int64_t column, Finite&
 
 // A: rows of the tensor are rows of cells, 32 of dim a cell. `rows` as padded.
 template <int T>
-static void pack_rows(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
+static void pack_rows(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < in.dim; c += 32) {
       vi cell[T];
@@ -128,7 +136,7 @@ static void pack_rows(const Cells& out, const Rows<T>& in, int64_t rows, Finite&
 
 // B: rows of the tensor are columns, 16 a cell; cells are pairs of dim.
 template <int T>
-static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
+static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
   for (int64_t r = 0; r < rows; r += 16)
     for (int64_t c = 0; c < in.dim; c += 32) {
       vf words[T][16];
@@ -146,7 +154,7 @@ static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t ro
 
 // B: rows of the tensor are summed over, two a cell; columns of 16 are columns.
 template <int T>
-static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
+static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t c = 0; c < in.dim; c += 16)
       store_words<T, true>(out.at(r / 2, c / 16), out.plane, in.load(r, c, finite), in.load(r + 1, c, finite));
@@ -154,7 +162,7 @@ static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows, Finite
 
 // A: dim are rows, rows of the tensor are summed over, 32 a cell.
 template <int T>
-static void pack_pairs_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Finite& finite) {
+static void pack_pairs_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
   for (int64_t r = 0; r < rows; r += 32)
     for (int64_t c = 0; c < in.dim; c += 16) {
       vf words[T][16];

@@ -56,9 +56,15 @@ uint32_t detect() {
 const uint32_t isas_here = detect();
 const int best_here = 31 - __builtin_clz(isas_here);
 
-// The kernels for arguments of a dtype, or null where this processor has no such instruction set.
+// Whether tiles are the faster way: below these sizes what they pad and pack costs more than they save (measured on a Sapphire Rapids or later; the
+// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one.
+bool tiles_pay(const tw_args& a) {
+  const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
+  return shorter >= (a.dtype == TW_BF16 ? 48 : a.dtype == TW_FP16 ? 128 : 512);
+}
+
+// The kernels of an instruction set for a dtype, or null where this processor has no such instruction set.
 const tw_kernels* pick(int isa, int dtype) {
-  if (isa == TW_ISA_AUTO) isa = best_here;
   if (isa < 0 || isa > 31 || !(isas_here & (1u << isa))) return nullptr;
 #if defined(__x86_64__)
   if (isa == TW_ISA_AMX) return &tw_amx::kernels;
@@ -69,29 +75,35 @@ const tw_kernels* pick(int isa, int dtype) {
   return &tw_generic::kernels;
 }
 
+// The kernels for a call: those asked for, or the fastest.
+const tw_kernels* pick_for(const tw_args& a) {
+  if (a.isa != TW_ISA_AUTO) return pick(a.isa, a.dtype);
+  return pick(best_here == TW_ISA_AMX && !tiles_pay(a) ? (int)TW_ISA_AVX512 : best_here, a.dtype);
+}
+
+// Decoding has no matrix products: neither tiles nor the bf16 instructions serve it.
+const tw_kernels* pick_decode(int isa) {
+  const tw_kernels* kernels = pick(isa == TW_ISA_AUTO ? best_here : isa, TW_FP32);
+  return kernels && !kernels->decode ? pick(TW_ISA_AVX512, TW_FP32) : kernels;
+}
+
 }  // namespace
 
 int tw_forward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->forward(*a) : TW_BAD_ISA;
 }
 
 int64_t tw_backward_workspace(const tw_args* a) {
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->backward_workspace(*a) : 0;
 }
 
 int tw_backward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->backward(*a) : TW_BAD_ISA;
-}
-
-// Decoding has no matrix products: neither tiles nor the bf16 instructions serve it.
-static const tw_kernels* pick_decode(int isa) {
-  const tw_kernels* kernels = pick(isa, TW_FP32);
-  return kernels && !kernels->decode ? pick(TW_ISA_AVX512, TW_FP32) : kernels;
 }
 
 int64_t tw_decode_workspace(const tw_args* a) {
