@@ -1,6 +1,7 @@
 """The native CPU backend: FlashAttention-2 in C++ (csrc/), called through ctypes with pointers and strides.
 
-Inside everything is fp32; on processors with AVX512_BF16 the products of bf16 inputs use its instruction, with P and dS rounded to bf16.
+Inside everything is fp32; on processors with AVX512_BF16 or AMX the products of bf16 inputs use their instructions, with P and dS rounded to bf16.
+On AMX fp16 and fp32 are products of sums of two and three bf16 numbers, as exact as fp32's own.
 Threads are torch's own, as many as torch.get_num_threads() says, and results do not depend on how many.
 """
 
@@ -21,7 +22,7 @@ FEW_QUERIES = 8  # up to so many, every key is read once for all the rows of its
 
 
 class Cpu:
-    """The native kernel. `isa` forces one instruction set ("avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
+    """The native kernel. `isa` forces one instruction set ("amx", "avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
 
     name = "cpu"
 
@@ -48,7 +49,7 @@ class Cpu:
     def describe(self) -> str:
         """The instruction set that runs, and how threads are had; for `explain` and `doctor`."""
         found = library()
-        return f"{abi.ISAS[self._isa(found)]} ({'torch' if found.shared_pool else 'own'} threads: {torch.get_num_threads()})"
+        return f"{self._forced or found.isa} ({'torch' if found.shared_pool else 'own'} threads: {torch.get_num_threads()})"
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
@@ -110,7 +111,11 @@ class Cpu:
         return decode(found, self._isa(found), q, k_cache, v_cache, lengths, page_table, **options)
 
     def _isa(self, found: Library) -> int:
-        return abi.ISAS.index(self.isa or found.isa)
+        return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))
+
+    @property
+    def _forced(self) -> str | None:
+        return None if self.isa == "auto" else self.isa
 
 
 def _few_queries(call: Call) -> bool:

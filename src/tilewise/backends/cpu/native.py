@@ -20,10 +20,14 @@ _FAILURES = {abi.NO_MEMORY: "out of memory", abi.BAD_ABI: "it is of another vers
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernel. `isa` is what runs by default: the best of `isas`, or what TILEWISE_CPU_ISA asks for."""
+    """The loaded kernel. `isa` is what runs by default: the best of `isas`, or what TILEWISE_CPU_ISA asks for.
+
+    The best may leave calls that are too small for it to the second best; what is asked for (`forced`) runs them all.
+    """
 
     path: Path
     isa: str
+    forced: bool
     isas: tuple[str, ...]
     shared_pool: bool  # runs on torch's threads
     functions: ctypes.CDLL
@@ -97,7 +101,7 @@ def _load() -> Library | str:
     functions.tw_repeat_backward.argtypes = (ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 10)
     pool = _shared_pool()
     functions.tw_set_pool(pool)
-    return Library(found, best if isa == "auto" else isa, isas, pool is not None, functions)
+    return Library(found, best if isa == "auto" else isa, isa != "auto", isas, pool is not None, functions)
 
 
 def _candidates() -> list[Path]:

@@ -107,21 +107,6 @@ static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const Ba
   }
 }
 
-// The rows that see some key of [begin, end).
-struct RowRange {
-  int64_t begin, end;
-};
-static RowRange rows_that_see(const tw_plane& plane, int64_t begin, int64_t end, int64_t seqlen_q) {
-  RowRange r = {seqlen_q, 0};
-  for (int64_t x = 0; x < plane.n_bands; x++) {
-    const Band& b = ((const Band*)plane.bands)[x];
-    const int64_t first = max_of(begin, b.k0), last = min_of(end, b.k1) - 1;
-    const int64_t low = max_of(b.q0, first - b.hi), high = min_of(b.q1, last - b.lo + 1);
-    if (first <= last && low < high) r = {min_of(r.begin, low), max_of(r.end, high)};
-  }
-  return r;
-}
-
 // All the rows of one query head against a chunk, last rows first: under a causal mask every chunk sees those, so that chunks start together.
 template <class Op>
 static void walk_queries(const BackwardPlan& plan, const BackwardScratch<Op>& scratch, KeyChunk& keys, const Head& h, Turns& turns,
@@ -228,20 +213,9 @@ static void finish_panel_of_dq(const void* context, int64_t item, char*) {
   store_rows(h.out(a.dq, row, h.head), a.dq.seq, rows.data, rows.stride, min_of((int64_t)kPanel, a.seqlen_q - row), a.head_dim, &one, 0, a.dtype);
 }
 
-// dsink = -sum exp(sink - lse) delta over all rows of a head, of all batches.
 static void sink_gradient(const void* context, int64_t head, char*) {
   const BackwardPlan& plan = *(const BackwardPlan*)context;
-  const tw_args& a = plan.args;
-  double dsink = 0;
-  for (int64_t batch = 0; batch < a.batch; batch++) {
-    const Head h(a, batch, head);
-    for (int64_t i = 0; i < a.seqlen_q; i += L) {
-      const int64_t at = h.statistics(i), n = a.seqlen_q - i;
-      const vf lse = load_first<TW_FP32>((const char*)(a.lse + at), n), delta = load_first<TW_FP32>((const char*)(plan.delta + at), n);
-      dsink -= sum_lanes(lse == splat(-kInf) ? vf{} : exp_of(splat(a.sink[head]) - lse) * delta);
-    }
-  }
-  a.dsink[head] = (float)dsink;
+  sum_sink_gradient(plan.args, plan.delta, head);
 }
 
 static int64_t backward_workspace(const tw_args& a) { return plan_backward(a).bytes; }

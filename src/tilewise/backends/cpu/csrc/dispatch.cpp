@@ -6,8 +6,13 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__x86_64__)
+namespace tw_amx { extern const tw_kernels kernels; }
 namespace tw_avx512_bf16 { extern const tw_kernels kernels; }
 namespace tw_avx512 { extern const tw_kernels kernels; }
 namespace tw_avx2 { extern const tw_kernels kernels; }
@@ -15,6 +20,18 @@ namespace tw_avx2 { extern const tw_kernels kernels; }
 namespace tw_generic { extern const tw_kernels kernels; }
 
 namespace {
+
+#if defined(__x86_64__)
+// Linux gives a process the tile registers when it asks, once for all of its threads; it may refuse.
+bool tiles_permitted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 uint32_t detect() {
   uint32_t isas = 1u << TW_ISA_GENERIC;
@@ -29,7 +46,9 @@ uint32_t detect() {
   const unsigned avx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
   if ((low & 0xe6) != 0xe6 || (b & avx512) != avx512 || !fma_f16c) return isas;
   isas |= 1u << TW_ISA_AVX512;
+  const bool amx = (d & (1u << 22)) && (d & (1u << 24)) && (low & 0x60000) == 0x60000;  // AMX_BF16, AMX_TILE, and the system saves tiles
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5))) isas |= 1u << TW_ISA_AVX512_BF16;
+  if (amx && (isas & 1u << TW_ISA_AVX512_BF16) && tiles_permitted()) isas |= 1u << TW_ISA_AMX;
 #endif
   return isas;
 }
@@ -37,11 +56,18 @@ uint32_t detect() {
 const uint32_t isas_here = detect();
 const int best_here = 31 - __builtin_clz(isas_here);
 
-// The kernels for arguments of a dtype, or null where this processor has no such instruction set.
+// Whether tiles are the faster way: below these sizes what they pad and pack costs more than they save (measured on a Sapphire Rapids or later; the
+// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one.
+bool tiles_pay(const tw_args& a) {
+  const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
+  return shorter >= (a.dtype == TW_BF16 ? 48 : a.dtype == TW_FP16 ? 128 : 512);
+}
+
+// The kernels of an instruction set for a dtype, or null where this processor has no such instruction set.
 const tw_kernels* pick(int isa, int dtype) {
-  if (isa == TW_ISA_AUTO) isa = best_here;
   if (isa < 0 || isa > 31 || !(isas_here & (1u << isa))) return nullptr;
 #if defined(__x86_64__)
+  if (isa == TW_ISA_AMX) return &tw_amx::kernels;
   if (isa == TW_ISA_AVX512_BF16 && dtype == TW_BF16) return &tw_avx512_bf16::kernels;
   if (isa == TW_ISA_AVX512_BF16 || isa == TW_ISA_AVX512) return &tw_avx512::kernels;
   if (isa == TW_ISA_AVX2) return &tw_avx2::kernels;
@@ -49,34 +75,45 @@ const tw_kernels* pick(int isa, int dtype) {
   return &tw_generic::kernels;
 }
 
+// The kernels for a call: those asked for, or the fastest.
+const tw_kernels* pick_for(const tw_args& a) {
+  if (a.isa != TW_ISA_AUTO) return pick(a.isa, a.dtype);
+  return pick(best_here == TW_ISA_AMX && !tiles_pay(a) ? (int)TW_ISA_AVX512 : best_here, a.dtype);
+}
+
+// Decoding has no matrix products: neither tiles nor the bf16 instructions serve it.
+const tw_kernels* pick_decode(int isa) {
+  const tw_kernels* kernels = pick(isa == TW_ISA_AUTO ? best_here : isa, TW_FP32);
+  return kernels && !kernels->decode ? pick(TW_ISA_AVX512, TW_FP32) : kernels;
+}
+
 }  // namespace
 
 int tw_forward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->forward(*a) : TW_BAD_ISA;
 }
 
 int64_t tw_backward_workspace(const tw_args* a) {
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->backward_workspace(*a) : 0;
 }
 
 int tw_backward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick(a->isa, a->dtype);
+  const tw_kernels* kernels = pick_for(*a);
   return kernels ? kernels->backward(*a) : TW_BAD_ISA;
 }
 
-// Decoding has no matrix products: the bf16 instructions do not serve it.
 int64_t tw_decode_workspace(const tw_args* a) {
-  const tw_kernels* kernels = pick(a->isa, TW_FP32);
+  const tw_kernels* kernels = pick_decode(a->isa);
   return kernels ? kernels->decode_workspace(*a) : 0;
 }
 
 int tw_decode(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick(a->isa, TW_FP32);
+  const tw_kernels* kernels = pick_decode(a->isa);
   return kernels ? kernels->decode(*a) : TW_BAD_ISA;
 }
 

@@ -140,7 +140,7 @@ static void load_rows(float* out, int64_t dim_padded, const char* in, int64_t st
     for (int64_t c = 0; c < dim_padded; c += L) store(out + r * dim_padded + c, load_first<DT>(element(row, c, DT), dim - c));
   }
 }
-static void load_rows(float* out, int64_t dim_padded, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
+static inline void load_rows(float* out, int64_t dim_padded, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
   if (dtype == TW_FP32) return load_rows<TW_FP32>(out, dim_padded, in, stride, rows, dim);
   if (dtype == TW_BF16) return load_rows<TW_BF16>(out, dim_padded, in, stride, rows, dim);
   return load_rows<TW_FP16>(out, dim_padded, in, stride, rows, dim);
@@ -148,7 +148,7 @@ static void load_rows(float* out, int64_t dim_padded, const char* in, int64_t st
 
 // fp32 rows of dim_padded to rows of dim elements, `stride` apart; row r is multiplied by factors[r * factor_step].
 template <int DT>
-static void store_rows(char* out, int64_t stride, const float* in, int64_t dim_padded, int64_t rows, int64_t dim, const float* factors,
+static inline void store_rows(char* out, int64_t stride, const float* in, int64_t dim_padded, int64_t rows, int64_t dim, const float* factors,
                        int factor_step) {
   for (int64_t r = 0; r < rows; r++) {
     const vf factor = splat(factors[r * factor_step]);
@@ -156,7 +156,7 @@ static void store_rows(char* out, int64_t stride, const float* in, int64_t dim_p
     for (int64_t c = 0; c < dim; c += L) store_first<DT>(element(row, c, DT), load(in + r * dim_padded + c) * factor, dim - c);
   }
 }
-static void store_rows(char* out, int64_t stride, const float* in, int64_t dim_padded, int64_t rows, int64_t dim, const float* factors,
+static inline void store_rows(char* out, int64_t stride, const float* in, int64_t dim_padded, int64_t rows, int64_t dim, const float* factors,
                        int factor_step, int dtype) {
   if (dtype == TW_FP32) return store_rows<TW_FP32>(out, stride, in, dim_padded, rows, dim, factors, factor_step);
   if (dtype == TW_BF16) return store_rows<TW_BF16>(out, stride, in, dim_padded, rows, dim, factors, factor_step);
@@ -172,7 +172,7 @@ static bool rows_finite(const char* in, int64_t stride, int64_t rows, int64_t di
     for (int64_t c = 0; c < dim; c += L) found |= ((vi)load_first<DT>(element(in, r * stride + c, DT), dim - c) & exponent) == exponent;
   return !any_lane(found);
 }
-static bool rows_finite(const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
+static inline bool rows_finite(const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
   if (dtype == TW_FP32) return rows_finite<TW_FP32>(in, stride, rows, dim);
   if (dtype == TW_BF16) return rows_finite<TW_BF16>(in, stride, rows, dim);
   return rows_finite<TW_FP16>(in, stride, rows, dim);

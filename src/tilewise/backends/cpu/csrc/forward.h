@@ -5,18 +5,13 @@
 // O = O exp(m - m') + P^T V, with O as rows (lanes = head dimension). Where blocks of keys start depends on seqlen_k alone, so a row's
 // result does not depend on how rows are shared out.
 #pragma once
+#include "plan.h"
 #include "products.h"
 #include "scores.h"
 
 namespace TW_NAMESPACE {
 
 constexpr int64_t kKeyBlock = 128;  // most keys of a block
-
-// The keys of a block when `keys` are divided evenly into blocks of at most `most`, a multiple of 8 (full register tiles).
-TW_INLINE int64_t even_blocks(int64_t keys, int64_t most) {
-  const int64_t blocks = max_of((keys + most - 1) / most, (int64_t)1);
-  return max_of(round_up((keys + blocks - 1) / blocks, 8), (int64_t)8);
-}
 
 // One block of keys as operands, loaded when first needed.
 template <class Op>
@@ -200,12 +195,6 @@ static void finish_panel(const Panel& p, const Head& h) {
 
 constexpr int kMaxPanels = 8;
 
-// Threads that are worth waking: about one for each 2^21 multiplications, ten microseconds or so. (Results do not depend on their number.)
-static int useful_threads(const tw_args& a) {
-  const double work = (double)(a.batch * a.heads_q) * (double)a.seqlen_q * (double)a.seqlen_k * (double)(a.head_dim + a.head_dim_v);
-  return (int)min_of((double)a.threads, 1 + work / (1 << 21));
-}
-
 struct ForwardPlan {
   const tw_args& args;
   int64_t panels;  // in a tile
@@ -221,17 +210,6 @@ static ForwardPlan plan_forward(const tw_args& a) {
   while (panels > 1 && a.threads > 1 && a.batch * a.heads_q * ((all + panels - 1) / panels) < 4 * a.threads) panels--;
   return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kKeyBlock)};
 }
-
-// Scratch memory handed out in 64-byte aligned pieces; with a null base it only counts.
-struct Arena {
-  char* base;
-  size_t used = 0;
-  float* floats(int64_t n) {
-    float* p = (float*)(base + used);
-    used += (size_t)round_up(n * 4, 64);
-    return p;
-  }
-};
 
 template <class Op>
 struct ForwardScratch {

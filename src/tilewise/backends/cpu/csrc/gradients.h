@@ -2,8 +2,6 @@
 //
 //   S = K Q^T, P = exp(S - lse), dP = V dO^T, dS = P (dP - delta), dV += P dO, dK += dS Q, dQ += dS^T K
 #pragma once
-#include <sched.h>
-
 #include "forward.h"
 
 namespace TW_NAMESPACE {
@@ -16,26 +14,6 @@ struct RowsF32 {
   float* data;
   int64_t stride;
 };
-// Who may add to dQ: chunk c at step s (a fixed enumeration of head and rows, the same for every chunk) waits until the chunks before it are past s.
-// Items are handed out in ascending order, so whoever is waited for has been started.
-struct Turns {
-  int64_t* past;  // per (chunk, group): every step below is finished
-  int64_t group, groups, chunk, finished = 0;
-
-  void publish(int64_t step) const { __atomic_store_n(&past[chunk * groups + group], step, __ATOMIC_RELEASE); }
-  int64_t progress(int64_t c) const { return __atomic_load_n(&past[c * groups + group], __ATOMIC_ACQUIRE); }
-  void wait(int64_t step) {
-    while (finished < chunk && progress(finished) == INT64_MAX) finished++;
-    for (int64_t c = finished; c < chunk; c++)
-      for (int spins = 0; progress(c) <= step; spins++) {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-        if (spins % 256 == 255) sched_yield();
-      }
-  }
-};
-
 // Keys of one key/value head as operands, with their gradients.
 struct KeyChunk {
   int64_t key, keys;

@@ -138,4 +138,18 @@ static void dropout_factors(float* factor, int64_t lds, const Head& h, const Cro
   }
 }
 
+// dsink = -sum exp(sink - lse) delta over all rows of a head, of all batches.
+static void sum_sink_gradient(const tw_args& a, const float* delta_rows, int64_t head) {
+  double dsink = 0;
+  for (int64_t batch = 0; batch < a.batch; batch++) {
+    const Head h(a, batch, head);
+    for (int64_t i = 0; i < a.seqlen_q; i += L) {
+      const int64_t at = h.statistics(i), n = a.seqlen_q - i;
+      const vf lse = load_first<TW_FP32>((const char*)(a.lse + at), n), delta = load_first<TW_FP32>((const char*)(delta_rows + at), n);
+      dsink -= sum_lanes(lse == splat(-kInf) ? vf{} : exp_of(splat(a.sink[head]) - lse) * delta);
+    }
+  }
+  a.dsink[head] = (float)dsink;
+}
+
 }  // namespace TW_NAMESPACE

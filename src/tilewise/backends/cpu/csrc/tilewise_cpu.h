@@ -19,7 +19,7 @@ extern "C" {
 
 enum { TW_OK = 0, TW_NO_MEMORY = 1, TW_BAD_ABI = 2, TW_BAD_ISA = 3 };
 enum { TW_FP32 = 0, TW_BF16 = 1, TW_FP16 = 2 };
-enum { TW_ISA_AUTO = 0, TW_ISA_GENERIC = 1, TW_ISA_AVX2 = 2, TW_ISA_AVX512 = 3, TW_ISA_AVX512_BF16 = 4 };
+enum { TW_ISA_AUTO = 0, TW_ISA_GENERIC = 1, TW_ISA_AVX2 = 2, TW_ISA_AVX512 = 3, TW_ISA_AVX512_BF16 = 4, TW_ISA_AMX = 5 };
 
 // Rows of `row_ptr` of a plane: one entry for each TW_ROW_BLOCK query rows.
 enum { TW_ROW_BLOCK = 96 };

@@ -1,0 +1,360 @@
+// The backward on AMX: the arithmetic and the walk of backward.h, in tiles.
+//
+// S^T = K Q^T and dP^T = V dO^T are [key][row], 32 keys and up to 96 rows at a time; P and dS leave the softmax as bf16 twice: rows side by side for
+// dV = P^T dO and dK = dS^T Q, keys in pairs for dQ^T = K^T dS^T, whose rows are head_dim until the end.
+#pragma once
+#include "amx_forward.h"
+
+namespace TW_NAMESPACE {
+
+constexpr int64_t kTileGradKeys = 192;               // most keys of a step
+constexpr int64_t kTileGradRows = TW_ROW_BLOCK;      // rows of a step
+constexpr int64_t kTileColumns = kTileGradRows / L;  // columns of those rows
+constexpr int64_t kChunkBytes = 768 << 10;           // of keys and their gradients, close to a thread
+constexpr int64_t kTileLocalDqBytes = 512 << 10;
+
+struct TileBackward {
+  const tw_args& args;
+  int64_t block, chunk, chunks;      // keys
+  int64_t batch_step, head_step, groups;
+  int64_t row_blocks;                // of kTileGradRows
+  float* delta;
+  bool local_dq;
+  float* dq;                         // (batch, heads_q, row_blocks) of kTileColumns columns of round_up(head_dim, 16) cells
+  int64_t* turns;
+  int64_t bytes;
+  int32_t* finite;
+};
+
+template <int T>
+static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
+  const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32);
+  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, nullptr, false, nullptr, nullptr, 0, finite};
+  if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
+  if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
+  p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
+  int64_t blocks = max_of(kChunkBytes / (p.block * ((2 * dim + dim_v) * 2 * T + (dim + dim_v) * 4 + 1)), (int64_t)1);
+  blocks = min_of(blocks, max_of((a.seqlen_k + p.block - 1) / p.block, (int64_t)1));
+  while (blocks > 1 && a.threads > 1 && p.groups * ((a.seqlen_k + blocks * p.block - 1) / (blocks * p.block)) < 4 * a.threads) blocks--;
+  p.chunk = blocks * p.block;
+  p.chunks = (a.seqlen_k + p.chunk - 1) / p.chunk;
+  p.row_blocks = (a.seqlen_q + kTileGradRows - 1) / kTileGradRows;
+  Arena arena = {(char*)a.workspace};
+  const int64_t dq_floats = p.row_blocks * kTileGradRows * round_up(a.head_dim, 16);
+  p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
+  p.delta = arena.floats(a.batch * a.heads_q * a.seqlen_q);
+  p.local_dq = p.chunks == 1 && dq_floats * 4 <= kTileLocalDqBytes;
+  if (!p.local_dq) p.dq = arena.floats(a.batch * a.heads_q * dq_floats);
+  p.bytes = (int64_t)arena.used;
+  return p;
+}
+
+// dQ of a block of rows: columns of C whose cells are head_dim.
+static Cells dq_cells(const TileBackward& p, const Head& h, int64_t block, float* local) {
+  const int64_t dim = round_up(p.args.head_dim, 16), head = h.batch * p.args.heads_q + h.head;
+  float* base = p.local_dq ? local + block * kTileGradRows * dim : p.dq + (head * p.row_blocks + block) * kTileGradRows * dim;
+  return {(char*)base, dim, 0};
+}
+
+struct TileKeys {
+  int64_t key, keys;
+  Cells k, v, k_columns;  // A: keys are rows, twice; head_dim is rows
+  Cells dk, dv;           // C: keys are cells
+};
+
+struct TileQueries {
+  int64_t row, rows, columns;  // columns of 16 rows, an even number
+  Cells q, d_o;                // B: rows are columns
+  Cells q_pairs, d_o_pairs;    // B: rows are summed over
+  float *lse, *delta;          // lse is +inf where the row saw nothing, so that P = 0
+  bool dead_rows, fused;  // some row saw nothing; no LSE is above kFusedScores
+};
+
+struct TileGradBuffers {
+  Cells s, dp;                // C, 32 keys
+  Cells p, ds;                // A: keys are rows
+  Cells ds_keys;              // B: keys are summed over
+  Cells kept, cap;            // as C: factors of dropout; 1 - tanh^2 of the softcap
+};
+
+template <int T>
+struct TileBackwardScratch {
+  TileKeys keys;
+  TileQueries queries;
+  TileGradBuffers buffers = {};
+  float* dq;
+  TileBackwardScratch(Arena& arena, const TileBackward& plan) {
+    const tw_args& a = plan.args;
+    const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32), pairs = kTileGradRows / 2;
+    dq = arena.floats(plan.local_dq ? plan.row_blocks * kTileGradRows * round_up(a.head_dim, 16) : 0);
+    keys.k = bf16_cells<T>(arena, plan.chunk, dim / 32);
+    keys.v = bf16_cells<T>(arena, plan.chunk, dim_v / 32);
+    keys.k_columns = bf16_cells<T>(arena, round_up(a.head_dim, 16), plan.chunk / 32);
+    keys.dk = arena_cells(arena, plan.chunk, dim / 16, 1);
+    keys.dv = arena_cells(arena, plan.chunk, dim_v / 16, 1);
+    queries.q = bf16_cells<T>(arena, dim / 2, kTileColumns);
+    queries.d_o = bf16_cells<T>(arena, dim_v / 2, kTileColumns);
+    queries.q_pairs = bf16_cells<T>(arena, pairs, dim / 16);
+    queries.d_o_pairs = bf16_cells<T>(arena, pairs, dim_v / 16);
+    queries.lse = arena.floats(kTileGradRows);
+    queries.delta = arena.floats(kTileGradRows);
+    buffers.s = arena_cells(arena, 32, kTileColumns, 1);
+    buffers.dp = arena_cells(arena, 32, kTileColumns, 1);
+    buffers.p = bf16_cells<T>(arena, 32, kTileColumns / 2);
+    buffers.ds = bf16_cells<T>(arena, 32, kTileColumns / 2);
+    buffers.ds_keys = bf16_cells<T>(arena, plan.block / 2, kTileColumns);
+    if (a.dropout_rescale > 0) buffers.kept = arena_cells(arena, 32, kTileColumns, 1);
+    if (a.softcap > 0) buffers.cap = arena_cells(arena, 32, kTileColumns, 1);
+  }
+};
+
+template <int T>
+static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, Finite<T>& finite) {
+  const tw_args& a = plan.args;
+  const int64_t rows = min_of(kTileGradRows, a.seqlen_q - row), padded = round_up(rows, 32);
+  queries.row = row;
+  queries.rows = rows;
+  queries.columns = padded / L;
+  queries.dead_rows = false, queries.fused = true;
+  const Rows<T> q = {h.q(row), a.q.seq, rows, a.head_dim}, d_o = {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v};
+  pack_rows_transposed<T>(queries.q, q, padded, finite);
+  pack_rows_transposed<T>(queries.d_o, d_o, padded, finite);
+  pack_pairs<T>(queries.q_pairs, q, padded, finite);
+  pack_pairs<T>(queries.d_o_pairs, d_o, padded, finite);
+  for (int64_t i = 0; i < padded; i++) {
+    const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
+    queries.lse[i] = lse == -kInf ? kInf : lse;
+    queries.delta[i] = i < rows ? plan.delta[h.statistics(row + i)] : 0.f;
+    queries.dead_rows |= i < rows && lse == -kInf;
+    queries.fused &= lse == -kInf || __builtin_fabsf(lse) < kFusedScores;
+  }
+}
+
+// P and dS of two keys and a pair of columns, from S and dP. General: masks, score modifiers, dropout.
+template <int T, bool General, bool Fused>
+TW_INLINE void weigh_gradients(const TileQueries& queries, const TileGradBuffers& b, int64_t key, int64_t w, vf factor, int64_t pair, bool keep_ds) {
+  vf p[4], ds[4];  // (key, column), (key, column + 1), (key + 1, column), ...
+  const vf lse[2] = {load(queries.lse + w * L), load(queries.lse + (w + 1) * L)};
+  const vf delta[2] = {load(queries.delta + w * L), load(queries.delta + (w + 1) * L)};
+  TW_UNROLL for (int u = 0; u < 4; u++) {
+    vf s = load(floats(b.s, key + u / 2, w + u % 2)) * factor;
+    if constexpr (Fused) {
+      p[u] = s - lse[u % 2] * splat(kLog2e);
+    } else {
+      __asm__("" : "+v"(s));  // rounded as in the forward: of a huge score nothing must be left but its difference to LSE's own bits
+      p[u] = (s - lse[u % 2]) * splat(kLog2e);
+    }
+  }
+  power_each<T, 4>(p);
+  TW_UNROLL for (int u = 0; u < 4; u++) {
+    const int64_t row = key + u / 2, column = w + u % 2;
+    float* dp = floats(b.dp, row, column);
+    if constexpr (General) {
+      const vi hidden = (load((const int32_t*)floats(b.s, row, column)) == splat(kHiddenBits)) | (lse[u % 2] == splat(kInf));
+      const vf kept = b.kept.base ? load(floats(b.kept, row, column)) : splat(1.f);
+      ds[u] = hidden ? vf{} : p[u] * (load(dp) * kept - delta[u % 2]);
+      p[u] = hidden ? vf{} : p[u] * kept;
+      if (keep_ds) store(dp, ds[u]);
+      if (b.cap.base) ds[u] = hidden ? vf{} : ds[u] * load(floats(b.cap, row, column));
+    } else {
+      ds[u] = p[u] * (load(dp) - delta[u % 2]);
+    }
+  }
+  TW_UNROLL for (int r = 0; r < 2; r++) {
+    store_halves<T, false>(b.p.at(key + r, w / 2), b.p.plane, p[2 * r], p[2 * r + 1]);
+    store_halves<T, false>(b.ds.at(key + r, w / 2), b.ds.plane, ds[2 * r], ds[2 * r + 1]);
+    store_words<T, false>(b.ds_keys.at(pair, w + r), b.ds_keys.plane, ds[r], ds[2 + r]);
+  }
+}
+
+// 32 keys of a band's crop as a crop of their own, though they may be hidden from all of the rows.
+TW_INLINE Crop key_group(const BandList& bands, int64_t x, int64_t row, int64_t rows, int64_t key, int64_t keys) {
+  Crop c = crop(bands, x, row, rows, key, keys, 1);
+  c.partial |= c.empty() || c.key_end - c.key_begin != 32;
+  c.key_begin = key;
+  c.key_end = key + 32;
+  return c;
+}
+
+// 32 keys against the rows: P and dS, and what they add to dV and dK.
+template <int T>
+static void grad_keys(const TileKeys& keys, const TileQueries& queries, const Head& h, const BandList& bands, int64_t x, const Crop& c, int64_t pair,
+                      const TileGradBuffers& b) {
+  const tw_args& a = h.args;
+  const int64_t at = c.key_begin - keys.key, columns = queries.columns;
+  matrix_product<T>(b.s, keys.k.from(at, 0), queries.q, 2, columns, (a.head_dim + 31) / 32, false);
+  matrix_product<T>(b.dp, keys.v.from(at, 0), queries.d_o, 2, columns, (a.head_dim_v + 31) / 32, false);
+  float factor = score_factor(a);
+  const bool general = h.adjusts() || c.partial || b.kept.base || queries.dead_rows;
+  if (general) {
+    finish_scores(b.s, columns, factor, h, bands, x, c, (vf)splat(kHiddenBits), b.cap.base ? &b.cap : nullptr);
+    factor = 1.f;
+    for (int64_t w = 0; b.kept.base && w < columns; w++) {
+      Crop part = c;
+      part.row += w * L;
+      dropout_factors(floats(b.kept, 0, w), L, h, part, 1);
+    }
+  }
+  const bool fused = T < 3 && queries.fused;
+  const vf scale = splat(fused ? factor * kLog2e : factor);
+  for (int64_t w = 0; w < columns; w += 2)
+    for (int64_t j = 0; j < 32; j += 2) {
+      if (general && fused) weigh_gradients<T, true, true>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
+      else if (general) weigh_gradients<T, true, false>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
+      else if (fused) weigh_gradients<T, false, true>(queries, b, j, w, scale, pair + j / 2, false);
+      else weigh_gradients<T, false, false>(queries, b, j, w, scale, pair + j / 2, false);
+    }
+  for (int64_t w = 0; a.dbias.data && w * L < queries.rows; w++) {
+    Crop part = c;
+    part.row += w * L;
+    part.rows = min_of(c.rows - w * L, (int64_t)L);
+    add_bias_gradient(floats(b.dp, 0, w), L, h, part, 1);
+  }
+  matrix_product<T>(keys.dv.from(at, 0), b.p, queries.d_o_pairs, 2, (a.head_dim_v + 15) / 16, columns / 2, true);
+  matrix_product<T>(keys.dk.from(at, 0), b.ds, queries.q_pairs, 2, (a.head_dim + 15) / 16, columns / 2, true);
+}
+
+// All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
+template <int T>
+static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
+                              Finite<T>& finite) {
+  const tw_args& a = plan.args;
+  const TileKeys& keys = scratch.keys;
+  const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
+  if (seen.begin >= seen.end) return;
+  for (int64_t block = (seen.end - 1) / kTileGradRows; block >= seen.begin / kTileGradRows; block--) {
+    const int64_t row = block * kTileGradRows, rows = min_of(kTileGradRows, a.seqlen_q - row), step = first_step + plan.row_blocks - 1 - block;
+    const BandList bands = bands_at(h.plane, row);
+    bool loaded = false;
+    for (int64_t key = keys.key; key < keys.key + keys.keys; key += plan.block) {
+      const int64_t n = min_of(plan.block, keys.key + keys.keys - key);
+      for (int64_t x = bands.begin; x < bands.end; x++) {
+        const Crop all = tile_crop(bands, x, row, rows, key, n);
+        if (all.empty()) continue;
+        if (!loaded) {
+          turns.publish(step);
+          load_tile_queries<T>(scratch.queries, plan, h, row, finite);
+          loaded = true;
+        }
+        for (int64_t from = all.key_begin; from < all.key_end; from += 32)
+          grad_keys<T>(keys, scratch.queries, h, bands, x, key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)),
+                       (from - all.key_begin) / 2, scratch.buffers);
+        turns.wait(step);
+        matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers.ds_keys,
+                          (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
+      }
+    }
+    if (loaded) turns.publish(step + 1);
+  }
+}
+
+static void store_dq(const TileBackward& plan, const Head& h, int64_t block, float* local) {
+  const tw_args& a = plan.args;
+  const Cells dq = dq_cells(plan, h, block, local);
+  for (int64_t w = 0; w < kTileColumns; w++) {
+    const int64_t row = block * kTileGradRows + w * L, rows = min_of((int64_t)L, a.seqlen_q - row);
+    if (rows <= 0) break;
+    char* out = h.out(a.dq, row, h.head);
+    if (a.dtype == TW_FP32) store_column<3>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+    if (a.dtype == TW_BF16) store_column<1>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+    if (a.dtype == TW_FP16) store_column<2>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+  }
+}
+
+// One chunk of keys, of the heads (and batches) of one group.
+template <int T>
+static void tile_backward_chunk(const void* context, int64_t item, char* memory) {
+  const TileBackward& plan = *(const TileBackward*)context;
+  const tw_args& a = plan.args;
+  Arena arena = {memory};
+  TileBackwardScratch<T> scratch(arena, plan);
+  const TileUnit unit;
+  Finite<T> finite;
+  const int64_t chunk = item / plan.groups, group = item % plan.groups, head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
+  const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
+  const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), padded = round_up(n, 32);
+  Turns turns = {plan.turns, group, plan.groups, chunk};
+  TileKeys& keys = scratch.keys;
+  keys.key = key;
+  keys.keys = n;
+  int64_t step = 0;
+  for (int64_t batch = batch0; batch < batch0 + plan.batch_step; batch++)
+    for (int64_t kv_head = head0; kv_head < head0 + plan.head_step; kv_head++) {
+      const Head any(a, batch, kv_head * per_kv);
+      const Rows<T> k = {any.k(key), a.k.seq, n, a.head_dim}, v = {any.v(key), a.v.seq, n, a.head_dim_v};
+      pack_rows<T>(keys.k, k, padded, finite);
+      pack_rows<T>(keys.v, v, padded, finite);
+      pack_pairs_transposed<T>(keys.k_columns, k, padded, finite);
+      memset(keys.dk.base, 0, (size_t)(keys.dk.rows * round_up(a.head_dim, 16) * 4));
+      memset(keys.dv.base, 0, (size_t)(keys.dv.rows * round_up(a.head_dim_v, 16) * 4));
+      for (int64_t g = 0; g < per_kv; g++, step += plan.row_blocks) {
+        const Head h(a, batch, kv_head * per_kv + g);
+        if (plan.local_dq) memset(scratch.dq, 0, (size_t)(plan.row_blocks * kTileGradRows * round_up(a.head_dim, 16)) * 4);
+        walk_tile_queries<T>(plan, scratch, h, turns, step, finite);
+        for (int64_t block = 0; plan.local_dq && block < plan.row_blocks; block++) store_dq(plan, h, block, scratch.dq);
+      }
+      store_cells<T>(any.out(a.dk, key, kv_head), a.dk.seq, keys.dk, n, a.head_dim, a.scale);
+      store_cells<T>(any.out(a.dv, key, kv_head), a.dv.seq, keys.dv, n, a.head_dim_v, 1.f);
+    }
+  turns.publish(INT64_MAX);
+  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+}
+
+// delta = rowsum(dO O) - dlse, and dQ = 0, for one block of rows. Delta is added up in the tiles in which dP will be, so that the two cancel to the
+// last bit where a row sees one key.
+template <int T>
+static void prepare_rows(const void* context, int64_t item, char* memory) {
+  const TileBackward& plan = *(const TileBackward*)context;
+  const tw_args& a = plan.args;
+  const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks, dim_v = round_up(a.head_dim_v, 32);
+  const Head h(a, head / a.heads_q, head % a.heads_q);
+  const TileUnit unit;
+  Finite<T> finite;
+  Arena arena = {memory};
+  const Cells o = bf16_cells<T>(arena, 32, dim_v / 32), d_o = bf16_cells<T>(arena, dim_v / 2, 2), product = arena_cells(arena, 32, 2, 1);
+  for (int64_t row = block * kTileGradRows; row < min_of((block + 1) * kTileGradRows, a.seqlen_q); row += 32) {
+    const int64_t rows = min_of((int64_t)32, a.seqlen_q - row);
+    pack_rows<T>(o, {h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v}, 32, finite);
+    pack_rows_transposed<T>(d_o, {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, 32, finite);
+    for (int64_t w = 0; w < 2; w++) matrix_product<T>(product.from(16 * w, w), o.from(16 * w, 0), d_o.from(0, w), 1, 1, dim_v / 32, false);
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t at = h.statistics(row + i);
+      plan.delta[at] = a.lse[at] == -kInf ? 0.f : floats(product, i, i / L)[i % L] - (a.d_lse ? a.d_lse[at] : 0.f);
+    }
+  }
+  if (!plan.local_dq) memset(dq_cells(plan, h, block, nullptr).base, 0, (size_t)(kTileGradRows * round_up(a.head_dim, 16)) * 4);
+  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+}
+
+static void finish_dq(const void* context, int64_t item, char*) {
+  const TileBackward& plan = *(const TileBackward*)context;
+  const int64_t head = item / plan.row_blocks;
+  store_dq(plan, Head(plan.args, head / plan.args.heads_q, head % plan.args.heads_q), item % plan.row_blocks, nullptr);
+}
+
+static void tile_sink_gradient(const void* context, int64_t head, char*) {
+  const TileBackward& plan = *(const TileBackward*)context;
+  sum_sink_gradient(plan.args, plan.delta, head);
+}
+
+// See forward_on_tiles.
+template <int T>
+static int backward_on_tiles(const tw_args& a, int32_t* finite) {
+  const TileBackward plan = plan_tile_backward<T>(a, finite);
+  memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
+  const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
+  const tw_phase phases[4] = {
+      {prepare_rows<T>, blocks},
+      {tile_backward_chunk<T>, plan.chunks * plan.groups},
+      {finish_dq, plan.local_dq ? 0 : blocks},
+      {tile_sink_gradient, a.dsink ? a.heads_q : 0},
+  };
+  Arena size = {nullptr}, rows_size = {nullptr};
+  const TileBackwardScratch<T> measure(size, plan);
+  (void)measure;
+  const int64_t dim_v = round_up(a.head_dim_v, 32);
+  bf16_cells<T>(rows_size, 32, dim_v / 32), bf16_cells<T>(rows_size, dim_v / 2, 2), arena_cells(rows_size, 32, 2, 1);
+  return tw_run(phases, 4, useful_threads(a), max_of(size.used, rows_size.used), &plan);
+}
+
+}  // namespace TW_NAMESPACE

@@ -1,0 +1,252 @@
+// The forward on AMX: the arithmetic of forward.h, S^T = K Q^T and O^T = V^T P^T in tiles, on panels of two columns of 16 query rows.
+//
+// Scores are S[key][row] there too, so that P, bf16 pair by pair of keys, is at once the operand of the second product, and masks and score
+// modifiers are the same code, a column at a time.
+#pragma once
+#include "amx_operands.h"
+#include "plan.h"
+#include "scores.h"
+#include "threads.h"
+
+namespace TW_NAMESPACE {
+
+constexpr int64_t kTileKeys = 128;   // most keys of a block
+constexpr int64_t kTileRows = 32;    // query rows of a panel; divides TW_ROW_BLOCK
+constexpr int64_t kMostPanels = 16;  // that share one packing of K and V
+
+// A crop whose keys begin and end at multiples of 32, as blocks of keys do; what it has too many is hidden.
+TW_INLINE Crop tile_crop(const BandList& list, int64_t x, int64_t row, int64_t rows, int64_t key, int64_t keys) {
+  Crop c = crop(list, x, row, rows, key, keys, 1);
+  if (c.empty()) return c;
+  const int64_t begin = c.key_begin & ~(int64_t)31, end = round_up(c.key_end, 32);
+  c.partial |= begin != c.key_begin || end != c.key_end;
+  c.key_begin = begin;
+  c.key_end = end;
+  return c;
+}
+
+// What masks and score modifiers make of a panel's scores, times `factor`: S as it goes into the softmax. s: C, cells are keys.
+static void finish_scores(const Cells& s, int64_t columns, float factor, const Head& h, const BandList& bands, int64_t x, const Crop& c, vf hidden,
+                          const Cells* cap) {
+  const int64_t keys = c.key_end - c.key_begin;
+  for (int64_t w = 0; w < columns; w++) {
+    float* column = floats(s, 0, w);
+    for (int64_t j = 0; j < keys; j++) store(column + j * L, load(column + j * L) * splat(factor));
+    Crop part = c;
+    part.row += w * L;
+    part.rows = max_of(min_of(c.rows - w * L, (int64_t)L), (int64_t)0);
+    if (part.rows == 0) {
+      for (int64_t j = 0; j < keys; j++) store(column + j * L, hidden);
+      continue;
+    }
+    if (h.adjusts()) adjust_scores(column, cap ? floats(*cap, 0, w) : nullptr, L, h, part, 1);
+    if (c.partial) hide(column, L, bands, x, part, 1, hidden);
+  }
+}
+
+struct RowState {
+  float m[kTileRows], l[kTileRows];  // maxima and sums
+};
+
+struct TilePanel {
+  int64_t row, rows;
+  Cells q, o;  // B; C, cells are head_dim_v
+  RowState* state;
+};
+
+// Scores of at most so much lose less to a fused 2^(scale S - center) than to their own rounding; larger ones, and fp32, have the rounded center
+// subtracted from scores rounded alike, so that the largest comes out as exactly 0.
+constexpr float kFusedScores = 65536.f;
+
+// P = exp(S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. `center` is times log2 e where Fused, and
+// then S still wants `scale`, which has log2 e in it.
+template <int T, int U, bool Fused>
+TW_INLINE vf weigh_keys(const float* s, vf scale, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
+  vf x[U], sum[U];
+  TW_UNROLL for (int u = 0; u < U; u++) x[u] = Fused ? load(s + u * L) * scale - center : (load(s + u * L) - center) * splat(kLog2e);
+  power_each<T, U>(x);
+  TW_UNROLL for (int u = 0; u < U; u++) sum[u] = x[u];
+  TW_UNROLL for (int n = U / 2; n; n /= 2) TW_UNROLL for (int u = 0; u < n; u++) sum[u] += sum[u + n];
+  if (kept) TW_UNROLL for (int u = 0; u < U; u++) x[u] *= load(kept + u * L);
+  TW_UNROLL for (int u = 0; u < U; u += 2) store_words<T, false>(p.at(pair + u / 2, column), p.plane, x[u], x[u + 1]);
+  return sum[0];
+}
+
+TW_INLINE vf largest_of(const float* s, int64_t keys) {
+  vf top[4];
+  TW_UNROLL for (int u = 0; u < 4; u++) top[u] = splat(-kInf);
+  for (int64_t j = 0; j < keys; j += 8) TW_UNROLL for (int u = 0; u < 8; u++) top[u % 4] = maximum(top[u % 4], load(s + (j + u) * L));
+  return maximum(maximum(top[0], top[1]), maximum(top[2], top[3]));
+}
+
+// The online softmax of one column: m, l, P, and O rescaled.
+template <int T>
+static void softmax_column(const TilePanel& panel, int64_t w, float* s, int64_t keys, float factor, const float* kept, const Cells& p,
+                           int64_t dim_v) {
+  float *m = panel.state->m + w * L, *l = panel.state->l + w * L;
+  const vf m_old = load(m);
+  vf m_new = maximum(m_old, largest_of(s, keys) * splat(factor));
+  const bool fused = T < 3 && factor > 0.f && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
+  if (!fused && factor != 1.f) {
+    for (int64_t j = 0; j < keys; j++) store(s + j * L, load(s + j * L) * splat(factor));
+    m_new = maximum(m_old, largest_of(s, keys));
+  }
+  const vf center = m_new == splat(-kInf) ? vf{} : m_new, rescale = power_of<T>((m_old - center) * splat(kLog2e));
+  vf sum = {};
+  if (fused) {
+    const vf scale = splat(factor * kLog2e), center2 = center * splat(kLog2e);
+    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, true>(s + j * L, scale, center2, kept ? kept + j * L : nullptr, p, j / 2, w);
+  } else {
+    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, false>(s + j * L, vf{}, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+  }
+  store(m, m_new);
+  store(l, load(l) * rescale + sum);
+  if (any_lane(rescale != splat(1.f)))
+    for (int64_t c = 0; c < dim_v; c++) {
+      float* o = floats(panel.o, c, w);
+      store(o, load(o) * rescale);
+    }
+}
+
+struct TileBuffers {
+  Cells s, p;
+  float* kept;
+};
+
+struct TileForward {
+  const tw_args& args;
+  int64_t panels, tiles, block;  // panels of a tile, tiles of a head, keys of a block
+  int32_t* finite;               // 0 once something was not
+};
+
+template <int T>
+struct TileForwardScratch {
+  Cells q, o, k, v;
+  TileBuffers buffers;
+  RowState* states;
+  TileForwardScratch(Arena& arena, const TileForward& plan) {
+    const int64_t dim = round_up(plan.args.head_dim, 32), dim_v = round_up(plan.args.head_dim_v, 16);
+    q = bf16_cells<T>(arena, dim / 2, 2 * plan.panels);
+    o = arena_cells(arena, dim_v, 2 * plan.panels, 1);
+    k = bf16_cells<T>(arena, plan.block, dim / 32);
+    v = bf16_cells<T>(arena, dim_v, plan.block / 32);
+    buffers.s = arena_cells(arena, plan.block, 2, 1);
+    buffers.p = bf16_cells<T>(arena, plan.block / 2, 2);
+    buffers.kept = arena.floats(plan.args.dropout_rescale > 0 ? plan.block * L : 0);
+    states = (RowState*)arena.floats(plan.panels * (int64_t)(sizeof(RowState) / 4));
+  }
+};
+
+// One block of keys against a panel.
+template <int T>
+static void tile_step(const TilePanel& panel, const Head& h, const Cells& k, const Cells& v, int64_t first, const BandList& bands, int64_t x,
+                      const Crop& c, const TileBuffers& buffers) {
+  const tw_args& a = h.args;
+  const int64_t keys = c.key_end - c.key_begin, columns = (panel.rows + L - 1) / L, dim_v = round_up(a.head_dim_v, 16);
+  matrix_product<T>(buffers.s, k.from(first, 0), panel.q, keys / 16, columns, (a.head_dim + 31) / 32, false);
+  float factor = score_factor(a);
+  if (h.adjusts() || c.partial) {
+    finish_scores(buffers.s, columns, factor, h, bands, x, c, splat(-kInf), nullptr);
+    factor = 1.f;
+  }
+  for (int64_t w = 0; w < columns; w++) {
+    const bool dropout = a.dropout_rescale > 0;
+    if (dropout) {
+      Crop part = c;
+      part.row += w * L;
+      dropout_factors(buffers.kept, L, h, part, 1);
+    }
+    softmax_column<T>(panel, w, floats(buffers.s, 0, w), keys, factor, dropout ? buffers.kept : nullptr, buffers.p, dim_v);
+  }
+  matrix_product<T>(panel.o, v.from(0, first / 32), buffers.p, dim_v / 16, columns, keys / 32, true);
+}
+
+// O / l and LSE, with the sink as one more logit, of a column of rows; see finish_panel in forward.h.
+template <int T>
+static void finish_column(const TilePanel& panel, int64_t w, const Head& h) {
+  const tw_args& a = h.args;
+  const int64_t row = panel.row + w * L, rows = min_of((int64_t)L, panel.rows - w * L);
+  vf m = load(panel.state->m + w * L), l = load(panel.state->l + w * L), factor = splat(1.f);
+  if (a.sink) {
+    const vf sink = splat(a.sink[h.head]), m_all = maximum(sink, m), center = m_all == splat(-kInf) ? vf{} : m_all;
+    factor = exp_of(m - center);
+    l = l * factor + exp_of(sink - center);
+    m = m_all;
+  }
+  alignas(64) float lse[L];
+  store(lse, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
+  store_column<T>(h.out(a.o, row, h.head), a.o.seq, floats(panel.o, 0, w), rows, a.head_dim_v, l == splat(0.f) ? vf{} : factor / l);
+  if (a.lse) memcpy(a.lse + h.statistics(row), lse, (size_t)rows * sizeof(float));
+}
+
+// A tile of query rows of one head, against all the keys that its bands show it.
+template <int T>
+static void tile_forward(const void* context, int64_t item, char* memory) {
+  const TileForward& plan = *(const TileForward*)context;
+  const tw_args& a = plan.args;
+  Arena arena = {memory};
+  const TileForwardScratch<T> scratch(arena, plan);
+  const TileUnit unit;
+  Finite<T> finite;
+  const int64_t tile = plan.tiles - 1 - item % plan.tiles, head = item / plan.tiles;  // causal: longest first
+  const Head h(a, head / a.heads_q, head % a.heads_q);
+  const int64_t row0 = tile * plan.panels * kTileRows, dim_v = round_up(a.head_dim_v, 16);
+  const int64_t panels = min_of(plan.panels, (a.seqlen_q - row0 + kTileRows - 1) / kTileRows);
+  TilePanel panel[kMostPanels];
+  int64_t key_begin = a.seqlen_k, key_end = 0;
+  for (int64_t x = 0; x < panels; x++) {
+    TilePanel& p = panel[x];
+    const int64_t row = row0 + x * kTileRows;
+    p = {row, min_of(kTileRows, a.seqlen_q - row), scratch.q.from(0, 2 * x), scratch.o.from(0, 2 * x), scratch.states + x};
+    pack_rows_transposed<T>(p.q, {h.q(row), a.q.seq, p.rows, a.head_dim}, p.rows, finite);
+    memset(p.o.base, 0, (size_t)(2 * dim_v * kCell));
+    for (int64_t i = 0; i < kTileRows; i++) p.state->m[i] = -kInf, p.state->l[i] = 0.f;
+    const BandList bands = bands_at(h.plane, row);
+    for (int64_t b = bands.begin; b < bands.end; b++) {
+      const Crop c = crop(bands, b, row, p.rows, 0, a.seqlen_k, 1);
+      if (!c.empty()) key_begin = min_of(key_begin, c.key_begin), key_end = max_of(key_end, c.key_end);
+    }
+  }
+  for (int64_t key = key_begin / plan.block * plan.block; key < key_end; key += plan.block) {
+    const int64_t keys = min_of(plan.block, a.seqlen_k - key);
+    bool packed = false;
+    for (int64_t x = 0; x < panels; x++) {
+      const TilePanel& p = panel[x];
+      const BandList bands = bands_at(h.plane, p.row);
+      for (int64_t b = bands.begin; b < bands.end; b++) {
+        const Crop c = tile_crop(bands, b, p.row, p.rows, key, keys);
+        if (c.empty()) continue;
+        if (!packed) {
+          pack_rows<T>(scratch.k, {h.k(key), a.k.seq, keys, a.head_dim}, round_up(keys, 32), finite);
+          pack_pairs_transposed<T>(scratch.v, {h.v(key), a.v.seq, keys, a.head_dim_v}, keys, finite);
+          packed = true;
+        }
+        tile_step<T>(p, h, scratch.k, scratch.v, c.key_begin - key, bands, b, c, scratch.buffers);
+      }
+    }
+  }
+  for (int64_t x = 0; x < panels; x++)
+    for (int64_t w = 0; w * L < panel[x].rows; w++) finish_column<T>(panel[x], w, h);
+  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+}
+
+static TileForward plan_tiles(const tw_args& a, int32_t* finite) {
+  const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows;
+  int64_t panels = min_of(kMostPanels, max_of(all, (int64_t)1));
+  while (panels > 1 && a.threads > 1 && a.batch * a.heads_q * ((all + panels - 1) / panels) < 4 * a.threads) panels--;
+  return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kTileKeys, 32), finite};
+}
+
+// Hidden pairs count 0 times what they hold, which is not nothing where that is NaN or infinite, and such numbers do not split into planes: a call
+// that met one (`finite` says 0) is to be computed again by kernels that know them.
+template <int T>
+static int forward_on_tiles(const tw_args& a, int32_t* finite) {
+  const TileForward plan = plan_tiles(a, finite);
+  Arena size = {nullptr};
+  const TileForwardScratch<T> measure(size, plan);
+  (void)measure;
+  const tw_phase phase = {tile_forward<T>, a.batch * a.heads_q * plan.tiles};
+  return tw_run(&phase, 1, useful_threads(a), size.used, &plan);
+}
+
+}  // namespace TW_NAMESPACE
