@@ -226,8 +226,12 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    elsewhere = [row for row in rows if row.name != "ladder"]  # which has tables, and more contenders than a chart has colours
-    for path in (*harness.refresh(documents, rows), *plots.save(elsewhere, options.plots)):
+    charted = [row for row in rows if row.name != "ladder"]  # which has tables, and more contenders than a chart has colours
+    on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
+    drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
+    if on_gpus:
+        drawn += plots.save(on_gpus, options.plots / "gpu", ("throughput",))
+    for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK
 
