@@ -81,7 +81,10 @@ class Hopper:
         """Write O and LSE."""
         if lse.numel() == 0 or call.seqlen_k == 0:
             o.zero_()
-            lse.copy_(lse.new_tensor(-math.inf) if call.sink is None else call.sink[:, None].expand_as(lse))
+            if call.sink is None:
+                lse.fill_(-math.inf)
+            else:
+                lse.copy_(call.sink[:, None].expand_as(lse))
             return
         config = self._config(call)
         q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
