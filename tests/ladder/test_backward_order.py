@@ -10,12 +10,11 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import pytest
 
-from tilewise.backends.hopper.gradients import _band
+from tilewise.backends.hopper.band import band_of
 from tilewise.hopper.compile import why_no_compiler
 from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
-FAR = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ class Problem:
     def __init__(self, order, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, together):
         sees = "all" if mask.kind == "full" else "from" if isinstance(mask, Causal) else "interval"
         self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, rotate=True)
-        self.order, self.band = order, order.Band(*_band(mask, seqlen_q, seqlen_k))
+        self.order, self.band = order, order.Band(*band_of(mask, seqlen_q, seqlen_k))
         self.lengths, self.heads, self.slots = (seqlen_q, seqlen_k), heads, slots
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
         numbers, how = range(n_blocks * heads), order.Order(slots, together)
