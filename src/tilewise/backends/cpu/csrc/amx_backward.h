@@ -354,7 +354,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   (void)measure;
   const int64_t dim_v = round_up(a.head_dim_v, 32);
   bf16_cells<T>(rows_size, 32, dim_v / 32), bf16_cells<T>(rows_size, dim_v / 2, 2), arena_cells(rows_size, 32, 2, 1);
-  return tw_run(phases, 4, useful_threads(a), max_of(size.used, rows_size.used), &plan);
+  return tw_run(phases, 4, useful_threads(a, 3), max_of(size.used, rows_size.used), &plan);
 }
 
 }  // namespace TW_NAMESPACE

@@ -235,7 +235,7 @@ static int backward(const tw_args& a) {
   const BackwardScratch<Op> measure(size, plan);
   (void)measure;
   const size_t panel_bytes = (size_t)(2 * kPanel * round_up(a.head_dim_v, kPad)) * 4;
-  return tw_run(phases, 4, useful_threads(a), max_of(size.used, panel_bytes), &plan);
+  return tw_run(phases, 4, useful_threads(a, 3), max_of(size.used, panel_bytes), &plan);
 }
 
 }  // namespace TW_NAMESPACE

@@ -60,7 +60,8 @@ const int best_here = 31 - __builtin_clz(isas_here);
 // table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one.
 bool tiles_pay(const tw_args& a) {
   const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
-  return shorter >= (a.dtype == TW_BF16 ? 48 : a.dtype == TW_FP16 ? 128 : 512);
+  if (a.dtype == TW_BF16) return shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40;
+  return shorter >= (a.dtype == TW_FP16 ? 64 : 320);
 }
 
 // The kernels of an instruction set for a dtype, or null where this processor has no such instruction set.

@@ -12,11 +12,11 @@ TW_INLINE int64_t even_blocks(int64_t keys, int64_t most, int64_t multiple = 8) 
   return max_of(round_up((keys + blocks - 1) / blocks, multiple), multiple);
 }
 
-// Threads that are worth waking: about one for each 2^21 multiplications, ten microseconds or so, where beginning a head takes as long as 2^17 of
-// them. (Results do not depend on their number.)
-static int useful_threads(const tw_args& a) {
-  const double a_head = (double)a.seqlen_q * (double)a.seqlen_k * (double)(a.head_dim + a.head_dim_v) + (1 << 17);
-  const double work = (double)(a.batch * a.heads_q) * a_head;
+// Threads that are worth waking: about one for each 2^21 multiplications, ten microseconds or so, where beginning a head takes as long as 24,576 of
+// them, and `passes` (a backward is three) each as long. (Results do not depend on their number.)
+static int useful_threads(const tw_args& a, double passes = 1) {
+  const double a_head = (double)a.seqlen_q * (double)a.seqlen_k * (double)(a.head_dim + a.head_dim_v) + 24576;
+  const double work = passes * (double)(a.batch * a.heads_q) * a_head;
   return (int)min_of((double)a.threads, 1 + work / (1 << 21));
 }
 
