@@ -190,6 +190,7 @@ def test_the_command_without_a_gpu(capsys, monkeypatch):
 
 def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     """Everything but the compiler and the GPU: the shipped kernel, a better one, one that spills, one that is wrong."""
+    monkeypatch.setenv("COLUMNS", "250")  # so that no cell of a table is folded
     base = shipped((64, 64), "all")
     todo = [base, *(replace(base, tile_n=n) for n in (96, 112, 80))]
     rates = {128: 100e12, 96: 200e12, 80: None}
