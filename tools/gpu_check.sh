@@ -11,7 +11,7 @@
 #     --sample 0.15                     seconds of timing for each contender and cell
 #
 # Environment: PYTHON (python3), OUT (the file or folder of the rows; benchmarks/results/h100.jsonl or h200.jsonl), TILEWISE_OFFLINE=1 (install nothing),
-# TILEWISE_FA3_LIBRARY (vLLM's build of FlashAttention-3), TILEWISE_COMMIT (where the checkout has no history).
+# TILEWISE_FA3_LIBRARY (vLLM's build of FlashAttention-3), TILEWISE_COMMIT (where the checkout has no history, or an older one).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

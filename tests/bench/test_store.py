@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tilewise.bench.provenance import provenance
+from tilewise.bench.provenance import _commit, provenance
 from tilewise.bench.store import Row, append, latest, load, select
 
 ROW = Row(
@@ -69,3 +69,13 @@ def test_provenance_is_complete_and_json_ready():
     assert {"device", "torch", "python", "tilewise", "threads", "commit", "dirty", "date", "driver"} <= set(stamp)
     assert stamp["date"].endswith("+00:00") and stamp["device"] and stamp["tilewise"]
     assert not any("/" in str(value) for name, value in stamp.items() if name != "device")
+
+
+def test_a_copy_says_of_which_commit_it_is(monkeypatch):
+    """Also where it came with an older history."""
+    _commit.cache_clear()
+    monkeypatch.setenv("TILEWISE_COMMIT", "abc123")
+    try:
+        assert _commit() == {"commit": "abc123", "dirty": None}
+    finally:
+        _commit.cache_clear()

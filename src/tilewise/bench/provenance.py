@@ -13,7 +13,7 @@ import torch
 from tilewise import __version__
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "flash-attn", "flash-attn-4")
-COMMIT = "TILEWISE_COMMIT"  # an environment variable: the commit of a copy that came without its history
+COMMIT = "TILEWISE_COMMIT"  # an environment variable: the commit of a copy that came without its history, or with an older one
 
 
 def provenance(device: torch.device | str) -> dict[str, str | int | bool | None]:
@@ -63,14 +63,14 @@ def _version(package: str) -> str | None:
 
 @cache
 def _commit() -> dict[str, str | bool | None]:
-    """Of the checkout that holds this package, or as TILEWISE_COMMIT says; all None when it is installed without either."""
+    """As TILEWISE_COMMIT says, or of the checkout that holds this package; all None when it is installed without either."""
+    if said := os.environ.get(COMMIT):
+        return {"commit": said, "dirty": None}
     here = Path(__file__).parent
     tracked = _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD") if tracked else None
     status = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no") if commit else None
-    if commit is None:
-        return {"commit": os.environ.get(COMMIT) or None, "dirty": None}
-    return {"commit": commit, "dirty": bool(status)}
+    return {"commit": commit, "dirty": None if commit is None else bool(status)}
 
 
 def _output(*command: str) -> str | None:

@@ -75,13 +75,14 @@ def pairs(**fields) -> tuple[Choice, ...]:
 
 
 # (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
-# H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048) in TFLOP/s; docs/lab-notes.md has the runs.
+# H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
+# benchmarks/results/exploratory/hopper-h200.jsonl.
 # Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
 #   causal 8k at (128, 128) 649 / 658.
-# (64, 64): tile_m 192 or 128: full 548 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
+# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
 #   full at 1k. With intervals, three warpgroups of 160 registers a thread would spill 150 bytes.
-# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 602 / 629.
-# (256, 256): O rescaled late: full 748 / 696, causal 739 / 706 at 8k; at (128, 128) late loses 6 % causal.
+# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 606 / 628.
+# (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
 # (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
