@@ -214,6 +214,19 @@ static void grad_keys(const TileKeys& keys, const TileQueries& queries, const He
   matrix_product<T>(keys.dk.from(at, 0), b.ds, queries.q_pairs, 2, (a.head_dim + 15) / 16, columns / 2, true);
 }
 
+// What is read after a block of rows of a head, of those that see the keys [key, key + keys): the block before it, or the last one of the next
+// head, and its keys where they are others.
+static void add_next_rows(Ahead& ahead, const Head& h, int64_t block, int64_t block_rows, int64_t first, int64_t last, int64_t key, int64_t keys) {
+  const tw_args& a = h.args;
+  const bool more = block > first, same_batch = h.head + 1 < a.heads_q;
+  if (!more && !same_batch && h.batch + 1 == a.batch) return;
+  const Head next = more ? h : same_batch ? Head(a, h.batch, h.head + 1) : Head(a, h.batch + 1, 0);
+  const int64_t row = (more ? block - 1 : last) * block_rows, rows = min_of(block_rows, a.seqlen_q - row);
+  ahead.add(next.q(row), a.q.seq, rows, a.head_dim, a.dtype);
+  ahead.add(next.out(a.d_o, row, next.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
+  if (next.kv_head != h.kv_head || next.batch != h.batch) ahead.add_keys(next, key, keys);
+}
+
 // All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
 template <int T>
 static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
@@ -225,6 +238,8 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
   for (int64_t block = (seen.end - 1) / kTileGradRows; block >= seen.begin / kTileGradRows; block--) {
     const int64_t row = block * kTileGradRows, rows = min_of(kTileGradRows, a.seqlen_q - row), step = first_step + plan.row_blocks - 1 - block;
     const BandList bands = bands_at(h.plane, row);
+    Ahead ahead;
+    add_next_rows(ahead, h, block, kTileGradRows, seen.begin / kTileGradRows, (seen.end - 1) / kTileGradRows, keys.key, keys.keys);
     bool loaded = false;
     for (int64_t key = keys.key; key < keys.key + keys.keys; key += plan.block) {
       const int64_t n = min_of(plan.block, keys.key + keys.keys - key);
@@ -236,9 +251,11 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
           load_tile_queries<T>(scratch.queries, plan, h, row, finite);
           loaded = true;
         }
-        for (int64_t from = all.key_begin; from < all.key_end; from += 32)
+        for (int64_t from = all.key_begin; from < all.key_end; from += 32) {
+          ahead.fetch((all.key_end - from) / 32 + 1);
           grad_keys<T>(keys, scratch.queries, h, bands, x, key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)),
                        (from - all.key_begin) / 2, scratch.buffers);
+        }
         turns.wait(step);
         matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers.ds_keys,
                           (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
@@ -273,7 +290,7 @@ static void tile_backward_chunk(const void* context, int64_t item, char* memory)
   const int64_t chunk = item / plan.groups, group = item % plan.groups, head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), padded = round_up(n, 32);
-  Turns turns = {plan.turns, group, plan.groups, chunk};
+  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1};
   TileKeys& keys = scratch.keys;
   keys.key = key;
   keys.keys = n;

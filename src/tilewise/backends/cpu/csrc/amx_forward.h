@@ -3,6 +3,7 @@
 // Scores are S[key][row] there too, so that P, bf16 pair by pair of keys, is at once the operand of the second product, and masks and score
 // modifiers are the same code, a column at a time.
 #pragma once
+#include "ahead.h"
 #include "amx_operands.h"
 #include "plan.h"
 #include "scores.h"
@@ -188,30 +189,30 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   const TileForwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
   Finite<T> finite;
-  const int64_t tile = plan.tiles - 1 - item % plan.tiles, head = item / plan.tiles;  // causal: longest first
-  const Head h(a, head / a.heads_q, head % a.heads_q);
-  const int64_t row0 = tile * plan.panels * kTileRows, dim_v = round_up(a.head_dim_v, 16);
-  const int64_t panels = min_of(plan.panels, (a.seqlen_q - row0 + kTileRows - 1) / kTileRows);
+  const int64_t tile_rows = plan.panels * kTileRows, items = a.batch * a.heads_q * plan.tiles;
+  const Tile tile = tile_of(a, item, plan.tiles, tile_rows);
+  const Head h(a, tile.batch, tile.head);
+  const SeenKeys seen = keys_seen(h, tile.row, tile.rows);
+  const int64_t dim_v = round_up(a.head_dim_v, 16), panels = (tile.rows + kTileRows - 1) / kTileRows;
   TilePanel panel[kMostPanels];
-  int64_t key_begin = a.seqlen_k, key_end = 0;
   for (int64_t x = 0; x < panels; x++) {
     TilePanel& p = panel[x];
-    const int64_t row = row0 + x * kTileRows;
+    const int64_t row = tile.row + x * kTileRows;
     p = {row, min_of(kTileRows, a.seqlen_q - row), scratch.q.from(0, 2 * x), scratch.o.from(0, 2 * x), scratch.states + x};
     pack_rows_transposed<T>(p.q, {h.q(row), a.q.seq, p.rows, a.head_dim}, p.rows, finite);
     memset(p.o.base, 0, (size_t)(2 * dim_v * kCell));
     for (int64_t i = 0; i < kTileRows; i++) p.state->m[i] = -kInf, p.state->l[i] = 0.f;
-    const BandList bands = bands_at(h.plane, row);
-    for (int64_t b = bands.begin; b < bands.end; b++) {
-      const Crop c = crop(bands, b, row, p.rows, 0, a.seqlen_k, 1);
-      if (!c.empty()) key_begin = min_of(key_begin, c.key_begin), key_end = max_of(key_end, c.key_end);
-    }
   }
-  for (int64_t key = key_begin / plan.block * plan.block; key < key_end; key += plan.block) {
+  for (int64_t key = seen.begin / plan.block * plan.block; key < seen.end; key += plan.block) {
     const int64_t keys = min_of(plan.block, a.seqlen_k - key);
     bool packed = false;
+    Ahead ahead;
+    const int64_t next = key + plan.block;
+    if (next < seen.end) ahead.add_keys(h, next, min_of(plan.block, seen.end - next));
+    else if (item + 1 < items) add_tile(ahead, a, tile_of(a, item + 1, plan.tiles, tile_rows), plan.block);
     for (int64_t x = 0; x < panels; x++) {
       const TilePanel& p = panel[x];
+      ahead.fetch(panels - x);
       const BandList bands = bands_at(h.plane, p.row);
       for (int64_t b = bands.begin; b < bands.end; b++) {
         const Crop c = tile_crop(bands, b, p.row, p.rows, key, keys);

@@ -18,7 +18,8 @@ struct BackwardPlan {
   int64_t chunk, chunks;              // keys of a chunk, a multiple of block; chunks of a head
   int64_t batch_step, head_step;      // batches and key/value heads of one item: all of them where dbias is summed over them
   int64_t groups;                     // items of a chunk
-  float* delta;                       // (batch, heads_q, seqlen_q)
+  bool one_pass;                      // a single chunk, which finds delta and clears dQ itself
+  float* delta;                       // (batch, heads_q, seqlen_q), where not
   bool local_dq;                      // a single chunk adds up dQ in its thread's scratch
   float* dq;                          // (batch, heads_q, seqlen_q, padded head_dim) fp32 where neither that nor args.dq will do
   int64_t* turns;                     // (chunks, groups)
@@ -29,7 +30,7 @@ constexpr int64_t kLocalDqBytes = 512 << 10;
 
 static BackwardPlan plan_backward(const tw_args& a) {
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, nullptr, false, nullptr, nullptr, 0};
+  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, false, nullptr, false, nullptr, nullptr, 0};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -40,7 +41,8 @@ static BackwardPlan plan_backward(const tw_args& a) {
   Arena arena = {(char*)a.workspace};
   const int64_t rows = a.batch * a.heads_q * a.seqlen_q;
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
-  p.delta = arena.floats(rows);
+  p.one_pass = p.chunks == 1 && !a.dsink;
+  p.delta = arena.floats(p.one_pass ? 0 : rows);
   const bool in_place = a.dtype == TW_FP32 && a.head_dim % kPad == 0;
   p.local_dq = !in_place && p.chunks == 1 && a.seqlen_q * dim * 4 <= kLocalDqBytes;
   if (!in_place && !p.local_dq) p.dq = arena.floats(rows * dim);
@@ -56,10 +58,15 @@ static RowsF32 dq_rows(const BackwardPlan& p, const Head& h, int64_t row, float*
   return {(float*)p.args.dq.data + h.at(p.args.dq, row, h.head), p.args.dq.seq};
 }
 
+static void clear_dq(const BackwardPlan& p, const Head& h, int64_t row, int64_t rows, float* local = nullptr) {
+  const int64_t dim = p.dq || p.local_dq ? round_up(p.args.head_dim, kPad) : p.args.head_dim;
+  for (int64_t i = row; i < row + rows; i++) memset(dq_rows(p, h, i, local).data, 0, (size_t)dim * 4);
+}
+
 template <class Op>
 struct BackwardScratch {
   GradBuffers buffers = {};
-  float *k, *v, *k_vectors, *dk, *dv, *q, *d_o, *q_vectors, *d_o_vectors, *lse, *delta, *dq;
+  float *k, *v, *k_vectors, *dk, *dv, *q, *d_o, *q_vectors, *d_o_vectors, *o, *lse, *delta, *dq;
   BackwardScratch(Arena& arena, const BackwardPlan& plan) {
     const tw_args& a = plan.args;
     const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), scores = plan.block * kQueryBlock;
@@ -73,6 +80,7 @@ struct BackwardScratch {
     d_o = arena.floats(kQueryBlock * dim_v);
     q_vectors = arena.floats(kQueryBlock * dim);
     d_o_vectors = arena.floats(kQueryBlock * dim_v);
+    o = arena.floats(2 * kPanel * dim_v);  // and room for another panel
     lse = arena.floats(kQueryBlock);
     delta = arena.floats(kQueryBlock);
     buffers.p = arena.floats(scores);
@@ -87,6 +95,34 @@ struct BackwardScratch {
   }
 };
 
+// delta = rowsum(dO O) - dlse of a panel of rows, in lanes. A row adds it up exactly as it will add up dP, so that the two cancel to the last bit where
+// it sees one key. O = 0 exactly (a row that saw nothing) counts as 0 against any dO; so does a row without lse. o: scratch of two panels; d_o: dO as a
+// panel in fp32, or null.
+static void find_delta(float* delta, float* o, const float* d_o, const Head& h, int64_t row, int64_t rows) {
+  const tw_args& a = h.args;
+  Single::panel(o, h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v, a.dtype);
+  if (!d_o) {
+    float* panel = o + kPanel * round_up(a.head_dim_v, kPad);
+    Single::panel(panel, h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
+    d_o = panel;
+  }
+  for (int64_t v = 0; v * L < rows; v++) {
+    vf sum = {};
+    for (int64_t begin = 0; begin < a.head_dim_v; begin += kScoreChain) {
+      vf part = {};
+      for (int64_t c = begin; c < min_of(begin + kScoreChain, a.head_dim_v); c++) {
+        const vf x = load(o + c * kPanel + v * L), y = load(d_o + c * kPanel + v * L);
+        part += x * (x == vf{} ? vf{} : y);
+      }
+      sum += part;
+    }
+    store(delta + v * L, sum);
+  }
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t at = h.statistics(row + i);
+    delta[i] = a.lse[at] == -kInf ? 0.f : delta[i] - (a.d_lse ? a.d_lse[at] : 0.f);
+  }
+}
 template <class Op>
 static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const BackwardScratch<Op>& scratch, const Head& h, int64_t row) {
   const tw_args& a = plan.args;
@@ -98,13 +134,15 @@ static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const Ba
     const int64_t n = min_of((int64_t)kPanel, rows - i);
     Op::panel(scratch.q + i * dim, h.q(row + i), a.q.seq, n, a.head_dim, a.dtype);
     Op::panel(scratch.d_o + i * dim_v, h.out(a.d_o, row + i, h.head), a.d_o.seq, n, a.head_dim_v, a.dtype);
+    if (plan.one_pass) find_delta(queries.delta + i, scratch.o, Op::kPack == 1 ? scratch.d_o + i * dim_v : nullptr, h, row + i, n);
   }
-  for (int64_t i = 0; i < kQueryBlock; i++) {
-    const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
-    queries.lse[i] = lse == -kInf ? kInf : lse;
-    queries.delta[i] = i < rows ? plan.delta[h.statistics(row + i)] : 0.f;
-    queries.dead_rows |= i < rows && lse == -kInf;
+  if (!plan.one_pass) memcpy(queries.delta, plan.delta + h.statistics(row), (size_t)rows * sizeof(float));
+  const float* lse = a.lse + h.statistics(row);
+  for (int64_t i = 0; i < rows; i++) {
+    queries.lse[i] = lse[i] == -kInf ? kInf : lse[i];
+    queries.dead_rows |= lse[i] == -kInf;
   }
+  for (int64_t i = rows; i < round_up(rows, L); i++) queries.lse[i] = kInf, queries.delta[i] = 0.f;
 }
 
 // All the rows of one query head against a chunk, last rows first: under a causal mask every chunk sees those, so that chunks start together.
@@ -147,7 +185,7 @@ static void backward_chunk(const void* context, int64_t item, char* memory) {
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), blocks = (a.seqlen_q + kQueryBlock - 1) / kQueryBlock;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  Turns turns = {plan.turns, group, plan.groups, chunk};
+  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1};
   int64_t step = 0;
   for (int64_t batch = batch0; batch < batch0 + plan.batch_step; batch++)
     for (int64_t kv_head = head0; kv_head < head0 + plan.head_step; kv_head++) {
@@ -160,7 +198,7 @@ static void backward_chunk(const void* context, int64_t item, char* memory) {
       const float one = 1.f;
       for (int64_t g = 0; g < per_kv; g++, step += blocks) {
         const Head h(a, batch, kv_head * per_kv + g);
-        if (plan.local_dq) memset(scratch.dq, 0, (size_t)(a.seqlen_q * dim) * 4);
+        if (plan.one_pass || plan.local_dq) clear_dq(plan, h, 0, a.seqlen_q, scratch.dq);
         walk_queries<Op>(plan, scratch, keys, h, turns, step);
         if (!plan.local_dq) continue;
         store_rows(h.out(a.dq, 0, h.head), a.dq.seq, scratch.dq, dim, a.seqlen_q, a.head_dim, &one, 0, a.dtype);
@@ -171,35 +209,17 @@ static void backward_chunk(const void* context, int64_t item, char* memory) {
   turns.publish(INT64_MAX);
 }
 
-// delta = rowsum(dO O) - dlse, and dQ = 0, for one panel of rows. A row adds up delta exactly as it will add up dP, so that the two cancel to the
-// last bit where it sees one key. O = 0 exactly (a row that saw nothing) counts as 0 against any dO; so does a row without lse.
-template <int DT>
+// delta, and dQ = 0, for one panel of rows.
 static void prepare_panel(const void* context, int64_t item, char* memory) {
   const BackwardPlan& plan = *(const BackwardPlan*)context;
   const tw_args& a = plan.args;
   const int64_t panels = (a.seqlen_q + kPanel - 1) / kPanel, head = item / panels, row = item % panels * kPanel;
   const Head h(a, head / a.heads_q, head % a.heads_q);
-  const int64_t rows = min_of((int64_t)kPanel, a.seqlen_q - row), dim = plan.dq ? round_up(a.head_dim, kPad) : a.head_dim;
-  float *o = (float*)memory, *d_o = o + kPanel * round_up(a.head_dim_v, kPad);
-  Single::panel_of<DT>(o, h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v);
-  Single::panel_of<DT>(d_o, h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v);
-  for (int64_t v = 0; v * L < rows; v++) {
-    vf sum = {};
-    for (int64_t begin = 0; begin < a.head_dim_v; begin += kScoreChain) {
-      vf part = {};
-      for (int64_t c = begin; c < min_of(begin + kScoreChain, a.head_dim_v); c++) {
-        const vf x = load(o + c * kPanel + v * L), y = load(d_o + c * kPanel + v * L);
-        part += x * (x == vf{} ? vf{} : y);
-      }
-      sum += part;
-    }
-    store(o + v * L, sum);
-  }
-  for (int64_t i = 0; i < rows; i++) {
-    const int64_t at = h.statistics(row + i);
-    plan.delta[at] = a.lse[at] == -kInf ? 0.f : o[i] - (a.d_lse ? a.d_lse[at] : 0.f);
-    if (!plan.local_dq) memset(dq_rows(plan, h, row + i).data, 0, (size_t)dim * 4);
-  }
+  const int64_t rows = min_of((int64_t)kPanel, a.seqlen_q - row);
+  alignas(64) float delta[kPanel];
+  find_delta(delta, (float*)memory, nullptr, h, row, rows);
+  memcpy(plan.delta + h.statistics(row), delta, (size_t)rows * sizeof(float));
+  if (!plan.local_dq) clear_dq(plan, h, row, rows);
 }
 
 // dQ from scratch to the output, one panel of rows.
@@ -226,7 +246,7 @@ static int backward(const tw_args& a) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t panels = a.batch * a.heads_q * ((a.seqlen_q + kPanel - 1) / kPanel);
   const tw_phase phases[4] = {
-      {a.dtype == TW_FP32 ? prepare_panel<TW_FP32> : a.dtype == TW_BF16 ? prepare_panel<TW_BF16> : prepare_panel<TW_FP16>, panels},
+      {prepare_panel, plan.one_pass ? 0 : panels},
       {backward_chunk<Op>, plan.chunks * plan.groups},
       {finish_panel_of_dq, plan.dq ? panels : 0},
       {sink_gradient, a.dsink ? a.heads_q : 0},

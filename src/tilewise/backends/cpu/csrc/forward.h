@@ -5,6 +5,7 @@
 // O = O exp(m - m') + P^T V, with O as rows (lanes = head dimension). Where blocks of keys start depends on seqlen_k alone, so a row's
 // result does not depend on how rows are shared out.
 #pragma once
+#include "ahead.h"
 #include "plan.h"
 #include "products.h"
 #include "scores.h"
@@ -236,32 +237,32 @@ static void forward_tile(const void* context, int64_t item, char* memory) {
   const tw_args& a = plan.args;
   Arena arena = {memory};
   const ForwardScratch<Op> scratch(arena, plan);
-  const int64_t tile = plan.tiles - 1 - item % plan.tiles, head = item / plan.tiles;  // causal: longest first
-  const Head h(a, head / a.heads_q, head % a.heads_q);
-  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), row0 = tile * plan.panels * kPanel;
-  const int64_t panels = min_of(plan.panels, (a.seqlen_q - row0 + kPanel - 1) / kPanel);
+  const int64_t tile_rows = plan.panels * kPanel, items = a.batch * a.heads_q * plan.tiles;
+  const Tile tile = tile_of(a, item, plan.tiles, tile_rows);
+  const Head h(a, tile.batch, tile.head);
+  const SeenKeys seen = keys_seen(h, tile.row, tile.rows);
+  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), panels = (tile.rows + kPanel - 1) / kPanel;
   Panel panel[kMaxPanels];
-  int64_t key_begin = a.seqlen_k, key_end = 0;
   for (int64_t x = 0; x < panels; x++) {
     Panel& p = panel[x];
-    const int64_t row = row0 + x * kPanel;
+    const int64_t row = tile.row + x * kPanel;
     p = {row, min_of((int64_t)kPanel, a.seqlen_q - row), scratch.q + x * kPanel * dim, scratch.o + x * kPanel * dim_v, scratch.m + x * kPanel,
          scratch.l + x * kPanel};
     Op::panel(p.q, h.q(row), a.q.seq, p.rows, a.head_dim, a.dtype);
     memset(p.o, 0, (size_t)(p.rows * dim_v) * 4);
     memset(p.l, 0, kPanel * 4);
     for (int i = 0; i < kPanel; i++) p.m[i] = -kInf;
-    const BandList bands = bands_at(h.plane, row);
-    for (int64_t b = bands.begin; b < bands.end; b++) {
-      const Crop c = crop(bands, b, row, p.rows, 0, a.seqlen_k, 1);
-      if (!c.empty()) key_begin = min_of(key_begin, c.key_begin), key_end = max_of(key_end, c.key_end);
-    }
   }
   KeyBlock<Op> block = {h, scratch.k, scratch.v};
-  for (int64_t key = key_begin / plan.block * plan.block; key < key_end; key += plan.block) {
+  for (int64_t key = seen.begin / plan.block * plan.block; key < seen.end; key += plan.block) {
     block.move_to(key, plan.block);
+    Ahead ahead;
+    const int64_t next = key + plan.block;
+    if (next < seen.end) ahead.add_keys(h, next, min_of(plan.block, seen.end - next));
+    else if (item + 1 < items) add_tile(ahead, a, tile_of(a, item + 1, plan.tiles, tile_rows), plan.block);
     for (int64_t x = 0; x < panels; x++) {
       const Panel& p = panel[x];
+      ahead.fetch(panels - x);
       const BandList bands = bands_at(h.plane, p.row);
       for (int64_t b = bands.begin; b < bands.end; b++) {
         const Crop c = crop(bands, b, p.row, p.rows, key, block.keys, Op::kPack);

@@ -35,9 +35,13 @@ struct Arena {
 // Items are handed out in ascending order, so whoever is waited for has been started.
 struct Turns {
   int64_t* past;  // per (chunk, group): every step below is finished
-  int64_t group, groups, chunk, finished = 0;
+  int64_t group, groups, chunk;
+  bool alone;  // a single chunk, which nobody waits for
+  int64_t finished = 0;
 
-  void publish(int64_t step) const { __atomic_store_n(&past[chunk * groups + group], step, __ATOMIC_RELEASE); }
+  void publish(int64_t step) const {
+    if (!alone) __atomic_store_n(&past[chunk * groups + group], step, __ATOMIC_RELEASE);
+  }
   int64_t progress(int64_t c) const { return __atomic_load_n(&past[c * groups + group], __ATOMIC_ACQUIRE); }
   void wait(int64_t step) {
     while (finished < chunk && progress(finished) == INT64_MAX) finished++;

@@ -64,6 +64,7 @@ static void update_columns(float* c, int64_t ldc, int64_t rows, const float* a, 
 #define TW_ROWS(N)                \
   for (; r + N <= rows; r += N) update_tile<Op, U, N, W>(c + r * ldc, ldc, a + r * row_step, row_step, depth_step, b, ldb, depth, rescale + r, factor)
   TW_ROWS(M);
+  if constexpr (M > 4) TW_ROWS(4);
   TW_ROWS(2);
   TW_ROWS(1);
 #undef TW_ROWS
@@ -106,12 +107,17 @@ static void add_visible(float* out, int64_t dim, int64_t n, int dtype, const See
     }
 }
 
-// Runs a tile over `rows` rows: full register tiles, then smaller ones. With kPack 2 the number of rows is even, and so is every tile.
+// Runs a tile over `rows` rows: full register tiles, then ever smaller ones, whose sums wait for their own latency alone and so take as long as large
+// ones. With kPack 2 the number of rows is even, and so is every tile.
 template <class Op, int W, class Tile>
 TW_INLINE void for_row_tiles(int64_t rows, const Tile& tile) {
   constexpr int M = tile_rows(W);
   int64_t r = 0;
   for (; r + M <= rows; r += M) Tile::template run<M>(tile, r);
+  if constexpr (M > 8)
+    if (r + 8 <= rows) Tile::template run<8>(tile, r), r += 8;
+  if constexpr (M > 4)
+    if (r + 4 <= rows) Tile::template run<4>(tile, r), r += 4;
   for (; r + 2 <= rows; r += 2) Tile::template run<2>(tile, r);
   if constexpr (Op::kPack == 1)
     if (r < rows) Tile::template run<1>(tile, r);

@@ -55,15 +55,28 @@ char* thread_scratch(size_t bytes) {
   return s->memory;
 }
 
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 constexpr int kMaxPhases = 4;
 struct Job {
   const tw_phase* phases;
-  int n_phases;
+  int n_phases, threads;
   const void* context;
   size_t scratch_bytes;
-  int64_t next;                  // item of all phases, one after the other
-  int64_t finished[kMaxPhases];  // items of each phase
+  int64_t items;                             // of all phases
+  alignas(64) int64_t next;                  // item of all phases, one after the other; what threads write has its own cache line
+  alignas(64) int64_t finished[kMaxPhases];  // items of each phase
 };
+
+// How many items a thread takes at once: a quarter of its share of what is left of the phase, so that items of a microsecond do not fight over one
+// counter and neighbours in memory go to one thread, while the last ones are dealt one by one.
+int64_t next_items(const Job& job) {
+  const int64_t next = __atomic_load_n(&job.next, __ATOMIC_RELAXED);
+  int64_t end = 0;
+  for (int p = 0; p < job.n_phases && end <= next; p++) end += job.phases[p].items;
+  const int64_t some = (end - next) / (4 * job.threads);
+  return some > 1 ? some : 1;
+}
 
 // Denormals are flushed while the kernel runs: they carry nothing here and cost a hundred cycles each on some processors.
 struct FlushDenormals {
@@ -74,7 +87,7 @@ struct FlushDenormals {
 #endif
 };
 
-// Items are handed out in order, so the ones waited for have been started: this ends.
+// Items are handed out in order and each thread works in order, so the first unfinished one never waits: this ends.
 void wait_for(const Job& job, int phase) {
   for (int spins = 0; __atomic_load_n(&job.finished[phase], __ATOMIC_ACQUIRE) < job.phases[phase].items; spins++) {
 #if defined(__x86_64__)
@@ -92,12 +105,16 @@ void worker(void* p) {
   FlushDenormals flush;
   int64_t first = 0;  // of the phase
   for (int p = 0; p < job.n_phases;) {
-    const int64_t item = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
-    while (p < job.n_phases && item >= first + job.phases[p].items) first += job.phases[p++].items;
-    if (p == job.n_phases) break;
-    if (p > 0) wait_for(job, p - 1);
-    job.phases[p].work(job.context, item - first, scratch);
-    __atomic_fetch_add(&job.finished[p], 1, __ATOMIC_RELEASE);
+    const int64_t some = next_items(job);
+    int64_t item = __atomic_fetch_add(&job.next, some, __ATOMIC_RELAXED);
+    for (const int64_t end = least(item + some, job.items); item < end;) {
+      while (item >= first + job.phases[p].items) first += job.phases[p++].items;
+      if (p > 0) wait_for(job, p - 1);
+      const int64_t stop = least(end, first + job.phases[p].items), begin = item;
+      for (; item < stop; item++) job.phases[p].work(job.context, item - first, scratch);
+      __atomic_fetch_add(&job.finished[p], stop - begin, __ATOMIC_RELEASE);
+    }
+    if (item >= job.items) break;
   }
   if (!keep) free(scratch);
 }
@@ -128,7 +145,6 @@ bool owns_pool() {
 }  // namespace
 
 int tw_run(const tw_phase* phases, int n_phases, int threads, size_t scratch_bytes, const void* context) {
-  Job job = {phases, n_phases, context, (scratch_bytes + 4096) & ~(size_t)4095, 0, {0}};
   int64_t items = 0, widest = 0;
   for (int p = 0; p < n_phases; p++) {
     items += phases[p].items;
@@ -136,7 +152,9 @@ int tw_run(const tw_phase* phases, int n_phases, int threads, size_t scratch_byt
   }
   if (items == 0) return TW_OK;
   if (threads > widest) threads = (int)widest;
-  if (threads <= 1)
+  if (threads < 1) threads = 1;
+  Job job = {phases, n_phases, threads, context, (scratch_bytes + 4096) & ~(size_t)4095, items, 0, {0}};
+  if (threads == 1)
     worker(&job);
   else if (gomp_parallel && owns_pool())
     gomp_parallel(worker, &job, (unsigned)threads, 0);

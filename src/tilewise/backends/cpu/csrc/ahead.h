@@ -1,0 +1,75 @@
+// Rows fetched ahead of their use. The rows of one head lie a token apart, often a page's distance, further than processors look ahead by themselves.
+#pragma once
+#include "scores.h"
+
+namespace TW_NAMESPACE {
+
+// Rows that will be wanted next, of a few tensors, brought into the L2 cache some at a time.
+struct Ahead {
+  static constexpr int kMost = 4;
+  struct Rows {
+    const char* data;
+    int64_t stride, bytes, rows;  // stride in bytes
+  } parts[kMost];
+  int count = 0, part = 0;
+  int64_t row = 0, left = 0;
+
+  void add(const char* data, int64_t stride, int64_t rows, int64_t dim, int dtype) {
+    if (rows <= 0) return;
+    parts[count++] = {data, stride * element_bytes(dtype), dim * element_bytes(dtype), rows};
+    left += rows;
+  }
+  // Keys of a head and their values.
+  void add_keys(const Head& h, int64_t key, int64_t keys) {
+    const tw_args& a = h.args;
+    add(h.k(key), a.k.seq, keys, a.head_dim, a.dtype);
+    add(h.v(key), a.v.seq, keys, a.head_dim_v, a.dtype);
+  }
+  // The first of `steps` equal shares of what is left.
+  void fetch(int64_t steps) {
+    for (int64_t n = (left + steps - 1) / steps; n > 0; n--, left--) {
+      const Rows& r = parts[part];
+      const char* p = r.data + row * r.stride;
+      for (int64_t c = 0; c < r.bytes; c += 64) __builtin_prefetch(p + c, 0, 2);
+      if (++row == r.rows) row = 0, part++;
+    }
+  }
+};
+
+// What an item of a forward computes: a tile of rows of one head. Heads come first, because their rows lie side by side and those of a group have the
+// same keys; and of the tiles the last ones, the longest under a causal mask.
+struct Tile {
+  int64_t row, rows, batch, head;
+};
+TW_INLINE Tile tile_of(const tw_args& a, int64_t item, int64_t tiles, int64_t tile_rows) {
+  const int64_t row = (tiles - 1 - item / a.heads_q % tiles) * tile_rows;
+  return {row, min_of(tile_rows, a.seqlen_q - row), item / a.heads_q / tiles, item % a.heads_q};
+}
+
+// The keys that some of a head's rows see.
+struct SeenKeys {
+  int64_t begin, end;
+};
+static SeenKeys keys_seen(const Head& h, int64_t row, int64_t rows) {
+  SeenKeys seen = {h.args.seqlen_k, 0};
+  for (int64_t r = row; r < row + rows;) {
+    const int64_t n = min_of(TW_ROW_BLOCK - r % TW_ROW_BLOCK, row + rows - r);
+    const BandList bands = bands_at(h.plane, r);
+    for (int64_t x = bands.begin; x < bands.end; x++) {
+      const Crop c = crop(bands, x, r, n, 0, h.args.seqlen_k, 1);
+      if (!c.empty()) seen = {min_of(seen.begin, c.key_begin), max_of(seen.end, c.key_end)};
+    }
+    r += n;
+  }
+  return seen;
+}
+
+// What an item of a forward reads first, its rows and a block of keys.
+static void add_tile(Ahead& ahead, const tw_args& a, const Tile& t, int64_t block) {
+  const Head h(a, t.batch, t.head);
+  const int64_t key = keys_seen(h, t.row, t.rows).begin / block * block;
+  ahead.add(h.q(t.row), a.q.seq, t.rows, a.head_dim, a.dtype);
+  if (key < a.seqlen_k) ahead.add_keys(h, key, min_of(block, a.seqlen_k - key));
+}
+
+}  // namespace TW_NAMESPACE
