@@ -361,10 +361,10 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
   const tw_phase phases[4] = {
-      {prepare_rows<T>, blocks},
-      {tile_backward_chunk<T>, plan.chunks * plan.groups},
-      {finish_dq, plan.local_dq ? 0 : blocks},
-      {tile_sink_gradient, a.dsink ? a.heads_q : 0},
+      {prepare_rows<T>, blocks, false},
+      {tile_backward_chunk<T>, plan.chunks * plan.groups, plan.chunks > 1},
+      {finish_dq, plan.local_dq ? 0 : blocks, false},
+      {tile_sink_gradient, a.dsink ? a.heads_q : 0, false},
   };
   Arena size = {nullptr}, rows_size = {nullptr};
   const TileBackwardScratch<T> measure(size, plan);

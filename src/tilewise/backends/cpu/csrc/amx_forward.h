@@ -246,7 +246,7 @@ static int forward_on_tiles(const tw_args& a, int32_t* finite) {
   Arena size = {nullptr};
   const TileForwardScratch<T> measure(size, plan);
   (void)measure;
-  const tw_phase phase = {tile_forward<T>, a.batch * a.heads_q * plan.tiles};
+  const tw_phase phase = {tile_forward<T>, a.batch * a.heads_q * plan.tiles, false};
   return tw_run(&phase, 1, useful_threads(a), size.used, &plan);
 }
 

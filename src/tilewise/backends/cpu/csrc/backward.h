@@ -246,10 +246,10 @@ static int backward(const tw_args& a) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t panels = a.batch * a.heads_q * ((a.seqlen_q + kPanel - 1) / kPanel);
   const tw_phase phases[4] = {
-      {prepare_panel, plan.one_pass ? 0 : panels},
-      {backward_chunk<Op>, plan.chunks * plan.groups},
-      {finish_panel_of_dq, plan.dq ? panels : 0},
-      {sink_gradient, a.dsink ? a.heads_q : 0},
+      {prepare_panel, plan.one_pass ? 0 : panels, false},
+      {backward_chunk<Op>, plan.chunks * plan.groups, plan.chunks > 1},
+      {finish_panel_of_dq, plan.dq ? panels : 0, false},
+      {sink_gradient, a.dsink ? a.heads_q : 0, false},
   };
   Arena size = {nullptr};
   const BackwardScratch<Op> measure(size, plan);

@@ -339,7 +339,7 @@ static int decode(const tw_args& a) {
   const DecodeScratch measure(size, plan);
   (void)measure;
   const tw_phase phase = {a.dtype == TW_FP32 ? decode_split<TW_FP32> : a.dtype == TW_BF16 ? decode_split<TW_BF16> : decode_split<TW_FP16>,
-                          heads / plan.heads * plan.splits};
+                          heads / plan.heads * plan.splits, false};
   return tw_run(&phase, 1, useful_threads(a), size.used, &plan);
 }
 

@@ -283,7 +283,7 @@ static int forward(const tw_args& a) {
   Arena size = {nullptr};
   ForwardScratch<Op> measure(size, plan);
   (void)measure;
-  const tw_phase phase = {forward_tile<Op>, a.batch * a.heads_q * plan.tiles};
+  const tw_phase phase = {forward_tile<Op>, a.batch * a.heads_q * plan.tiles, false};
   return tw_run(&phase, 1, useful_threads(a), size.used, &plan);
 }
 

@@ -73,9 +73,13 @@ struct Job {
 int64_t next_items(const Job& job) {
   const int64_t next = __atomic_load_n(&job.next, __ATOMIC_RELAXED);
   int64_t end = 0;
-  for (int p = 0; p < job.n_phases && end <= next; p++) end += job.phases[p].items;
+  bool one_by_one = false;
+  for (int p = 0; p < job.n_phases && end <= next; p++) {
+    end += job.phases[p].items;
+    one_by_one = job.phases[p].one_by_one;
+  }
   const int64_t some = (end - next) / (4 * job.threads);
-  return some > 1 ? some : 1;
+  return some > 1 && !one_by_one ? some : 1;
 }
 
 // Denormals are flushed while the kernel runs: they carry nothing here and cost a hundred cycles each on some processors.

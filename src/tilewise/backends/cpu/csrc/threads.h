@@ -8,6 +8,7 @@
 typedef struct {
   void (*work)(const void* context, int64_t item, char* scratch);
   int64_t items;
+  bool one_by_one;  // items wait for others: a thread takes no second one before it has done the first
 } tw_phase;
 
 // Runs the phases, in one go, on at most `threads` threads. Returns TW_OK, or TW_NO_MEMORY where not even one thread had its scratch.
