@@ -94,7 +94,8 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    tiles = (walk.last - walk.first) * (tensors.Q.shape[2] // tensors.K.shape[2])
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    tiles = (walk.last - walk.first) * group
     if tiles > 0:
         state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
@@ -102,7 +103,7 @@ def consume(
         warpgroup.wait_group(0)
         pass_on(tile, state, place, walk, scores, config)
         for _i in cutlass.range(tiles - 1, unroll=1):
-            after = next_place(place, walk)
+            after = next_place(place, group, walk)
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
@@ -162,9 +163,11 @@ def make_tile(
 
 
 @cute.jit
-def next_place(place: Place, walk: Walk) -> Place:
-    m_block = next_tile(place.m_block, walk)
-    return Place(place.head + Int32(m_block == walk.start), m_block)
+def next_place(place: Place, group: Int32, walk: Walk) -> Place:
+    head, m_block = place.head + 1, place.m_block
+    if head == group:
+        head, m_block = Int32(0), next_tile(m_block, walk)
+    return Place(head, m_block)
 
 
 @cute.jit

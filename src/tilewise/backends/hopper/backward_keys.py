@@ -84,13 +84,13 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            masked = m_block < walk.free_first or m_block >= walk.free_last
-            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
-            m_block = next_tile(m_block, walk)
+    m_block = walk.start
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        masked = m_block < walk.free_first or m_block >= walk.free_last
+        for g in cutlass.range(group, unroll=1):
+            gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+            state = step(tile, pipes, state, gSum, m_block, masked, has_dQ, config)
+        m_block = next_tile(m_block, walk)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
