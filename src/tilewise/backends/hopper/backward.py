@@ -35,7 +35,7 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
+    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
     lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def launch(
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
     )
-    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -297,5 +297,5 @@ def turn_now(counter: Int64) -> Int32:
 @cute.jit
 def give_turn(counter: Int64, config: Constexpr[Config]):
     """What was added is there before the next one's turn is."""
-    how = const_expr("release" if config.release else "relaxed")
+    how = const_expr("release" if config.direct or config.release else "relaxed")
     arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[counter])

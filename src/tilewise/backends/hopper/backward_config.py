@@ -24,11 +24,11 @@ class Config:
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
-    release: bool = True
-    delta_in: bool = True  # -delta is in dP's registers before dP is
+    release: bool = False
+    delta_in: bool = False  # -delta is in dP's registers before dP is
     rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = False  # dK and dV leave by way of the copy engine
-    chained: bool = False  # a kernel starts while the one before it ends
+    copied: bool = True  # dK and dV leave by way of the copy engine
+    chained: bool = True  # a kernel starts while the one before it ends
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another

@@ -15,6 +15,7 @@ WARP = 32
 THREADS = 256  # of a block of `prepare`
 LANES = 8  # that share a row in `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
+QUAD = 4  # threads that share a row of an accumulator
 LOG2_E = 1.4426950408889634
 
 
@@ -114,21 +115,45 @@ def finish(
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
             acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
+    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
     store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
+    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
 
 
 @cute.jit
 def store_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
-    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc."""
-    pair = cute.make_rmem_tensor(2, gX.element_type)
-    for i in range_constexpr(0, cute.size(acc), 2):
-        row, column = row0 + at[i][0], at[i][1]
-        if row < gX.shape[0] and column < gX.shape[1]:
-            pair[0], pair[1] = (acc[i] * scale).to(gX.element_type), (acc[i + 1] * scale).to(gX.element_type)
-            target = cute.make_tensor((gX[row, None].iterator + column).align(4), cute.make_layout(2))
-            cute.autovec_copy(pair, target)
+    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc.
+
+    A thread has two neighbours of every eight columns, for two rows. The four threads that share a row exchange theirs, four times eight columns at
+    a time, so that each stores 16 bytes.
+    """
+    member = arch.lane_idx() % QUAD
+    words = cute.make_rmem_tensor(QUAD, Int32)
+    pair = cute.recast_tensor(words, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 4 * QUAD):
+        for r in range_constexpr(2):
+            for c in range_constexpr(QUAD):
+                for j in range_constexpr(2):
+                    pair[2 * c + j] = (acc[i + 4 * c + 2 * r + j] * scale).to(gX.element_type)
+            exchange(words, member)
+            row, column = row0 + at[i + 2 * r][0], at[i][1] + 6 * member
+            if row < gX.shape[0] and column < gX.shape[1]:
+                cute.autovec_copy(pair, cute.make_tensor((gX[row, None].iterator + column).align(16), cute.make_layout(2 * QUAD)))
+
+
+@cute.jit
+def exchange(words: cute.Tensor, member: Int32):
+    """Between four neighbouring threads: thread i gets the others' words i, in the order of the threads; a 4 x 4 transposition in two steps."""
+    for step in range_constexpr(2):
+        distance = const_expr(2 >> step)
+        upper = (member & distance) != 0
+        for i in range_constexpr(QUAD):
+            if const_expr(i & distance == 0):
+                low, high = words[i], words[i + distance]
+                other = arch.shuffle_sync_bfly(low if upper else high, distance)
+                words[i] = other if upper else low
+                words[i + distance] = high if upper else other
 
 
 @cute.jit
