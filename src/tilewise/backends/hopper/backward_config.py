@@ -31,6 +31,7 @@ class Config:
     chained: bool = True  # a kernel starts while the one before it ends
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
 
     @property
@@ -40,11 +41,15 @@ class Config:
     @property
     def dq_grid(self) -> tuple[int, int]:
         """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
+        if self.dq_transposed:
+            return self.dq_consumers, 1
         return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ that a warpgroup computes at a time."""
+        """Columns of dQ, or of dQ^T, that a warpgroup computes at a time."""
+        if self.dq_transposed:
+            return self.tile_m
         return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property

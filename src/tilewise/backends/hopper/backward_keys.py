@@ -53,8 +53,8 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
+    tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
+    tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
     tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
@@ -109,6 +109,9 @@ def make_tile(
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    left, right = sm.dS, transposed(sm.K)
+    if const_expr(config.dq_transposed):
+        left, right = right, left
     tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
     return Tile(
         mma=mma,
@@ -118,8 +121,8 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
-        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
-        tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
+        tQrA=dq.make_fragment_A(dq.partition_A(left)),
+        tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
         tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
@@ -178,7 +181,10 @@ def step(
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
-        acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, ds_stage], tile.tQrK)
+        stage_A, stage_B, shape_dQ = ds_stage, 0, (config.tile_m, config.head_dim)
+        if const_expr(config.dq_transposed):
+            stage_A, stage_B, shape_dQ = 0, ds_stage, (config.head_dim, config.tile_m)
+        acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)
