@@ -21,6 +21,7 @@ class Config:
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
+    dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
@@ -58,6 +59,11 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def numbers_of_sum(self) -> int:
+        """Of a tile of dQ in global memory."""
+        return 4 if self.dq_apart else self.tile_m * self.head_dim
+
+    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
@@ -67,9 +73,9 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
 }
 
 

@@ -51,13 +51,14 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
     slots = _multiprocessors(call.q.device)
     per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
     heads_k, n_blocks = batch * call.k.shape[2], -(-call.seqlen_k // config.tile_n)
     together = max(1, CACHE // per_head)
     rising = max(0, heads_k - int(FALLING * 2 * slots / (n_blocks + 1))) if config.sees == "from" else 0
+    queries_together = -(-2 * slots * 128 // seqlen_q) if config.sees == "from" else 1
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
@@ -66,7 +67,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, rising, together, int(d_lse is not None), *numbers)
+            compute(*given, slots, rising, together, queries_together, int(d_lse is not None), *numbers)
     return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
 
 
@@ -95,9 +96,9 @@ def arguments(config: Config) -> list:
     v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(10)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
 
 
