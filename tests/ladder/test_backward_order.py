@@ -63,9 +63,8 @@ def draw(order) -> Problem:
         SlidingWindow(random.choice((None, 0, 3, 50)), random.choice((None, 0, 3, 200)), random.choice(("bottom_right", "top_left"))),
     )
     lengths, tiles = (random.randint(1, 500), random.randint(1, 700)), (random.choice((64, 128)), random.choice((64, 128, 192)))
-    return Problem(
-        order, random.choice(masks), *lengths, *tiles, random.randint(1, 7), random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
-    )
+    how = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
+    return Problem(order, random.choice(masks), *lengths, *tiles, random.randint(1, 7), *how)
 
 
 def test_walks_and_turns(order):

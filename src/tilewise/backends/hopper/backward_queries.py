@@ -163,8 +163,9 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     once, at_k, at_v = tma.at_first_empty(1), tma.at_first_empty(2), tma.at_first_empty(stages_of_V(config))
     rows = block.m0 // ROWS, 0, block.head, block.batch
     head_k = block.head // (tensors.Q.shape[2] // tensors.K.shape[2])
-    pipes.q.producer_acquire(once)
-    tma.load(loads.Q, sm.Q, pipes.q, once, (ROWS, config.head_dim), rows)
+    if walk.first < walk.last:  # nothing may be under way when the block ends
+        pipes.q.producer_acquire(once)
+        tma.load(loads.Q, sm.Q, pipes.q, once, (ROWS, config.head_dim), rows)
     for i in cutlass.range(walk.last - walk.first, unroll=1):
         keys = walk.last - 1 - i, 0, head_k, block.batch
         pipes.k.producer_acquire(at_k)
