@@ -336,7 +336,7 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
         raise ValueError(f"{where}: tilewise:begin {missing[0]} has no tilewise:end {missing[0]} after it, or no line of its own")
 
     def written(match: re.Match) -> str:
-        name, sets, direction = (match["name"].split(":") + ["", ""])[:3]
+        name, sets, direction = [*match["name"].split(":"), "", ""][:3]
         if name not in TABLES:
             raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
         chosen = [row for row in rows if not sets or row.name in sets.split("+")]
