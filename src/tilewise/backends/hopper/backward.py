@@ -12,7 +12,7 @@ from tilewise.backends.hopper import backward_columns, backward_keys, backward_q
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
 from tilewise.hopper import tma
@@ -63,7 +63,16 @@ def launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
     )
     kernel(
-        tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config
+        tensors,
+        Outputs(mdK, mdV, stores),
+        loads,
+        band,
+        order_of(slots, rising, together, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        scale,
+        scale_log2,
+        mma,
+        *layouts,
+        config,
     ).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
@@ -131,10 +140,8 @@ def kernel(
         storage.allocate_tensor(Float32, statistics, 128),
     )
     pipes = make_pipes(storage, config)
-    heads_k = tensors.K.shape[2]
-    block = block_of(
-        arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config
-    )
+    n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
+    block = block_of(arch.block_idx()[0], n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
