@@ -17,7 +17,6 @@ from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
-    Boolean,
     Constexpr,
     CUstream,
     Float32,
@@ -191,12 +190,14 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     n_block = block.n0 // config.tile_n
     pipes.k.producer_acquire(once)
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+    pipes.v.producer_acquire(once)
+    tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     if const_expr(config.chained):
         arch.griddepcontrol_wait()  # what `prepare` writes is there
     if const_expr(config.dq_apart):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    m_block, has_V = walk.start, Boolean(False)
+    m_block = walk.start
     for _i in cutlass.range(walk.last - walk.first, unroll=1):
         for g in cutlass.range(group, unroll=1):
             head = block.head_k * group + g
@@ -204,10 +205,6 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
             pipes.q.producer_acquire(state)
             tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
             load_rows(lse, sm.lse, pipes.q, state, m_block, config)
-            if not has_V:  # not needed before S of the first tile
-                pipes.v.producer_acquire(once)
-                tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-            has_V = Boolean(True)
             pipes.do.producer_acquire(state)
             tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
             load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)

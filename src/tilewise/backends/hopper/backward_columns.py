@@ -94,6 +94,7 @@ def consume(
     tile.acc_dK.fill(0.0)
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
+    pipes.v.consumer_wait(tma.at_first(1))
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     tiles = (walk.last - walk.first) * group
     if const_expr(config.dq_apart):
@@ -105,7 +106,6 @@ def consume(
             place = next_place(place, group, walk)
         warpgroup.wait_group(0)
     elif tiles > 0:
-        pipes.v.consumer_wait(tma.at_first(1))
         state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
         issue_scores(tile, state)
@@ -251,7 +251,6 @@ def step_apart(
     stage = state.index
     (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
     if const_expr(not scores):
-        pipes.v.consumer_wait(tma.at_first(1))
         arch.barrier(barrier_id=Barrier.S, number_of_threads=2 * THREADS)  # S has been computed: dP is next
     issue_scores(tile, state)
     warpgroup.wait_group(0)

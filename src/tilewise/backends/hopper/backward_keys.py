@@ -82,6 +82,7 @@ def consume(
     tile.acc_dK.fill(0.0)
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
+    pipes.v.consumer_wait(tma.at_first(1))
     state = before = tma.at_first(config.stages)
     has_before = Boolean(False)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
@@ -153,14 +154,12 @@ def step(
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
     if const_expr(config.delta_in):
-        pipes.v.consumer_wait(tma.at_first(1))
         pipes.do.consumer_wait(state)
         acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         fragments.product(tile.mma.s, acc_dP, tile.tPrV, tile.tPrdO[None, None, None, stage], True)
     else:
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
-        pipes.v.consumer_wait(tma.at_first(1))
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     if const_expr(not config.late):
