@@ -30,8 +30,6 @@ class Config:
     rotate: bool = True  # where all keys are seen, walks begin evenly spread
     copied: bool = True  # dK and dV leave by way of the copy engine
     chained: bool = True  # a kernel starts while the one before it ends
-    late: bool = False  # dK of a tile is waited for with S of the next
-    dk_smem: bool = False
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64

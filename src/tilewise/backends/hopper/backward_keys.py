@@ -52,7 +52,6 @@ class Tile(NamedTuple):
     tPrV: cute.Tensor
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
-    tKrdS: cute.Tensor | None
     tKrQ: cute.Tensor
     tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
     tQrB: cute.Tensor
@@ -83,19 +82,15 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    state = before = tma.at_first(config.stages)
-    has_before = Boolean(False)
+    state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     m_block = walk.start
     for _i in cutlass.range(walk.last - walk.first, unroll=1):
         masked = m_block < walk.free_first or m_block >= walk.free_last
         for g in cutlass.range(group, unroll=1):
             gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-            before = step(tile, pipes, state, before, has_before, gSum, m_block, masked, has_dQ, config)
-            state.advance()
-            has_before = Boolean(True)
+            state = step(tile, pipes, state, gSum, m_block, masked, has_dQ, config)
         m_block = next_tile(m_block, walk)
-    warpgroup.wait_group(0)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
@@ -125,7 +120,6 @@ def make_tile(
         tPrV=s.make_fragment_A(s.partition_A(sm.V))[None, None, None, 0],
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
-        tKrdS=dk.make_fragment_A(dk.partition_A(transposed(sm.dS))) if const_expr(config.dk_smem) else None,
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
         tQrA=dq.make_fragment_A(dq.partition_A(left)),
         tQrB=dq.make_fragment_B(dq.partition_B(right)),
@@ -147,9 +141,9 @@ def make_tile(
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, before: pipeline.PipelineState, has_before: Boolean, gSum: cute.Tensor,
-    m_block: Int32, masked: Boolean, has_dQ: Constexpr[bool], config: Constexpr[Config],
-) -> pipeline.PipelineState:  # fmt: skip
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
@@ -162,13 +156,8 @@ def step(
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
-    if const_expr(not config.late):
-        lse = per_query(tile.tlse, stage)
+    lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
-    if const_expr(config.late):
-        if has_before:
-            pipes.q.consumer_release(before)  # dK of the tile before is there too
-        lse = per_query(tile.tlse, stage)
     probabilities(acc_S, lse, tile.scale_log2)
     minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
     if masked:
@@ -182,7 +171,7 @@ def step(
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
-    dS = as_left_operand(tile.mma.dv, acc_dP, config)
+    dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
@@ -200,18 +189,16 @@ def step(
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)
-    if const_expr(config.dk_smem):
-        dS = tile.tKrdS[None, None, None, ds_stage]
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
         hand_over(tile, acc_dQ, gSum, config)
     else:
         pipes.do.consumer_release(state)
-    if const_expr(not config.late):
-        warpgroup.wait_group(0)
-        pipes.q.consumer_release(state)
-    return state.clone()
+    warpgroup.wait_group(0)
+    pipes.q.consumer_release(state)
+    state.advance()
+    return state
 
 
 @cute.jit

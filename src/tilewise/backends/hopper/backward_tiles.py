@@ -94,13 +94,7 @@ def products(config, dtype) -> Mma:
     return Mma(
         product(k, k, alone, config.tile_m),
         product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
-        product(
-            k if by_keys and not config.dk_smem else mn,
-            mn,
-            shared,
-            config.head_dim // shared[1],
-            rmem if by_keys and not config.dk_smem else smem,
-        ),
+        product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
         product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
     )
 
