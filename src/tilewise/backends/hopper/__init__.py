@@ -112,7 +112,7 @@ class Hopper:
         """What `compile.compiled` takes, for every kernel that the call launches."""
         config = self._config(packing.pack(call) or call)
         ahead = [documents.kernel(config)] if config.sees == "rows" else []
-        return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
+        return [*ahead, (_launch(), arguments, config), *(gradients.kernels(call) if call.grad else [])]
 
     def _config(self, call: Call):
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")

@@ -12,9 +12,11 @@ from tilewise.backends.hopper import backward_columns, backward_keys
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, next_tile, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
+from tilewise.backends.hopper.backward_visible import Tables
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
     Constexpr,
@@ -36,9 +38,12 @@ def launch(
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
     turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
     lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
+    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
+    q0 .. hi: Band; keys and the following: Tables.
+    """
     tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
@@ -55,7 +60,7 @@ def launch(
     shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
-    band = Band(q0, q1, k0, k1, lo, hi)
+    band = Band(q0, q1, k0, k1, lo, hi, Tables(keys, queries, walks, visitors))
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream

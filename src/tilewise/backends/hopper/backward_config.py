@@ -15,7 +15,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval"]  # a key is seen by: all queries, those from a beginning on, those from a beginning to an end
+    sees: Literal["all", "from", "interval", "rows"]  # backward_visible.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO

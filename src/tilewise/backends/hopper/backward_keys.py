@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -26,6 +26,8 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
+from tilewise.backends.hopper.backward_visible import queries_of
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -105,7 +107,7 @@ def make_tile(
     at = fragments.by_rows(tScS)
     begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
     for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))

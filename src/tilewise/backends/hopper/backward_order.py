@@ -7,18 +7,8 @@ and chosen such that hardly anybody waits: `turn_of`.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
-
-
-class Band(NamedTuple):
-    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none."""
-
-    q0: Int32
-    q1: Int32
-    k0: Int32
-    k1: Int32
-    lo: Int32
-    hi: Int32
 
 
 class Order(NamedTuple):
@@ -49,24 +39,6 @@ class Walk(NamedTuple):
     free_last: Int32
 
 
-@cute.jit
-def keys_seen(row: Int32, band: Band):
-    """[begin, end) of the keys that a query sees."""
-    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
-    if row < band.q0 or row >= band.q1:
-        end = begin
-    return begin, end
-
-
-@cute.jit
-def queries_seeing(key: Int32, band: Band):
-    """[begin, end) of the queries that see a key."""
-    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
-    if key < band.k0 or key >= band.k1:
-        end = begin
-    return begin, end
-
-
 class Visitors(NamedTuple):
     """Blocks of keys [first, last) whose walk visits a tile of queries."""
 
@@ -79,6 +51,8 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
     """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
     if const_expr(config.sees == "all"):
         return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
+    if const_expr(config.sees == "rows"):
+        return Visitors(band.tables.visitors[m_block, 0], band.tables.visitors[m_block, 1])
     top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
     begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
     first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
@@ -118,6 +92,9 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
         if const_expr(not config.rotate):
             start = Int32(0)
         return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+    if const_expr(config.sees == "rows"):
+        first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
+        return Walk(last - 1, Int32(-1), first, last, free_first, free_last)
     left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the keys that anybody sees
     begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of them
     first = max(begin, 0) // tile_m

@@ -8,7 +8,9 @@
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, keys_seen, queries_seeing, visitors_of
+from tilewise.backends.hopper.backward_order import visitors_of
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
@@ -52,7 +54,7 @@ def prepare(
         if row < gO.shape[0]:
             natural = mL[batch, head, row]
             if const_expr(config.sees != "all"):
-                begin, end = keys_seen(row, band)
+                begin, end = keys_of(row, band, config)
                 total = total if begin < end else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]
@@ -206,7 +208,7 @@ def repair_dQ(
     for i in cutlass.range(16 * config.dq_pieces, unroll=1):
         row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
         if row < gdQ.shape[0]:
-            begin, end = keys_seen(row, band)
+            begin, end = keys_of(row, band, config)
             dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
@@ -233,7 +235,7 @@ def repair_dKV(
     for i in cutlass.range(16, unroll=1):
         key = n0 + i
         if key < gdK.shape[0]:
-            begin, end = queries_seeing(key, band)
+            begin, end = queries_of(key, band, config)
             dk = cute.make_rmem_tensor(width_k // WARP, Float32)
             dv = cute.make_rmem_tensor(width_v // WARP, Float32)
             dk.fill(0.0)

@@ -6,8 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import backward_tables, documents
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
-from tilewise.backends.hopper.band import band_of
+from tilewise.backends.hopper.band import NOTHING, band_of
 from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal
 from tilewise.problem import Call, Gradients, Problem
@@ -24,20 +25,24 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    if problem.mask not in ("full", "band"):
-        wrong.append(f"its backward pass takes full masks and single bands (causal, window), not {problem.mask}")
     missing = [name for name in ("softcap", "bias", "alibi", "dropout") if getattr(problem, name)]
     return wrong + [f"its backward pass has no {name} yet" for name in missing]
 
 
 def config_of(call: Call) -> Config:
-    sees = "all" if call.mask.kind == "full" else "from" if isinstance(call.mask, Causal) else "interval"
+    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+    if isinstance(call.mask, Causal):
+        sees = "from"
+    elif documents.by_rows(call.mask):
+        sees = "rows"
     return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
 
 
-def kernel(call: Call) -> tuple:
-    """What `compile.compiled` takes, for the one launch function of all three kernels."""
-    return LAUNCH, arguments, config_of(call)
+def kernels(call: Call) -> list[tuple]:
+    """What `compile.compiled` takes: the launch function of all three kernels, and that of what finds out what packed documents see."""
+    config = config_of(call)
+    ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
+    return [*ahead, (LAUNCH, arguments, config)]
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -57,13 +62,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
+    band = band_of(call.mask, seqlen_q, call.seqlen_k) if config.sees in ("all", "from", "interval") else NOTHING
+    numbers = *band, call.scale, call.scale / math.log(2)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
+        seen = backward_tables.tables(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, together, int(d_lse is not None), *numbers)
+            compute(*given, slots, together, int(d_lse is not None), *numbers, *seen)
     return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
 
 
@@ -95,7 +102,8 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
+    seen = backward_tables.arguments(config, seqlen_q, seqlen_k, m_blocks)
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *seen]
 
 
 def _readable(x: Tensor) -> Tensor:
