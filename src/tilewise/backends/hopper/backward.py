@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, next_tile, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
-from tilewise.backends.hopper.backward_visible import Tables
+from tilewise.backends.hopper.backward_visible import FIELDS, Tables, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
@@ -39,6 +39,8 @@ def launch(
     turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
     lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
+    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
+    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
@@ -60,7 +62,8 @@ def launch(
     shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
-    band = Band(q0, q1, k0, k1, lo, hi, Tables(keys, queries, walks, visitors))
+    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes)
+    band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
@@ -94,6 +97,9 @@ def kernel(
     if const_expr(not config.direct):
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
+    visits = None
+    if const_expr(config.sees == "runs"):
+        visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, config.stages)), 16)
     statistics = cute.make_layout((config.tile_m, config.stages))
     sm = Smem(
         sK,
@@ -106,6 +112,7 @@ def kernel(
         first,
         storage.allocate_tensor(Float32, statistics, 128),
         storage.allocate_tensor(Float32, statistics, 128),
+        visits,
     )
     pipes = make_pipes(storage, config)
     heads_k = tensors.K.shape[2]
@@ -117,7 +124,7 @@ def kernel(
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
-            produce(tensors, loads, sm, pipes, block, walk, config)
+            produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= config.dq_consumers:
             if const_expr(config.chained):
                 arch.griddepcontrol_wait()
@@ -144,10 +151,11 @@ def kernel(
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     statistics = 4 * config.tile_m
+    visit = 4 * FIELDS if config.sees == "runs" else 0
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim, warps),
         tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim_v, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics, warps),
+        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics + visit, warps),
         tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim_v + statistics, warps),
     )
     tma.barriers_ready()
@@ -155,7 +163,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, walk: Walk, config: Constexpr[Config]):
+def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, band: Band, walk: Walk, config: Constexpr[Config]):
     """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
     state, once = tma.at_first_empty(config.stages), tma.at_first_empty(1)
     n_block = block.n0 // config.tile_n
@@ -169,16 +177,20 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     for g in cutlass.range(group, unroll=1):
         head = block.head_k * group + g
         lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        own = walk_of_head(walk, block, head, band, config)
+        place = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
             pipes.q.producer_acquire(state)
             tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
             load_rows(lse, sm.lse, pipes.q, state, m_block, config)
+            if const_expr(config.sees == "runs"):
+                load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
             pipes.do.producer_acquire(state)
             tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
             load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
             state.advance()
-            m_block = next_tile(m_block, walk)
+            place = next_tile(place, own)
 
 
 @cute.jit
@@ -187,13 +199,21 @@ def load_rows(
     config: Constexpr[Config],
 ):  # fmt: skip
     """One number for each row of tile m_block."""
+    load_row(cute.domain_offset((m_block * config.tile_m,), gX), sX, pipe, state, config.tile_m)
+
+
+@cute.jit
+def load_row(
+    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
+):  # fmt: skip
+    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
     with arch.elect_one():
         arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
             read_only_args=[
                 sX[None, state.index].iterator.toint(),
-                (gX.iterator + m_block * config.tile_m).toint(),
-                Int32(4 * config.tile_m),
+                gX.iterator.toint(),
+                Int32(4 * numbers),
                 pipe.producer_get_barrier(state).toint(),
             ],
         )
@@ -211,13 +231,15 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     for g in cutlass.range(group, unroll=1):
         head = block.head_k * group + g
         gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        own = walk_of_head(walk, block, head, band, config)
+        place, before = own.start, Int32(-1)
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
             gSum = tensors.sum_dQ[block.batch, head, m_block, None]
             arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
             turn = Int32(-1)
             if const_expr(config.ordered):
-                turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+                turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
                 if arch.lane_idx() == 0:
                     now = turn_now(gTurns, m_block)
                     if before >= 0:
@@ -235,7 +257,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                 arch.cp_async_bulk_commit_group()
                 arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
-            m_block = next_tile(m_block, walk)
+            place = next_tile(place, own)
         if arch.lane_idx() == 0:
             arch.cp_async_bulk_wait_group(0)
             if const_expr(config.ordered) and before >= 0:
@@ -250,9 +272,11 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     for g in cutlass.range(group, unroll=1):
         head = block.head_k * group + g
         gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+        own = walk_of_head(walk, block, head, band, config)
+        place, before = own.start, Int32(-1)
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
+            turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
             now = Int32(0)
             if arch.lane_idx() == 0:
                 now = turn_now(gTurns, m_block)
@@ -267,7 +291,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
             arch.sync_warp()
             arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
             before = m_block
-            m_block = next_tile(m_block, walk)
+            place = next_tile(place, own)
         if before >= 0:
             arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
             if arch.lane_idx() == 0:

@@ -15,7 +15,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval", "rows"]  # backward_visible.py says what each means
+    sees: Literal["all", "from", "interval", "rows", "runs"]  # backward_visible.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO
@@ -32,6 +32,12 @@ class Config:
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+
+    def __post_init__(self) -> None:
+        if self.sees == "runs" and self.direct and self.split == "keys":
+            raise ValueError(
+                "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
+            )
 
     @property
     def consumers(self) -> int:

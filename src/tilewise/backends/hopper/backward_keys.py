@@ -26,7 +26,7 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.backward_visible import queries_of
+from tilewise.backends.hopper.backward_visible import hide_unseen, queries_of, visit_in, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -66,6 +66,9 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
+    visits: cute.Tensor | None  # (FIELDS, stages)
+    n0: Int32
+    band: Band
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
@@ -87,12 +90,14 @@ def consume(
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     for g in cutlass.range(group, unroll=1):
-        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            masked = m_block < walk.free_first or m_block >= walk.free_last
+        head = block.head_k * group + g
+        gSum = tensors.sum_dQ[block.batch, head, None, None]
+        own = walk_of_head(walk, block, head, band, config)
+        m_block = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            masked = m_block < own.free_first or m_block >= own.free_last
             state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
-            m_block = next_tile(m_block, walk)
+            m_block = next_tile(m_block, own)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
@@ -131,6 +136,9 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
+        visits=sm.visits,
+        n0=block.n0,
+        band=band,
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
         scale_log2=scale_log2,
@@ -143,7 +151,7 @@ def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
-    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
     if const_expr(config.delta_in):
@@ -158,7 +166,9 @@ def step(
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
     probabilities(acc_S, lse, tile.scale_log2)
-    if masked:
+    if const_expr(config.sees == "runs"):
+        hide_unseen(acc_S, tile.tScS, visit_in(tile.visits, stage), tile.n0, tile.band, config)
+    elif masked:
         hide(tile, acc_S, m_block * config.tile_m, config)
     P = as_left_operand(tile.mma.dv, acc_S, config)
     if const_expr(config.early):

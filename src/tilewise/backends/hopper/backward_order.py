@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
 
 
 class Order(NamedTuple):
@@ -29,7 +29,10 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask.
+
+    For "runs" these are the visits of one query head (backward_visible.walk_of_head).
+    """
 
     start: Int32
     step: Int32  # 1, or -1 where it begins at the last
@@ -59,6 +62,15 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
     if bottom < band.q0 or top >= band.q1 or begin >= band.k1 or end <= band.k0:
         last = first
     return Visitors(first, max(first, last))
+
+
+@cute.jit
+def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Boolean:
+    """Whether any block of keys adds to a tile of dQ."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.visited[band.tables.planes[batch, head], m_block] > 0
+    visitors = visitors_of(m_block, band, seqlen_k, config)
+    return visitors.first < visitors.last
 
 
 @cute.jit
@@ -92,6 +104,8 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
         if const_expr(not config.rotate):
             start = Int32(0)
         return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+    if const_expr(config.sees == "runs"):
+        return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
     if const_expr(config.sees == "rows"):
         first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
         return Walk(last - 1, Int32(-1), first, last, free_first, free_last)
@@ -112,8 +126,8 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
 
 
 @cute.jit
-def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
-    """How many blocks of keys add to a tile of dQ before this one, in an order that keeps nobody waiting.
+def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+    """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps nobody waiting.
 
     All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
     that began at this tile or before it the last comes first, and then the others, again the last first.
@@ -121,7 +135,9 @@ def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k:
     Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
     from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
     """
-    n_block = block.n0 // config.tile_n
+    if const_expr(config.sees == "runs"):
+        return band.tables.visits[place, 2]
+    m_block, n_block = place, block.n0 // config.tile_n
     visitors = visitors_of(m_block, band, seqlen_k, config)
     if const_expr(config.sees != "all"):
         return n_block - visitors.first

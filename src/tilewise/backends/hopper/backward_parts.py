@@ -8,8 +8,8 @@
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import visitors_of
-from tilewise.backends.hopper.backward_visible import keys_of, queries_of
+from tilewise.backends.hopper.backward_order import is_visited
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
@@ -54,8 +54,7 @@ def prepare(
         if row < gO.shape[0]:
             natural = mL[batch, head, row]
             if const_expr(config.sees != "all"):
-                begin, end = keys_of(row, band, config)
-                total = total if begin < end else Float32(0.0)  # with a sink its log-sum-exp is finite
+                total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]
             if natural == -Float32.inf:
@@ -113,9 +112,9 @@ def finish(
     for i in range_constexpr(numbers // 4):
         cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     if const_expr(config.ordered and config.sees != "all"):
-        visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
-            acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
+            acc[i] = acc[i] if written else Float32(0.0)
     store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
@@ -174,14 +173,29 @@ def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32):
 
 
 @cute.jit
-def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32):
-    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on."""
+def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32, shown: Int32):
+    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on.
+
+    shown: a bit for each of these rows, which takes part if it is set.
+    """
     column = column0 + arch.lane_idx()
     for t in cutlass.range(count, unroll=1):
         w = arch.shuffle_sync(weight, t)
-        for x in range_constexpr(cute.size(total)):
-            if x * WARP + column < gX.shape[1]:
-                total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+        if (shown >> t) & 1 != 0:
+            for x in range_constexpr(cute.size(total)):
+                if x * WARP + column < gX.shape[1]:
+                    total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+
+
+@cute.jit
+def shown_to(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
+    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval it is visible."""
+    if const_expr(config.sees != "runs"):
+        return there, Int32(-1)
+    seen = Boolean(False)
+    if there:
+        seen = shows(query, key, head, batch, band, config)
+    return seen, arch.vote_ballot_sync(seen)
 
 
 @cute.jit
@@ -213,9 +227,10 @@ def repair_dQ(
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
-                if j0 + lane < end:
+                seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
+                if seen:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column, shown)
             write_row(gdQ, row, dq, scale, column)
 
 
@@ -241,12 +256,14 @@ def repair_dKV(
             dk.fill(0.0)
             dv.fill(0.0)
             for g in cutlass.range(group, unroll=1):
-                at = head_of(tensors, batch, head_k * group + g, head_k)
+                head = head_k * group + g
+                at = head_of(tensors, batch, head, head_k)
                 for i0 in cutlass.range(begin, end, WARP, unroll=1):
                     p, ds = Float32(0.0), Float32(0.0)
-                    if i0 + lane < end:
+                    seen, shown = shown_to(i0 + lane, key, head, batch, band, i0 + lane < end, config)
+                    if seen:
                         p, ds = pair_weights(at, i0 + lane, key, scale_log2)
-                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v)
-                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k)
+                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)
+                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k, shown)
             write_row(gdK, key, dk, scale, share * width_k)
             write_row(gdV, key, dv, Float32(1.0), share * width_v)

@@ -6,27 +6,51 @@ config.sees says what is known when the kernel is compiled:
     from      a key is seen by the queries from a beginning on; band masks
     interval  by those from a beginning to an end; band masks
     rows      likewise, but each key's beginning and end are read from memory: packed documents
+    runs      anything: the tiles that a block of keys visits, and what is seen of each, come from tables
+
+For "runs" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
 """
 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.visible import Band, interval
-from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
+from tilewise.backends.hopper.backward_order import Block, Walk
+from tilewise.backends.hopper.visible import Band, band_of, interval, mask_of
+from tilewise.hopper import fragments
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, range_constexpr
+
+WORD = 32  # queries in a word of a bitmap
+FIELDS = 4  # of a visit
 
 
 class Tables(NamedTuple):
-    """In global memory, int32, for Band.tables; None where they are not for this kernel."""
+    """In global memory, int32, for Band.tables; backward_tables.py makes them. None where they are not for this kernel."""
 
     keys: cute.Tensor | None  # (2, seqlen_q): begin and end of the keys that a query sees
     queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
     walks: cute.Tensor | None  # (n_blocks, 4): first, last, free_first, free_last of backward_order.Walk
     visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
+    visits: cute.Tensor | None  # (visits, 4): the fields of Visit
+    bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
+    bitmaps: cute.Tensor | None  # (bitmaps, tile_n, tile_m / WORD)
+    spans: cute.Tensor | None  # (planes, n_blocks, 2): the visits of a block of keys
+    visited: cute.Tensor | None  # (planes, m_blocks): how many blocks of keys visit a tile of queries
+    seeing: cute.Tensor | None  # (planes, seqlen_q): whether a query sees any key
+    planes: cute.Tensor | None  # (batch, heads_q): whose mask each head has
+
+
+class Visit(NamedTuple):
+    """A block of keys at a tile of queries; `ref` says how it is masked, where `masked` is not 0: backward_tables.Visits."""
+
+    m_block: Int32
+    ref: Int32
+    turn: Int32
+    masked: Int32
 
 
 @cute.jit
 def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
-    """[begin, end) of the keys that a query sees, where they are an interval."""
+    """[begin, end) of the keys that a query sees; for "runs" those that it may see."""
     if const_expr(config.sees == "rows"):
         return band.tables.keys[0, row], band.tables.keys[1, row]
     return interval(row, band)
@@ -34,7 +58,7 @@ def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
 
 @cute.jit
 def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
-    """[begin, end) of the queries that see a key, where they are an interval; the key may lie beyond the last."""
+    """[begin, end) of the queries that see a key, which may lie beyond the last one; for "runs" those that may see it."""
     if const_expr(config.sees == "rows"):
         there = min(key, band.tables.queries.shape[1] - 1)
         begin, end = band.tables.queries[0, there], band.tables.queries[1, there]
@@ -45,3 +69,93 @@ def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
     if key < band.k0 or key >= band.k1:
         end = begin
     return begin, end
+
+
+@cute.jit
+def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a query sees any key."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.seeing[band.tables.planes[batch, head], row] != 0
+    begin, end = keys_of(row, band, config)
+    return begin < end
+
+
+@cute.jit
+def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+    """A block's walk for one query head: for "runs" every head has its own."""
+    if const_expr(config.sees == "runs"):
+        plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
+        first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
+        return Walk(first, Int32(1), first, last, first, first)
+    return walk
+
+
+@cute.jit
+def tile_at(place: Int32, band: Band, config: Constexpr[Config]) -> Int32:
+    """The tile of queries at a place of a walk."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.visits[place, 0]
+    return place
+
+
+@cute.jit
+def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
+    """What the producer has put into a stage. sVisits: (FIELDS, stages)."""
+    found = cute.make_rmem_tensor(FIELDS, Int32)
+    cute.autovec_copy(cute.make_tensor(sVisits[None, stage].iterator.align(16), cute.make_layout(FIELDS)), found)
+    return Visit(found[0], found[1], found[2], found[3])
+
+
+@cute.jit
+def hide_unseen(acc_P: cute.Tensor, tScS: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]):
+    """P = 0 for the pairs of a masked tile that are hidden. tScS: (key, query) of each number of P."""
+    if visit.masked != 0:
+        P, at = fragments.by_rows(acc_P), fragments.by_rows(tScS)
+        for r in range_constexpr(fragments.ROWS):
+            words = words_of(at[r, 0][0], visit, n0, band, config)
+            for c in range_constexpr(cute.size(P, mode=[1])):
+                column = fragments.column(c)
+                shown = (words[column // WORD] >> at[r, 0][1]) & (1 << column % WORD) != 0
+                P[r, c] = P[r, c] if shown else Float32(0.0)
+
+
+@cute.jit
+def words_of(row: Int32, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]) -> cute.Tensor:
+    """Which queries of a tile see the key n0 + row, a bit each: (tile_m / WORD,)."""
+    count = const_expr(config.tile_m // WORD)
+    words = cute.make_rmem_tensor(count, Int32)
+    if visit.ref >= 0:
+        bits = band.tables.bitmaps[visit.ref, row, None]
+        cute.autovec_copy(cute.make_tensor(bits.iterator.align(4 * count), cute.make_layout(count)), words)
+    else:
+        begin, end = interval(n0 + row, band_of(visit.ref, band))
+        for w in range_constexpr(count):
+            m0 = visit.m_block * config.tile_m + WORD * w
+            first = min(max(begin - m0, 0), WORD)
+            words[w] = mask_of(first, min(max(end - m0, first), WORD) - first)
+    return words
+
+
+@cute.jit
+def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a query sees a key, for "runs": found in the visits of the key's block, which come down from the last tile."""
+    tables = band.tables
+    plane, n_block, m_block = tables.planes[batch, head], key // config.tile_n, query // config.tile_m
+    low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
+    high = end
+    while low < high:  # the first visit of this tile or of one before it
+        middle = (low + high) // 2
+        if tables.visits[middle, 0] > m_block:
+            low = middle + 1
+        else:
+            high = middle
+    found, there = Boolean(False), min(low, tables.visits.shape[0] - 1)
+    if low < end and tables.visits[there, 0] == m_block:
+        ref = tables.visits[there, 1]
+        if ref >= 0:
+            at = query % config.tile_m
+            found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
+        else:
+            first, last = interval(key, band_of(ref, band))
+            found = query >= first and query < last
+    return found

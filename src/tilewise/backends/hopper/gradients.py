@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tilewise.backends.hopper import backward_tables, documents
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
-from tilewise.backends.hopper.band import NOTHING, band_of
+from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
-from tilewise.masks import Causal
+from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
@@ -62,15 +62,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     together = max(1, CACHE // per_head)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    band = band_of(call.mask, seqlen_q, call.seqlen_k) if config.sees in ("all", "from", "interval") else NOTHING
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     numbers = *band, call.scale, call.scale / math.log(2)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
-        seen = backward_tables.tables(call, config)
+        tables = backward_tables.tables(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, together, int(d_lse is not None), *numbers, *seen)
+            compute(*given, slots, together, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
     return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
 
 
@@ -102,8 +102,8 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
-    seen = backward_tables.arguments(config, seqlen_q, seqlen_k, m_blocks)
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *seen]
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *tables]
 
 
 def _readable(x: Tensor) -> Tensor:
