@@ -85,7 +85,7 @@ def check(kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch=2, heads=4):
                 turns[m_block].append(problem.turn(place))
                 count[n_block * tile_n : (n_block + 1) * tile_n, m_block * tile_m : (m_block + 1) * tile_m] += problem.seen(place, n_block)
             assert order == sorted(set(order), reverse=True)
-        assert (count[:seqlen_k, :seqlen_q].T == dense[b, h]).all()
+        assert (dense[b, h] == count[:seqlen_k, :seqlen_q].T).all()
         assert (count[seqlen_k:] == 0).all()
         for m_block, found in turns.items():
             assert found == list(range(len(found)))  # the blocks of keys come in this order in the grid

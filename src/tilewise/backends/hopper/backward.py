@@ -66,7 +66,7 @@ def launch(
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
-        grid=queries, block=(parts.THREADS, 1, 1), stream=stream
+        grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=config.least_blocks, stream=stream
     )
     kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
@@ -76,7 +76,11 @@ def launch(
         use_pdl=config.chained,
     )
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream, use_pdl=config.chained
+        grid=queries,
+        block=(config.dq_consumers * THREADS, 1, 1),
+        min_blocks_per_mp=config.least_blocks,
+        stream=stream,
+        use_pdl=config.chained,
     )
 
 

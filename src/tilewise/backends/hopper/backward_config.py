@@ -59,6 +59,11 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def least_blocks(self) -> int:
+        """Of the kernels before and after, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
+        return 1 if self.sees in ("rows", "runs") else 0
+
+    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 

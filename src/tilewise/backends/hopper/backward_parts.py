@@ -103,6 +103,8 @@ def finish(
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     if const_expr(config.chained):
         arch.griddepcontrol_wait()
+    if const_expr(config.ordered and config.sees != "all"):
+        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
@@ -112,7 +114,6 @@ def finish(
     for i in range_constexpr(numbers // 4):
         cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     if const_expr(config.ordered and config.sees != "all"):
-        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
             acc[i] = acc[i] if written else Float32(0.0)
     store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)

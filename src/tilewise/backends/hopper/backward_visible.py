@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block, Walk
-from tilewise.backends.hopper.visible import Band, band_of, interval, mask_of
+from tilewise.backends.hopper.visible import Band, band_of, interval
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, range_constexpr
 
@@ -111,29 +111,27 @@ def hide_unseen(acc_P: cute.Tensor, tScS: cute.Tensor, visit: Visit, n0: Int32, 
     """P = 0 for the pairs of a masked tile that are hidden. tScS: (key, query) of each number of P."""
     if visit.masked != 0:
         P, at = fragments.by_rows(acc_P), fragments.by_rows(tScS)
-        for r in range_constexpr(fragments.ROWS):
-            words = words_of(at[r, 0][0], visit, n0, band, config)
-            for c in range_constexpr(cute.size(P, mode=[1])):
-                column = fragments.column(c)
-                shown = (words[column // WORD] >> at[r, 0][1]) & (1 << column % WORD) != 0
-                P[r, c] = P[r, c] if shown else Float32(0.0)
+        if visit.ref >= 0:
+            for r in range_constexpr(fragments.ROWS):
+                for w in range_constexpr(config.tile_m // WORD):
+                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, at[r, 0][0], w] >> at[r, 0][1])
+        else:
+            edges = band_of(visit.ref, band)
+            for r in range_constexpr(fragments.ROWS):
+                first = visit.m_block * config.tile_m + at[r, 0][1]
+                begin, end = interval(n0 + at[r, 0][0], edges)
+                begin, end = begin - first, end - first
+                for c in range_constexpr(cute.size(P, mode=[1])):
+                    column = fragments.column(c)
+                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(0.0)
 
 
 @cute.jit
-def words_of(row: Int32, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]) -> cute.Tensor:
-    """Which queries of a tile see the key n0 + row, a bit each: (tile_m / WORD,)."""
-    count = const_expr(config.tile_m // WORD)
-    words = cute.make_rmem_tensor(count, Int32)
-    if visit.ref >= 0:
-        bits = band.tables.bitmaps[visit.ref, row, None]
-        cute.autovec_copy(cute.make_tensor(bits.iterator.align(4 * count), cute.make_layout(count)), words)
-    else:
-        begin, end = interval(n0 + row, band_of(visit.ref, band))
-        for w in range_constexpr(count):
-            m0 = visit.m_block * config.tile_m + WORD * w
-            first = min(max(begin - m0, 0), WORD)
-            words[w] = mask_of(first, min(max(end - m0, first), WORD) - first)
-    return words
+def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32):
+    """Row r of P = 0 for those queries from 32 w on whose bit is 0; this thread's first one's is the lowest."""
+    for c in range_constexpr(WORD // 4):
+        shown = word & (1 << fragments.column(c)) != 0
+        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(0.0)
 
 
 @cute.jit
