@@ -75,7 +75,8 @@ def test_head_dims_and_batches(dims):
     """Documents as a mask hold for every batch entry."""
     for turn, pack in enumerate(packs(1)):
         sizes = {"batch": 2, "heads_q": 6, "heads_k": (3, 6, 1)[turn % 3], "head_dim": dims[0], "head_dim_v": dims[1]}
-        _held(_case(pack, (Causal(), Full(), SlidingWindow(40, 0))[turn % 3], dtype=("fp16", "bf16")[turn % 2], **sizes))
+        dtype = "fp16" if dims == (128, 128) and turn % 2 else "bf16"
+        _held(_case(pack, (Causal(), Full(), SlidingWindow(40, 0))[turn % 3], dtype=dtype, **sizes))
 
 
 def test_a_sink():
