@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, backward_config, config, documents, gradients
+from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, config, documents, gradients
 from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -156,9 +156,11 @@ def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
 
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
-    """The small kernel ahead of "rows"."""
-    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
-    check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
+    """The small kernels ahead of "rows"."""
+    forward = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    backward = backward_tables.kernel(backward_config.configure(torch.bfloat16, 128, 128, "rows"))
+    for kernel in (forward, backward):
+        check_nothing_spills(compile_and_inspect(lambda kernel=kernel: build(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):
@@ -181,9 +183,13 @@ def test_the_series_of_tanh():
     assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
 
 
+BACKWARD = [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from"), ((128, 128), "rows"), ((64, 64), "runs")]
+BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all", "from", "interval", "rows", "runs")]
+
+
 @pytest.mark.parametrize(
     "dims, sees",
-    [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from")],
+    BACKWARD + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_TOO if case not in BACKWARD],
     ids=lambda x: str(x).replace(" ", ""),
 )
 def test_backward(dims, sees, compile_and_inspect, capfd):
