@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "queries_of", "visitors_of", "block_of", "walk_of", "turn_of", "next_tile"
+    names = "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -36,8 +36,11 @@ def documents_kernels():
 
 def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
     """A module with its functions of these names as functions of Python."""
-    cute = SimpleNamespace(ceil_div=lambda a, b: -(-a // b))
-    found = dict(module, Int32=int, const_expr=bool, cute=cute, cutlass=SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)))
+    ways = {
+        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),
+        "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
+    }
+    found = dict(module, Int32=int, Boolean=bool, const_expr=bool, **ways)
     for name in names:
         found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
     return SimpleNamespace(**found, everything=found)
@@ -46,7 +49,7 @@ def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
 class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
 
-    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, together):
+    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together):
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "from"
@@ -57,7 +60,7 @@ class Problem:
         else:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        numbers, how = range(n_blocks * heads), order.Order(slots, together)
+        numbers, how = range(n_blocks * heads), order.Order(slots, 0 if sees == "all" else min(rising, heads), together)
         self.blocks = [order.block_of(number, n_blocks, heads, heads, how, self.config) for number in numbers]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
@@ -116,7 +119,8 @@ def draw(order, kernels) -> Problem:
     mask = random.choice(masks)
     if random.random() < 0.4:
         mask = packed(*lengths, mask)
-    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), random.choice((1, 2, 3, 5, 7, 132)), random.randint(1, 5))
+    machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
+    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine)
 
 
 def test_walks_and_turns(order, documents_kernels):

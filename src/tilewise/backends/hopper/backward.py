@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, next_tile, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
-from tilewise.backends.hopper.backward_visible import FIELDS, Tables, tile_at, walk_of_head
+from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
@@ -23,6 +23,7 @@ from tilewise.hopper.dsl import (
     CUstream,
     Float32,
     Int32,
+    Int64,
     SmemAllocator,
     arch,
     const_expr,
@@ -36,7 +37,7 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
+    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
     lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
@@ -68,7 +69,9 @@ def launch(
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=config.least_blocks, stream=stream
     )
-    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(
+        tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config
+    ).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -178,22 +181,23 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     if const_expr(config.chained):
         arch.griddepcontrol_wait()  # what `prepare` writes is there
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
-        own = walk_of_head(walk, block, head, band, config)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            pipes.q.producer_acquire(state)
-            tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
-            load_rows(lse, sm.lse, pipes.q, state, m_block, config)
-            if const_expr(config.sees == "runs"):
-                load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
-            pipes.do.producer_acquire(state)
-            tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
-            load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
-            state.advance()
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                head = block.head_k * group + g
+                lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
+                pipes.q.producer_acquire(state)
+                tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
+                load_rows(lse, sm.lse, pipes.q, state, m_block, config)
+                if const_expr(config.sees == "runs"):
+                    load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
+                pipes.do.producer_acquire(state)
+                tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
+                load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
+                state.advance()
             place = next_tile(place, own)
 
 
@@ -232,40 +236,43 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     """
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        own = walk_of_head(walk, block, head, band, config)
-        place, before = own.start, Int32(-1)
+    before = Int64(0)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            gSum = tensors.sum_dQ[block.batch, head, m_block, None]
-            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
             turn = Int32(-1)
             if const_expr(config.ordered):
                 turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                head = block.head_k * group + g
+                arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+                if const_expr(config.ordered):
+                    counter = address_of(tensors.turns, block.batch, head, m_block, consumer)
+                    if arch.lane_idx() == 0:
+                        now = turn_now(counter)
+                        if before != 0:
+                            arch.cp_async_bulk_wait_group(0)
+                            give_turn(before, config)
+                        while now != turn:
+                            now = turn_now(counter)
+                    before = counter
+                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
-                    now = turn_now(gTurns, m_block)
-                    if before >= 0:
-                        arch.cp_async_bulk_wait_group(0)
-                        give_turn(gTurns, before, config)
-                    while now != turn:
-                        now = turn_now(gTurns, m_block)
-                before = m_block
-            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                if turn == 0:
-                    bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
-                else:
-                    bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
-                arch.cp_async_bulk_commit_group()
-                arch.cp_async_bulk_wait_group(0, read=True)
-            arch.sync_warp()
+                    gSum = tensors.sum_dQ[block.batch, head, m_block, None]
+                    if turn == 0:
+                        bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
+                    else:
+                        bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
+                    arch.cp_async_bulk_commit_group()
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                arch.sync_warp()
             place = next_tile(place, own)
-        if arch.lane_idx() == 0:
-            arch.cp_async_bulk_wait_group(0)
-            if const_expr(config.ordered) and before >= 0:
-                give_turn(gTurns, before, config)
+    if arch.lane_idx() == 0:
+        arch.cp_async_bulk_wait_group(0)
+        if const_expr(config.ordered) and before != 0:
+            give_turn(before, config)
 
 
 @cute.jit
@@ -273,33 +280,34 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        own = walk_of_head(walk, block, head, band, config)
-        place, before = own.start, Int32(-1)
+    before = Int64(0)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
             turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
-            now = Int32(0)
-            if arch.lane_idx() == 0:
-                now = turn_now(gTurns, m_block)
-            if before >= 0:
-                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                if before >= 0:
-                    give_turn(gTurns, before, config)
-                while now != turn:
-                    now = turn_now(gTurns, m_block)
-                sm.first[consumer] = Int32(turn == 0)
-            arch.sync_warp()
-            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
-            before = m_block
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                counter = address_of(tensors.turns, block.batch, block.head_k * group + g, m_block, consumer)
+                now = Int32(0)
+                if arch.lane_idx() == 0:
+                    now = turn_now(counter)
+                if before != 0:
+                    arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+                if arch.lane_idx() == 0:
+                    if before != 0:
+                        give_turn(before, config)
+                    while now != turn:
+                        now = turn_now(counter)
+                    sm.first[consumer] = Int32(turn == 0)
+                arch.sync_warp()
+                arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+                before = counter
             place = next_tile(place, own)
-        if before >= 0:
-            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                give_turn(gTurns, before, config)
+    if before != 0:
+        arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+        if arch.lane_idx() == 0:
+            give_turn(before, config)
 
 
 @cute.jit
@@ -317,14 +325,17 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int
 
 
 @cute.jit
-def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+def address_of(turns: cute.Tensor, batch: Int32, head: Int32, m_block: Int32, consumer: Int32) -> Int64:
+    return (turns.iterator + cute.crd2idx((batch, head, m_block, consumer), turns.layout)).toint()
 
 
 @cute.jit
-def give_turn(gTurns: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
+def turn_now(counter: Int64) -> Int32:
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
+
+
+@cute.jit
+def give_turn(counter: Int64, config: Constexpr[Config]):
     """What was added is there before the next one's turn is."""
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    how = const_expr("release" if config.release else "relaxed")
-    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[address])
+    how = const_expr("release" if config.direct or config.release else "relaxed")
+    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[counter])

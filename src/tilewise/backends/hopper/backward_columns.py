@@ -188,16 +188,19 @@ def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Co
 @cute.jit
 def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> Place:
     """The one after, which must exist."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    head, m_block = place.head, place.m_block
     if const_expr(config.sees == "runs"):
-        head, left = place.head, place.m_block - 1
-        first_head = block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2])
-        while left == 0:
+        m_block -= 1
+        while m_block == 0:
             head += 1
-            own = walk_of_head(walk, block, first_head + head, band, config)
-            left = own.last - own.first
-        return Place(head, left)
-    m_block = next_tile(place.m_block, walk)
-    return Place(place.head + Int32(m_block == walk.start), m_block)
+            own = walk_of_head(walk, block, block.head_k * group + head, band, config)
+            m_block = own.last - own.first
+    else:
+        head += 1
+        if head == group:
+            head, m_block = Int32(0), next_tile(m_block, walk)
+    return Place(head, m_block)
 
 
 @cute.jit

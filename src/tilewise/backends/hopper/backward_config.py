@@ -24,13 +24,14 @@ class Config:
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
-    release: bool = True
-    delta_in: bool = True  # -delta is in dP's registers before dP is
+    release: bool = False
+    delta_in: bool = False  # -delta is in dP's registers before dP is
     rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = False  # dK and dV leave by way of the copy engine
-    chained: bool = False  # a kernel starts while the one before it ends
+    copied: bool = True  # dK and dV leave by way of the copy engine
+    chained: bool = True  # a kernel starts while the one before it ends
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
 
     def __post_init__(self) -> None:
@@ -46,11 +47,15 @@ class Config:
     @property
     def dq_grid(self) -> tuple[int, int]:
         """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
+        if self.dq_transposed:
+            return self.dq_consumers, 1
         return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ that a warpgroup computes at a time."""
+        """Columns of dQ, or of dQ^T, that a warpgroup computes at a time."""
+        if self.dq_transposed:
+            return self.tile_m
         return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property

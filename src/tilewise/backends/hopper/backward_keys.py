@@ -26,7 +26,7 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.backward_visible import hide_unseen, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.backward_visible import apart, hide_unseen, queries_of, visit_in, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -55,8 +55,8 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
+    tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
+    tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
     tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
@@ -89,14 +89,14 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gSum = tensors.sum_dQ[block.batch, head, None, None]
-        own = walk_of_head(walk, block, head, band, config)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         m_block = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             masked = m_block < own.free_first or m_block >= own.free_last
-            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+                state = step(tile, pipes, state, gSum, m_block, masked, has_dQ, config)
             m_block = next_tile(m_block, own)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
@@ -116,6 +116,9 @@ def make_tile(
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    left, right = sm.dS, transposed(sm.K)
+    if const_expr(config.dq_transposed):
+        left, right = right, left
     tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
     return Tile(
         mma=mma,
@@ -125,8 +128,8 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
-        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
-        tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
+        tQrA=dq.make_fragment_A(dq.partition_A(left)),
+        tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
         tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
@@ -190,7 +193,10 @@ def step(
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
-        acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, ds_stage], tile.tQrK)
+        stage_A, stage_B, shape_dQ = ds_stage, 0, (config.tile_m, config.head_dim)
+        if const_expr(config.dq_transposed):
+            stage_A, stage_B, shape_dQ = 0, ds_stage, (config.head_dim, config.tile_m)
+        acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)

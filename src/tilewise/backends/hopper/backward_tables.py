@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.documents import Offsets, RowsConfig, offsets
-from tilewise.backends.hopper.tables import FAR, lowered
+from tilewise.backends.hopper.tables import EVERYTHING, FAR, lowered
 from tilewise.band_tables import expand
 from tilewise.bitmap import Bitmap
 from tilewise.expression import Plane
@@ -24,6 +24,7 @@ from tilewise.problem import Call
 from tilewise.tiles import lower
 
 WORD = 32  # queries in a word of a bitmap
+EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries that exist
 
 
 class Columns(NamedTuple):
@@ -39,9 +40,9 @@ class Columns(NamedTuple):
 class Visits:
     """Any other mask, int32, likewise.
 
-    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], the last one first. Where
-    visits[i, 3] is not 0 the tile is masked, by bitmaps[ref] for ref = visits[i, 1] >= 0, else by bands[-1 - ref], for which keys are the rows
-    and queries the columns. visits[i, 2] blocks visit the tile before this one does: those with a smaller number.
+    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], in ascending order. The tile is
+    masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by bands[-1 - ref], for which keys are the rows and queries the columns; all of it is
+    seen for bands[EVERYTHING]. Of the blocks that visit it, visits[i, 2] have a smaller number than this one, and visits[i, 3] a larger one.
     """
 
     visits: Tensor  # (visits, 4)
@@ -150,7 +151,8 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     """The arrays of `Visits`, in its order."""
     seqlen_q, seqlen_k = planes[0].region.seqlen_q, planes[0].region.seqlen_k
     n_blocks, m_blocks = -(-seqlen_k // tile_n), -(-seqlen_q // tile_m)
-    bands = [np.array([[0, seqlen_k, 0, seqlen_q, -FAR, FAR], [0, 0, 0, 0, -FAR, FAR]])]
+    everything = [0, seqlen_k, 0, seqlen_q, -FAR, FAR]
+    bands = [np.array([everything, [0, 0, 0, 0, -FAR, FAR], everything])]
     bitmaps, spans, visits, visited, seeing = [np.zeros((1, tile_n, tile_m // WORD), np.int32)], [], [np.zeros((1, 4), np.int64)], [], []
     used = np.zeros((batch, heads), np.int32)
     for number, plane in enumerate(planes):
@@ -169,15 +171,19 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
 
 
 def _tiles(runs: ndarray, whole: int) -> tuple[ndarray, ndarray]:
-    """Rows of Visits.visits, and the block of keys of each, from rows n_block, masked, first, last, ref; only blocks below `whole` are full."""
+    """Rows of Visits.visits, and the block of keys of each, from rows n_block, masked, first, last, ref; blocks from `whole` on have keys that do
+    not exist.
+    """
     run, place = expand(runs[:, 3] - runs[:, 2])
     n_block, masked, first, _, ref = runs[run].T
-    m_block, masked = first + place, masked | (n_block >= whole)
+    m_block = first + place
+    ref = np.where((ref == -1 - EVERYTHING) & ((masked == 1) | (n_block >= whole)), -1 - EXISTING, ref)
     by_query = np.lexsort((n_block, m_block))
-    turn = np.empty(len(run), np.int64)
-    turn[by_query] = np.arange(len(run)) - np.searchsorted(m_block[by_query], m_block[by_query])
-    order = np.lexsort((-m_block, n_block))
-    return n_block[order], np.stack([m_block, ref, turn, masked], axis=1)[order]
+    ordered, before, after = m_block[by_query], *np.empty((2, len(run)), np.int64)
+    before[by_query] = np.arange(len(run)) - np.searchsorted(ordered, ordered)
+    after[by_query] = np.searchsorted(ordered, ordered, side="right") - 1 - np.arange(len(run))
+    order = np.lexsort((m_block, n_block))
+    return n_block[order], np.stack([m_block, ref, before, after], axis=1)[order]
 
 
 def _seeing(region) -> ndarray:

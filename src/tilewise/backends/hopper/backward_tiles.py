@@ -79,7 +79,7 @@ class Mma(NamedTuple):
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
     dv: cute.TiledMma  # dV += P^T dO, registers
     dk: cute.TiledMma  # dK += dS^T Q, registers
-    dq: cute.TiledMma  # dQ = dS K, shared memory
+    dq: cute.TiledMma  # dQ = dS K or dQ^T = K^T dS^T, shared memory
 
 
 def products(config, dtype) -> Mma:
@@ -95,7 +95,7 @@ def products(config, dtype) -> Mma:
         product(k, k, alone, config.tile_m),
         product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
         product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
-        product(k, mn, (*config.dq_grid, 1), config.dq_width),
+        product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
     )
 
 

@@ -14,13 +14,15 @@ For "runs" a walk goes over visits, which are numbers of rows of a table, where 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Block, Walk
+from tilewise.backends.hopper.backward_order import Block, Walk, begun
+from tilewise.backends.hopper.tables import EVERYTHING
 from tilewise.backends.hopper.visible import Band, band_of, interval
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, range_constexpr
 
 WORD = 32  # queries in a word of a bitmap
 FIELDS = 4  # of a visit
+UNMASKED = -1 - EVERYTHING
 
 
 class Tables(NamedTuple):
@@ -40,12 +42,12 @@ class Tables(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A block of keys at a tile of queries; `ref` says how it is masked, where `masked` is not 0: backward_tables.Visits."""
+    """A block of keys at a tile of queries: backward_tables.Visits."""
 
     m_block: Int32
     ref: Int32
-    turn: Int32
-    masked: Int32
+    before: Int32
+    after: Int32
 
 
 @cute.jit
@@ -86,8 +88,13 @@ def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Cons
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
-        return Walk(first, Int32(1), first, last, first, first)
+        return begun(block, first, last, first, first)
     return walk
+
+
+def apart(group: Int32, config: Constexpr[Config]) -> Int32:
+    """How many heads of a group go their own ways, one after another; where it is one, they visit every tile together."""
+    return group if config.sees == "runs" else 1
 
 
 @cute.jit
@@ -109,7 +116,7 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 @cute.jit
 def hide_unseen(acc_P: cute.Tensor, tScS: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]):
     """P = 0 for the pairs of a masked tile that are hidden. tScS: (key, query) of each number of P."""
-    if visit.masked != 0:
+    if visit.ref != UNMASKED:
         P, at = fragments.by_rows(acc_P), fragments.by_rows(tScS)
         if visit.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
@@ -136,14 +143,14 @@ def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int
 
 @cute.jit
 def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
-    """Whether a query sees a key, for "runs": found in the visits of the key's block, which come down from the last tile."""
+    """Whether a query sees a key, for "runs": found in the visits of the key's block, which are in the order of the tiles."""
     tables = band.tables
     plane, n_block, m_block = tables.planes[batch, head], key // config.tile_n, query // config.tile_m
     low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
     high = end
-    while low < high:  # the first visit of this tile or of one before it
+    while low < high:  # the first visit of this tile or of one behind it
         middle = (low + high) // 2
-        if tables.visits[middle, 0] > m_block:
+        if tables.visits[middle, 0] < m_block:
             low = middle + 1
         else:
             high = middle

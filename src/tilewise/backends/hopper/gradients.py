@@ -15,6 +15,8 @@ from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
+FALLING = 1.5
+RISING = "from", "rows", "runs"
 CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
 
 
@@ -59,7 +61,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
     slots = _multiprocessors(call.q.device)
     per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
+    heads_k, n_blocks = batch * call.k.shape[2], -(-call.seqlen_k // config.tile_n)
     together = max(1, CACHE // per_head)
+    rising = max(0, heads_k - int(FALLING * 2 * slots / (n_blocks + 1))) if config.sees in RISING else 0
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
@@ -70,7 +74,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, together, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
+            compute(*given, slots, rising, together, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
     return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
 
 
@@ -101,7 +105,7 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(10)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *tables]
 
