@@ -12,10 +12,10 @@ from tilewise.backends.hopper import backward_columns, backward_keys
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, next_tile, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
-from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, tile_at, walk_of_head
+from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
@@ -198,7 +198,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
                 tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
                 load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
                 state.advance()
-            place = next_tile(place, own)
+            place = next_in(own, place, config)
 
 
 @cute.jit
@@ -268,7 +268,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                     arch.cp_async_bulk_commit_group()
                     arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
-            place = next_tile(place, own)
+            place = next_in(own, place, config)
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
@@ -303,7 +303,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                 arch.sync_warp()
                 arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
                 before = counter
-            place = next_tile(place, own)
+            place = next_in(own, place, config)
     if before != 0:
         arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
         if arch.lane_idx() == 0:

@@ -225,7 +225,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     if const_expr(scores):
         probabilities(tile.acc_S, statistics, tile.scale_log2)
         if const_expr(config.sees == "runs"):
-            hide_unseen(tile.acc_S, tile.tScS, visit_in(tile.visits, state.index), tile.n0, tile.band, config)
+            hide_unseen(tile.acc_S, visit_in(tile.visits, state.index), tile.n0, tile.band, config)
         elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
             hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
     else:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
+from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -26,7 +26,7 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.backward_visible import apart, hide_unseen, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -97,7 +97,7 @@ def consume(
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
                 state = step(tile, pipes, state, gSum, m_block, masked, has_dQ, config)
-            m_block = next_tile(m_block, own)
+            m_block = next_in(own, m_block, config)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
@@ -170,7 +170,7 @@ def step(
     warpgroup.wait_group(1)  # S is there, dP is not
     probabilities(acc_S, lse, tile.scale_log2)
     if const_expr(config.sees == "runs"):
-        hide_unseen(acc_S, tile.tScS, visit_in(tile.visits, stage), tile.n0, tile.band, config)
+        hide_unseen(acc_S, visit_in(tile.visits, stage), tile.n0, tile.band, config)
     elif masked:
         hide(tile, acc_S, m_block * config.tile_m, config)
     P = as_left_operand(tile.mma.dv, acc_S, config)

@@ -14,11 +14,11 @@ For "runs" a walk goes over visits, which are numbers of rows of a table, where 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Block, Walk, begun
+from tilewise.backends.hopper.backward_order import Block, Walk, begun, next_tile
 from tilewise.backends.hopper.tables import EVERYTHING
 from tilewise.backends.hopper.visible import Band, band_of, interval
 from tilewise.hopper import fragments
-from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, range_constexpr
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 
 WORD = 32  # queries in a word of a bitmap
 FIELDS = 4  # of a visit
@@ -98,6 +98,14 @@ def apart(group: Int32, config: Constexpr[Config]) -> Int32:
 
 
 @cute.jit
+def next_in(walk: Walk, place: Int32, config: Constexpr[Config]) -> Int32:
+    """The place after this one."""
+    if const_expr(config.sees == "runs"):
+        return place + walk.step  # there is no going round
+    return next_tile(place, walk)
+
+
+@cute.jit
 def tile_at(place: Int32, band: Band, config: Constexpr[Config]) -> Int32:
     """The tile of queries at a place of a walk."""
     if const_expr(config.sees == "runs"):
@@ -114,23 +122,31 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 
 
 @cute.jit
-def hide_unseen(acc_P: cute.Tensor, tScS: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]):
-    """P = 0 for the pairs of a masked tile that are hidden. tScS: (key, query) of each number of P."""
+def hide_unseen(acc_P: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]):
+    """P = 0 for the pairs of a masked tile that are hidden."""
     if visit.ref != UNMASKED:
-        P, at = fragments.by_rows(acc_P), fragments.by_rows(tScS)
+        P = fragments.by_rows(acc_P)
+        row, column0 = place_in_tile()
         if visit.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
                 for w in range_constexpr(config.tile_m // WORD):
-                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, at[r, 0][0], w] >> at[r, 0][1])
+                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, row + 8 * r, w] >> column0)
         else:
             edges = band_of(visit.ref, band)
+            first = visit.m_block * config.tile_m + column0
             for r in range_constexpr(fragments.ROWS):
-                first = visit.m_block * config.tile_m + at[r, 0][1]
-                begin, end = interval(n0 + at[r, 0][0], edges)
+                begin, end = interval(n0 + row + 8 * r, edges)
                 begin, end = begin - first, end - first
                 for c in range_constexpr(cute.size(P, mode=[1])):
                     column = fragments.column(c)
                     P[r, c] = P[r, c] if column >= begin and column < end else Float32(0.0)
+
+
+@cute.jit
+def place_in_tile() -> tuple[Int32, Int32]:
+    """(key, query) of this consumer's thread's first number of S^T. Worked out anew each time: there is no register to keep it in."""
+    thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.thread_idx()[0]]) - 128
+    return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
 
 
 @cute.jit
