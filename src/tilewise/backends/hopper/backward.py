@@ -67,7 +67,7 @@ def launch(
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
-        grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=config.least_blocks, stream=stream
+        grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     kernel(
         tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config

@@ -65,7 +65,7 @@ class Config:
 
     @property
     def least_blocks(self) -> int:
-        """Of the kernels before and after, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
+        """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
         return 1 if self.sees in ("rows", "runs") else 0
 
     @property

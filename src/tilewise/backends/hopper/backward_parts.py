@@ -44,16 +44,13 @@ def prepare(
     if const_expr(config.chained):
         arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
-    lane = thread % lanes
+    lane, row0 = thread % lanes, m_block * config.tile_m + thread // lanes
+    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], row0, lane, lanes, config)
     for i in range_constexpr(config.tile_m * lanes // THREADS):
-        row = m_block * config.tile_m + i * (THREADS // lanes) + thread // lanes
-        base, total = Float32.inf, Float32(0.0)
+        row = row0 + i * (THREADS // lanes)
+        base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
         if row < gO.shape[0]:
-            for c in cutlass.range(lane, gO.shape[1] // VECTOR, lanes, unroll=1):
-                total += dot(gO[row, None], gdO[row, None], c)
-        total = arch.warp_reduction_sum(total, threads_in_group=lanes)
-        if row < gO.shape[0]:
-            natural = mL[batch, head, row]
+            natural = naturals[i]
             if const_expr(config.sees != "all"):
                 total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
@@ -85,15 +82,31 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 
 @cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor, i: Int32) -> Float32:
-    """Of the 8 numbers from 8 i on."""
-    x, y = (cute.make_rmem_tensor(VECTOR, g.element_type) for g in (a, b))
-    cute.autovec_copy(vector(a, i, VECTOR), x)
-    cute.autovec_copy(vector(b, i, VECTOR), y)
-    total = Float32(0.0)
-    for j in range_constexpr(VECTOR):
-        total += x[j].to(Float32) * y[j].to(Float32)
-    return total
+def parts_of_delta(
+    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, row0: Int32, lane: Int32, lanes: Constexpr[int], config: Constexpr[Config]
+):  # fmt: skip
+    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of its rows. All is asked for before any of it is used: reading row by row
+    would wait for memory at every row. What lies beyond the last row or column is read at the last.
+    """
+    rows, steps = const_expr(config.tile_m * lanes // THREADS), const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
+    o, d_o = (cute.make_rmem_tensor((VECTOR, steps, rows), x.element_type) for x in (gO, gdO))
+    totals, naturals = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
+    vectors = gO.shape[1] // VECTOR
+    for i in range_constexpr(rows):
+        row = min(row0 + i * (THREADS // lanes), gO.shape[0] - 1)
+        naturals[i] = gL[row]
+        for j in range_constexpr(steps):
+            at = min(lane + j * lanes, vectors - 1)
+            cute.autovec_copy(vector(gO[row, None], at, VECTOR), o[None, j, i])
+            cute.autovec_copy(vector(gdO[row, None], at, VECTOR), d_o[None, j, i])
+    for i in range_constexpr(rows):
+        totals[i] = Float32(0.0)
+        for j in range_constexpr(steps):
+            total = Float32(0.0)
+            for x in range_constexpr(VECTOR):
+                total += o[x, j, i].to(Float32) * d_o[x, j, i].to(Float32)
+            totals[i] += total if lane + j * lanes < vectors else Float32(0.0)
+    return totals, naturals
 
 
 @cute.kernel
@@ -104,8 +117,6 @@ def finish(
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     if const_expr(config.chained):
         arch.griddepcontrol_wait()
-    if const_expr(config.ordered and config.sees != "all"):
-        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
@@ -116,6 +127,7 @@ def finish(
     for i in range_constexpr(numbers // 4):
         cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     if const_expr(config.ordered and config.sees != "all"):
+        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
             acc[i] = acc[i] if written else Float32(0.0)
     finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
