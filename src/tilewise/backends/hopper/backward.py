@@ -8,7 +8,7 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_keys
+from tilewise.backends.hopper import backward_columns, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
@@ -37,8 +37,8 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
-    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32, q0: Int32, q1: Int32,
+    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
     visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None,
@@ -78,12 +78,36 @@ def launch(
         stream=stream,
         use_pdl=config.chained,
     )
+    if const_expr(config.dq_apart):
+        launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
+        return
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
         grid=queries,
         block=(config.dq_consumers * THREADS, 1, 1),
         min_blocks_per_mp=config.least_blocks,
         stream=stream,
         use_pdl=config.chained,
+    )
+
+
+@cute.jit
+def launch_dQ(
+    tensors: Tensors, mdQ: cute.Tensor, rows: list, band: Band, together: Int32, scale: Float32, scale_log2: Float32,
+    config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """rows: K, V, Q and dO as (seqlen, dim, heads, batch)."""
+    dtype, K, V, Q, dO = tensors.Q.element_type, *rows
+    layouts = backward_queries.layouts_of(config, dtype)
+    shapes = [tuple(cute.size(x, mode=[i]) for i in (0, 1)) for x in layouts]
+    loads = backward_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
+    blocks = cute.ceil_div(tensors.Q.shape[1], backward_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
+    mma = backward_queries.products(config, dtype)
+    backward_queries.kernel(tensors, mdQ, loads, band, together, scale, scale_log2, mma, *layouts, config).launch(
+        grid=(blocks, 1, 1),
+        block=((1 + backward_queries.CONSUMERS) * THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
     )
 
 
@@ -132,7 +156,7 @@ def kernel(
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
-        elif warp_idx <= config.dq_consumers:
+        elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
             if const_expr(config.chained):
                 arch.griddepcontrol_wait()
             if const_expr(not config.direct):
@@ -180,6 +204,8 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     if const_expr(config.chained):
         arch.griddepcontrol_wait()  # what `prepare` writes is there
+    if const_expr(config.dq_apart):
+        arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)

@@ -33,6 +33,7 @@ from tilewise.backends.hopper.backward_visible import hide_unseen, queries_of, v
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
+    Boolean,
     Constexpr,
     Float32,
     Int32,
@@ -100,7 +101,14 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     tiles, place = beginning(tensors, block, band, walk, config)
-    if tiles > 0:
+    if const_expr(config.dq_apart):
+        state = before = tma.at_first(config.stages)
+        for i in cutlass.range(tiles, unroll=1):
+            before = step_apart(tile, pipes, state, before, i > 0, place.m_block, walk, scores, config)
+            state.advance()
+            place = next_place(place, tensors, block, band, walk, config)
+        warpgroup.wait_group(0)
+    elif tiles > 0:
         state = tma.at_first(config.stages)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
         issue_scores(tile, state)
@@ -273,6 +281,71 @@ def step(
     if const_expr(config.dq_pieces == 2):
         add(tile, place, 1, config)
     return upcoming
+
+
+@cute.jit
+def step_apart(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, before: pipeline.PipelineState, has_before: Boolean, m_block: Int32, walk: Walk,
+    scores: Constexpr[bool], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """dV and dK of one tile of queries, without dQ: the products follow each other as S, dP, dV, dK. P is computed under dP, dS under dV; S is queued
+    behind the last tile's dK.
+    """
+    stage = state.index
+    (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
+    if const_expr(not scores):
+        arch.barrier(barrier_id=Barrier.S, number_of_threads=2 * THREADS)  # S has been computed: dP is next
+    issue_scores(tile, state)
+    warpgroup.wait_group(0)
+    if const_expr(scores):
+        arch.barrier_arrive(barrier_id=Barrier.S, number_of_threads=2 * THREADS)
+    if has_before:
+        pipes.q.consumer_release(before)  # dK of the tile before is there too
+    statistics = per_query(tile.statistics, stage)
+    rounded = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+    if const_expr(scores):
+        probabilities(tile.acc_S, statistics, tile.scale_log2)
+        if m_block < walk.free_first or m_block >= walk.free_last:
+            hide(tile, tile.acc_S, m_block * config.tile_m, config)
+        fragments.round_into(rounded, tile.acc_S)
+        hand_on(tile, rounded, stage, Barrier.P)
+        pipes.do.consumer_wait(state)
+        issue_dV(tile, stage)
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there
+    else:
+        arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
+        issue_dV(tile, stage)
+        P = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+        cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
+        add_to_rows(tile.acc_S, statistics)
+        for i in range_constexpr(cute.size(P)):
+            tile.acc_S[i] *= P[i].to(Float32)
+        fragments.round_into(rounded, tile.acc_S)
+        hand_on(tile, rounded, stage, Barrier.DS)
+        pipes.q.consumer_wait(state)
+    issue_dK(tile, stage)
+    warpgroup.wait_group(1)
+    pipes.do.consumer_release(state)
+    return state.clone()
+
+
+@cute.jit
+def hand_on(tile: Tile, rounded: cute.Tensor, stage: Int32, ready: Constexpr[Barrier]):
+    """P or dS to shared memory; then the other warpgroup is told."""
+    cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, stage])
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=Barrier.OWN + tile.consumer, number_of_threads=THREADS)
+    arch.barrier_arrive(barrier_id=ready, number_of_threads=2 * THREADS)
+
+
+@cute.jit
+def issue_dV(tile: Tile, stage: Int32):
+    fragments.product(tile.mma.dv, tile.acc_dV, tile.tVrP[None, None, None, stage], tile.tVrdO[None, None, None, stage], True)
+
+
+@cute.jit
+def issue_dK(tile: Tile, stage: Int32):
+    fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, stage], tile.tKrQ[None, None, None, stage], True)
 
 
 @cute.jit

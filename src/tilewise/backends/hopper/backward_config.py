@@ -21,6 +21,7 @@ class Config:
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
+    dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
@@ -35,6 +36,8 @@ class Config:
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
 
     def __post_init__(self) -> None:
+        if self.dq_apart and self.sees in ("rows", "runs"):
+            raise ValueError("the kernel of its own for dQ takes single bands")
         if self.sees == "runs" and self.direct and self.split == "keys":
             raise ValueError(
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
@@ -69,6 +72,11 @@ class Config:
         return 1 if self.sees in ("rows", "runs") else 0
 
     @property
+    def numbers_of_sum(self) -> int:
+        """Of a tile of dQ in global memory."""
+        return 4 if self.dq_apart else self.tile_m * self.head_dim
+
+    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
@@ -78,9 +86,9 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
 }
 
 
@@ -91,4 +99,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    fields = dict(TILES[dims])
+    if sees in ("rows", "runs"):
+        fields["dq_apart"] = False
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))

@@ -169,6 +169,7 @@ def step(
     lse = per_query(tile.tlse, stage)
     warpgroup.wait_group(1)  # S is there, dP is not
     probabilities(acc_S, lse, tile.scale_log2)
+    minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
     if const_expr(config.sees == "runs"):
         hide_unseen(acc_S, visit_in(tile.visits, stage), tile.n0, tile.band, config)
     elif masked:
@@ -180,7 +181,7 @@ def step(
     else:
         warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
-        add_to_rows(acc_dP, per_query(tile.tdelta, stage))
+        add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0

@@ -64,7 +64,9 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    if const_expr(config.ordered):
+    if const_expr(config.dq_apart):
+        pass
+    elif const_expr(config.ordered):
         if thread < config.dq_consumers:
             turns[batch, head, m_block, thread] = 0
     else:
@@ -273,27 +275,38 @@ def repair_dQ(
     tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup. Rare, so it is short rather than fast: a lane a key
-    for dS, a lane a column for the sum.
+    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup."""
+    warp, (over_rows, over_columns) = arch.thread_idx()[0] // WARP, config.dq_grid
+    row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
+    for piece in range_constexpr(config.dq_pieces):
+        column0 = (piece * over_columns + warp // (4 * over_rows)) * config.dq_width
+        repair_rows(tensors, gdQ, row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
+
+
+@cute.jit
+def repair_rows(
+    tensors: Tensors, gdQ: cute.Tensor, row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """16 rows from row0 on, `width` columns from column0 on, by the warp that has written them. Rare, so it is short rather than fast: a lane a
+    key for dS, a lane a column for the sum.
     """
     at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
-    lane, warp = arch.lane_idx(), arch.thread_idx()[0] // WARP
-    over_rows, over_columns = config.dq_grid
-    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * config.dq_width
+    lane = arch.lane_idx()
     arch.sync_warp()
-    for i in cutlass.range(16 * config.dq_pieces, unroll=1):
-        row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
+    for i in cutlass.range(16, unroll=1):
+        row = row0 + i
         if row < gdQ.shape[0]:
             begin, end = keys_of(row, band, config)
-            dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
+            dq = cute.make_rmem_tensor(width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
                 seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
                 if seen:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column, shown)
-            write_row(gdQ, row, dq, scale, column)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
+            write_row(gdQ, row, dq, scale, column0)
 
 
 @cute.jit

@@ -32,6 +32,7 @@ class Barrier(IntEnum):
     DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
     DQ_FULL = 5  # likewise: it is written, or added
     P = 8  # P is in shared memory
+    S = 12  # S has been computed
     OWN = 9  # and the following, one a warpgroup: all of its threads are here
 
 
@@ -105,19 +106,21 @@ def layouts_of(config, dtype) -> Layouts:
     The columns that a warpgroup computes begin where a swizzled block of columns does.
     """
 
-    def tile(rows, columns, stages, share):
-        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
-
     dim, dim_v = config.head_dim, config.head_dim_v
     parts = 1 if config.split == "keys" else config.consumers
     return Layouts(
-        tile(config.tile_n, dim, 1, dim // parts),
-        tile(config.tile_n, dim_v, 1, dim_v // parts),
-        tile(config.tile_m, dim, config.stages, dim // parts),
-        tile(config.tile_m, dim_v, config.stages, dim_v // parts),
-        tile(config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
+        swizzled(dtype, config.tile_n, dim, 1, dim // parts),
+        swizzled(dtype, config.tile_n, dim_v, 1, dim_v // parts),
+        swizzled(dtype, config.tile_m, dim, config.stages, dim // parts),
+        swizzled(dtype, config.tile_m, dim_v, config.stages, dim_v // parts),
+        swizzled(dtype, config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
     )
+
+
+def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.ComposedLayout:
+    """Columns contiguous; blocks of them do not reach from one part of `share` columns into the next."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
 
 
 def box_columns(share: int) -> int:

@@ -14,10 +14,8 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
+RISING = "from", "rows", "runs"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-FALLING = 1.5
-RISING = "from", "rows", "runs"
-CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -57,13 +55,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    slots = _multiprocessors(call.q.device)
-    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
-    heads_k, n_blocks = batch * call.k.shape[2], -(-call.seqlen_k // config.tile_n)
-    together = max(1, CACHE // per_head)
-    rising = max(0, heads_k - int(FALLING * 2 * slots / (n_blocks + 1))) if config.sees in RISING else 0
+    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
@@ -74,8 +68,25 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, rising, together, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
+            compute(*given, *order, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
     return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
+
+
+def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
+    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
+    if config.sees == "all":
+        return slots, 0, 1, 1
+    heads, n_blocks, m_blocks = batch * heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    last = min(heads, _heads_at_the_end(n_blocks, slots))
+    rising = heads - last if config.sees in RISING and not config.dq_apart else 0
+    return slots, rising, last, _heads_at_the_end(m_blocks, slots)
+
+
+def _heads_at_the_end(blocks: int, slots: int) -> int:
+    """Of heads whose blocks are 1, 2, ... `blocks` tiles long: with so many that take turns, longest first, all multiprocessors come to an end at
+    about the same time; half as many again as have as much work as `slots` of the longest.
+    """
+    return -(-3 * slots // (blocks + 1))
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
@@ -103,9 +114,9 @@ def arguments(config: Config) -> list:
     v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(10)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *tables]
 
