@@ -36,6 +36,8 @@ def test_every_mask_is_taken(mask):
     assert gradients.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
     launched = [launch for launch, *_ in Hopper().kernels(call)]
     assert launched[-1] == gradients.LAUNCH
+    (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
+    assert ("cu_seqlens" in line) == (SEES[mask] == "rows") and ("tables" in line) == (SEES[mask] == "runs")
     assert (launched.count("tilewise.backends.hopper.backward_intervals:launch") == 1) == (SEES[mask] == "rows")
 
 

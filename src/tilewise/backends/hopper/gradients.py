@@ -38,6 +38,26 @@ def config_of(call: Call) -> Config:
     return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
 
 
+WALKS = {
+    "all": "over all tiles of {} queries",
+    "from": "over tiles of {} queries, from those that begin to see them on",
+    "interval": "over tiles of {} queries, from the first to the last that see them",
+    "rows": "over tiles of {} queries, which the GPU finds from cu_seqlens",
+    "runs": "over tiles of {} queries, from tables",
+}
+
+
+def lines(call: Call) -> list[str]:
+    """What the backward pass will do, in sentences."""
+    config = config_of(call)
+    walk = WALKS[config.sees].format(config.tile_m)
+    sums = "dQ by a kernel of its own"
+    if not config.dq_apart:
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.tile_m * config.head_dim
+        sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
+    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
+
+
 def kernels(call: Call) -> list[tuple]:
     """What `compile.compiled` takes: the launch function of all three kernels, and that of what finds out what packed documents see."""
     config = config_of(call)
