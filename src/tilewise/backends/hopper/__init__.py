@@ -59,10 +59,11 @@ class Hopper:
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
+        backward = gradients.lines(call) if call.grad else []
         if packed is None:
-            return forecast.lines(self._config(call), call, machine)
+            return [*forecast.lines(self._config(call), call, machine), *backward]
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
-        return [shared, *forecast.lines(self._config(packed), packed, machine)]
+        return [shared, *forecast.lines(self._config(packed), packed, machine), *backward]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
@@ -112,7 +113,7 @@ class Hopper:
         """What `compile.compiled` takes, for every kernel that the call launches."""
         config = self._config(packing.pack(call) or call)
         ahead = [documents.kernel(config)] if config.sees == "rows" else []
-        return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
+        return [*ahead, (_launch(), arguments, config), *(gradients.kernels(call) if call.grad else [])]
 
     def _config(self, call: Call):
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")

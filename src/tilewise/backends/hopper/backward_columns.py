@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -29,6 +29,8 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
+from tilewise.backends.hopper.backward_visible import hide_unseen, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -66,6 +68,9 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
+    visits: cute.Tensor | None  # (FIELDS, stages)
+    n0: Int32
+    band: Band
     acc_S: cute.Tensor  # or dP
     acc_dQ: cute.Tensor  # a piece
     acc_dK: cute.Tensor
@@ -77,7 +82,7 @@ class Tile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile of queries."""
+    """A tile of queries. For "runs" m_block is the number of visits of this head from here to the last, until the visit is there (`located`)."""
 
     head: Int32  # in the group
     m_block: Int32
@@ -95,24 +100,22 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    group = tensors.Q.shape[2] // tensors.K.shape[2]
-    tiles = (walk.last - walk.first) * group
+    tiles, place = beginning(tensors, block, band, walk, config)
     if const_expr(config.dq_apart):
         state = before = tma.at_first(config.stages)
-        place = Place(Int32(0), walk.start)
         for i in cutlass.range(tiles, unroll=1):
             before = step_apart(tile, pipes, state, before, i > 0, place.m_block, walk, scores, config)
             state.advance()
-            place = next_place(place, group, walk)
+            place = next_place(place, tensors, block, band, walk, config)
         warpgroup.wait_group(0)
     elif tiles > 0:
-        state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
+        state = tma.at_first(config.stages)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
         issue_scores(tile, state)
         warpgroup.wait_group(0)
         pass_on(tile, state, place, walk, scores, config)
         for _i in cutlass.range(tiles - 1, unroll=1):
-            after = next_place(place, group, walk)
+            after = next_place(place, tensors, block, band, walk, config)
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
@@ -132,7 +135,7 @@ def make_tile(
     at = fragments.by_rows(tScS)
     begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
     for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
@@ -160,6 +163,9 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
+        visits=sm.visits,
+        n0=block.n0,
+        band=band,
         acc_S=cute.make_rmem_tensor(s.partition_shape_C((config.tile_n, config.tile_m)), Float32),
         acc_dQ=cute.make_rmem_tensor(dq.partition_shape_C(shape_dQ), Float32),
         acc_dK=cute.make_rmem_tensor(dk.partition_shape_C((config.tile_n, config.head_dim)), Float32),
@@ -172,11 +178,45 @@ def make_tile(
 
 
 @cute.jit
-def next_place(place: Place, group: Int32, walk: Walk) -> Place:
-    head, m_block = place.head + 1, place.m_block
-    if head == group:
-        head, m_block = Int32(0), next_tile(m_block, walk)
+def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> tuple[Int32, Place]:
+    """How many tiles of queries the block visits, in all heads of the group, and the first of them."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    if const_expr(config.sees != "runs"):
+        return (walk.last - walk.first) * group, Place(Int32(0), walk.start)
+    tiles = Int32(0)
+    for g in cutlass.range(group, unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + g, band, config)
+        tiles += own.last - own.first
+    place = Place(Int32(-1), Int32(1))
+    if tiles > 0:
+        place = next_place(place, tensors, block, band, walk, config)
+    return tiles, place
+
+
+@cute.jit
+def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> Place:
+    """The one after, which must exist."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    head, m_block = place.head, place.m_block
+    if const_expr(config.sees == "runs"):
+        m_block -= 1
+        while m_block == 0:
+            head += 1
+            own = walk_of_head(walk, block, block.head_k * group + head, band, config)
+            m_block = own.last - own.first
+    else:
+        head += 1
+        if head == group:
+            head, m_block = Int32(0), next_tile(m_block, walk)
     return Place(head, m_block)
+
+
+@cute.jit
+def located(tile: Tile, place: Place, stage: Int32, config: Constexpr[Config]) -> Place:
+    """The place with its tile of queries, once Q is in its stage."""
+    if const_expr(config.sees == "runs"):
+        return Place(place.head, visit_in(tile.visits, stage).m_block)
+    return place
 
 
 @cute.jit
@@ -192,7 +232,9 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     statistics = per_query(tile.statistics, state.index)
     if const_expr(scores):
         probabilities(tile.acc_S, statistics, tile.scale_log2)
-        if place.m_block < walk.free_first or place.m_block >= walk.free_last:
+        if const_expr(config.sees == "runs"):
+            hide_unseen(tile.acc_S, visit_in(tile.visits, state.index), tile.n0, tile.band, config)
+        elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
             hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
     else:
         add_to_rows(tile.acc_S, statistics)
@@ -220,6 +262,7 @@ def step(
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(upcoming)
         issue_scores(tile, upcoming)
     (pipes.do if const_expr(scores) else pipes.q).consumer_wait(state)
+    place = located(tile, place, stage, config)
     fragments.product(tile.mma.dv, tile.acc_dV, tile.tVrP[None, None, None, stage], tile.tVrdO[None, None, None, stage], True)
     if const_expr(scores):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there

@@ -15,7 +15,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval"]  # a key is seen by: all queries, those from a beginning on, those from a beginning to an end
+    sees: Literal["all", "from", "interval", "rows", "runs"]  # backward_visible.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO
@@ -34,6 +34,14 @@ class Config:
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+
+    def __post_init__(self) -> None:
+        if self.dq_apart and self.sees in ("rows", "runs"):
+            raise ValueError("the kernel of its own for dQ takes single bands")
+        if self.sees == "runs" and self.direct and self.split == "keys":
+            raise ValueError(
+                "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
+            )
 
     @property
     def consumers(self) -> int:
@@ -57,6 +65,11 @@ class Config:
     def dq_numbers(self) -> int:
         """Of dQ that one of their threads holds."""
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
+
+    @property
+    def least_blocks(self) -> int:
+        """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
+        return 1 if self.sees in ("rows", "runs") else 0
 
     @property
     def numbers_of_sum(self) -> int:
@@ -86,4 +99,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    fields = dict(TILES[dims])
+    if sees in ("rows", "runs"):
+        fields["dq_apart"] = False
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))

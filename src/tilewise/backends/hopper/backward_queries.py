@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, keys_seen
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, swizzled, transposed
+from tilewise.backends.hopper.backward_visible import keys_of
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -189,12 +190,12 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def rows_of(tensors: Tensors, block: Block, band: Band, at: cute.Tensor) -> Rows:
+def rows_of(tensors: Tensors, block: Block, band: Band, at: cute.Tensor, config: Constexpr[Config]) -> Rows:
     lse, minus_delta = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
     begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):
         row = block.m0 + at[r, 0][0]
-        begin[r], end[r] = keys_seen(row, band)
+        begin[r], end[r] = keys_of(row, band, config)
         lse[r], minus_delta[r] = Float32.inf, Float32(0.0)
         if row < tensors.lse.shape[2]:
             lse[r], minus_delta[r] = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
@@ -215,7 +216,7 @@ def consume(
     tQrK = dq.make_fragment_B(dq.partition_B(transposed(sm.K)))
     tScS = mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((ROWS, KEYS)))
     cdQ = mma.dq.get_slice(thread).partition_C(cute.make_identity_tensor((ROWS, config.head_dim)))
-    rows = rows_of(tensors, block, band, fragments.by_rows(tScS))
+    rows = rows_of(tensors, block, band, fragments.by_rows(tScS), config)
     acc_dQ = cute.make_rmem_tensor(cdQ.shape, Float32)
     acc_dQ.fill(0.0)
     if walk.last > walk.first:
@@ -292,4 +293,4 @@ def write(
     parts.store_tile(gdQ, acc_dQ, cdQ, block.m0, scale)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         row0 = block.m0 + (arch.thread_idx()[0] - THREADS) // WARP * 16
-        parts.repair_rows(tensors, gdQ, row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2)
+        parts.repair_rows(tensors, gdQ, row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2, config)
