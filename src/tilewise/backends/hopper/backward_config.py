@@ -96,7 +96,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product, and short
+# Instead, for masks of these kinds and from so many queries on. Larger tiles ask less of shared memory for each product, and short
 # sequences fill them badly.
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True)
 LONG = {
