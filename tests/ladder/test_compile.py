@@ -184,6 +184,7 @@ def test_the_series_of_tanh():
 
 
 BACKWARD = [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from"), ((128, 128), "rows"), ((64, 64), "runs")]
+LONG = [(dims, kind) for dims, (kinds, _, _) in backward_config.LONG.items() for kind in sorted(kinds)]
 BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all", "from", "interval", "rows", "runs")]
 
 
@@ -193,8 +194,11 @@ BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all
     ids=lambda x: str(x).replace(" ", ""),
 )
 def test_backward(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees), compile_and_inspect, capfd)
+
+
+def check_backward(shipped, compile_and_inspect, capfd):
     """Its three kernels; the products of a step stand in the code once for each role."""
-    shipped = backward_config.configure(torch.bfloat16, *dims, sees)
     found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
     assert len(found.usage) == 3
     check_nothing_spills(found)
@@ -203,6 +207,11 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+
+
+@pytest.mark.parametrize("dims, sees", LONG, ids=lambda x: str(x).replace(" ", ""))
+def test_backward_of_long_sequences(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, 1 << 20), compile_and_inspect, capfd)
 
 
 def backward_products(shipped) -> tuple[int, int]:
