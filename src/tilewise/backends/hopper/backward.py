@@ -14,6 +14,7 @@ from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
 from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
@@ -35,11 +36,15 @@ def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
     turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
-    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
+    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
+    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then those of `Tensors` that `prepare` writes, and
+    `Changes`.
+    """
+    shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, Changes(inner, factor, bias, slopes, diagonal, shift))
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -68,8 +73,9 @@ def launch(
         use_pdl=config.chained,
     )
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream, use_pdl=config.chained
-    )
+        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), min_blocks_per_mp=int(config.modified), stream=stream,
+        use_pdl=config.chained,
+    )  # fmt: skip
 
 
 @cute.kernel

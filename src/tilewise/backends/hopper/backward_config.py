@@ -1,6 +1,6 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,6 +32,20 @@ class Config:
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
+
+    @property
+    def natural(self) -> bool:
+        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
 
     @property
     def consumers(self) -> int:
@@ -67,6 +81,20 @@ TILES = {
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
 }
 
+# Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both: what keeps registers from spilling.
+CHANGED = {
+    "softcap": {(64, 64): dict(tile_m=64)},
+    "natural": {(64, 64): dict(tile_m=64), (256, 256): dict(dq_pieces=4, change_parts=2)},
+    "both": {
+        (64, 64): dict(tile_m=64, change_parts=4),
+        (96, 96): dict(change_parts=4),
+        (128, 128): dict(tile_n=64, split="columns", direct=True),
+        (192, 128): dict(dq_pieces=3),
+        (192, 192): dict(dq_pieces=3),
+        (256, 256): dict(dq_pieces=4, change_parts=4),
+    },
+}
+
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
@@ -75,4 +103,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    if not config.modified:
+        return config
+    how = "softcap" if not config.natural else "both" if config.softcap else "natural"
+    return replace(config, **CHANGED[how].get(dims, {}))
