@@ -36,6 +36,7 @@ class Config:
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    own_registers: tuple[int, int] | None = None  # instead of REGISTERS
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
@@ -68,7 +69,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
+        return self.own_registers or REGISTERS[self.consumers]
 
 
 # (head_dim, head_dim_v): fields of Config.
@@ -88,9 +89,9 @@ CHANGED = {
     "both": {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
-        (128, 128): dict(tile_n=64, split="columns", direct=True),
-        (192, 128): dict(dq_pieces=3),
-        (192, 192): dict(dq_pieces=3),
+        (128, 128): dict(tile_n=64, split="columns", direct=True, own_registers=(40, 232)),
+        (192, 128): dict(dq_pieces=3, change_parts=4),
+        (192, 192): dict(dq_pieces=3, change_parts=4),
         (256, 256): dict(dq_pieces=4, change_parts=4),
     },
 }
