@@ -22,7 +22,7 @@ def order():
     """The module's functions and tuples."""
     from tilewise.backends.hopper import backward_order
 
-    plain = dict(vars(backward_order), Int32=int, const_expr=bool, cute=SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
+    plain = dict(vars(backward_order), Int32=int, Boolean=bool, const_expr=bool, cute=SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
     for name in ("queries_seeing", "visitors_of", "block_of", "walk_of", "turn_of", "next_tile"):
         plain[name] = FunctionType(inspect.unwrap(plain[name]).__code__, plain)
     return SimpleNamespace(**plain)
@@ -31,13 +31,13 @@ def order():
 class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
 
-    def __init__(self, order, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, together):
+    def __init__(self, order, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together):
         sees = "all" if mask.kind == "full" else "from" if isinstance(mask, Causal) else "interval"
         self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, rotate=True)
         self.order, self.band = order, order.Band(*band_of(mask, seqlen_q, seqlen_k))
         self.lengths, self.heads, self.slots = (seqlen_q, seqlen_k), heads, slots
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        numbers, how = range(n_blocks * heads), order.Order(slots, together)
+        numbers, how = range(n_blocks * heads), order.Order(slots, 0 if sees == "all" else min(rising, heads), together)
         self.blocks = [order.block_of(number, n_blocks, heads, heads, how, self.config) for number in numbers]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
@@ -63,9 +63,8 @@ def draw(order) -> Problem:
         SlidingWindow(random.choice((None, 0, 3, 50)), random.choice((None, 0, 3, 200)), random.choice(("bottom_right", "top_left"))),
     )
     lengths, tiles = (random.randint(1, 500), random.randint(1, 700)), (random.choice((64, 128)), random.choice((64, 128, 192)))
-    return Problem(
-        order, random.choice(masks), *lengths, *tiles, random.randint(1, 7), random.choice((1, 2, 3, 5, 7, 132)), random.randint(1, 5)
-    )
+    how = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
+    return Problem(order, random.choice(masks), *lengths, *tiles, random.randint(1, 7), *how)
 
 
 def test_walks_and_turns(order):

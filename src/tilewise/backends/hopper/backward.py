@@ -8,7 +8,7 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_keys
+from tilewise.backends.hopper import backward_columns, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
@@ -22,6 +22,7 @@ from tilewise.hopper.dsl import (
     CUstream,
     Float32,
     Int32,
+    Int64,
     SmemAllocator,
     arch,
     const_expr,
@@ -35,8 +36,8 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
-    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
+    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32, q0: Int32, q1: Int32,
+    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
@@ -65,17 +66,41 @@ def launch(
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
     )
-    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=config.chained,
     )
+    if const_expr(config.dq_apart):
+        launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
+        return
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
         grid=queries, block=(config.dq_consumers * THREADS, 1, 1), min_blocks_per_mp=int(config.modified), stream=stream,
         use_pdl=config.chained,
     )  # fmt: skip
+
+
+@cute.jit
+def launch_dQ(
+    tensors: Tensors, mdQ: cute.Tensor, rows: list, band: Band, together: Int32, scale: Float32, scale_log2: Float32,
+    config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """rows: K, V, Q and dO as (seqlen, dim, heads, batch)."""
+    dtype, K, V, Q, dO = tensors.Q.element_type, *rows
+    layouts = backward_queries.layouts_of(config, dtype)
+    shapes = [tuple(cute.size(x, mode=[i]) for i in (0, 1)) for x in layouts]
+    loads = backward_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
+    blocks = cute.ceil_div(tensors.Q.shape[1], backward_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
+    mma = backward_queries.products(config, dtype)
+    backward_queries.kernel(tensors, mdQ, loads, band, together, scale, scale_log2, mma, *layouts, config).launch(
+        grid=(blocks, 1, 1),
+        block=((1 + backward_queries.CONSUMERS) * THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )
 
 
 @cute.kernel
@@ -119,7 +144,7 @@ def kernel(
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, walk, config)
-        elif warp_idx <= config.dq_consumers:
+        elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
             if const_expr(config.chained):
                 arch.griddepcontrol_wait()
             if const_expr(not config.direct):
@@ -166,12 +191,14 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     if const_expr(config.chained):
         arch.griddepcontrol_wait()  # what `prepare` writes is there
+    if const_expr(config.dq_apart):
+        arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
+    m_block = walk.start
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        for g in cutlass.range(group, unroll=1):
+            head = block.head_k * group + g
+            lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
             pipes.q.producer_acquire(state)
             tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
             load_rows(lse, sm.lse, pipes.q, state, m_block, config)
@@ -179,7 +206,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
             tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
             load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
             state.advance()
-            m_block = next_tile(m_block, walk)
+        m_block = next_tile(m_block, walk)
 
 
 @cute.jit
@@ -209,26 +236,27 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     """
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            gSum = tensors.sum_dQ[block.batch, head, m_block, None]
+    m_block, before = walk.start, Int64(0)
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        turn = Int32(-1)
+        if const_expr(config.ordered):
+            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+        for g in cutlass.range(group, unroll=1):
+            head = block.head_k * group + g
             arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
-            turn = Int32(-1)
             if const_expr(config.ordered):
-                turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+                counter = address_of(tensors.turns, block.batch, head, m_block, consumer)
                 if arch.lane_idx() == 0:
-                    now = turn_now(gTurns, m_block)
-                    if before >= 0:
+                    now = turn_now(counter)
+                    if before != 0:
                         arch.cp_async_bulk_wait_group(0)
-                        give_turn(gTurns, before, config)
+                        give_turn(before, config)
                     while now != turn:
-                        now = turn_now(gTurns, m_block)
-                before = m_block
+                        now = turn_now(counter)
+                before = counter
             arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
             if arch.lane_idx() == 0:
+                gSum = tensors.sum_dQ[block.batch, head, m_block, None]
                 if turn == 0:
                     bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
                 else:
@@ -236,11 +264,11 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                 arch.cp_async_bulk_commit_group()
                 arch.cp_async_bulk_wait_group(0, read=True)
             arch.sync_warp()
-            m_block = next_tile(m_block, walk)
-        if arch.lane_idx() == 0:
-            arch.cp_async_bulk_wait_group(0)
-            if const_expr(config.ordered) and before >= 0:
-                give_turn(gTurns, before, config)
+        m_block = next_tile(m_block, walk)
+    if arch.lane_idx() == 0:
+        arch.cp_async_bulk_wait_group(0)
+        if const_expr(config.ordered) and before != 0:
+            give_turn(before, config)
 
 
 @cute.jit
@@ -248,31 +276,30 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+    m_block, before = walk.start, Int64(0)
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+        for g in cutlass.range(group, unroll=1):
+            counter = address_of(tensors.turns, block.batch, block.head_k * group + g, m_block, consumer)
             now = Int32(0)
             if arch.lane_idx() == 0:
-                now = turn_now(gTurns, m_block)
-            if before >= 0:
+                now = turn_now(counter)
+            if before != 0:
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
             if arch.lane_idx() == 0:
-                if before >= 0:
-                    give_turn(gTurns, before, config)
+                if before != 0:
+                    give_turn(before, config)
                 while now != turn:
-                    now = turn_now(gTurns, m_block)
+                    now = turn_now(counter)
                 sm.first[consumer] = Int32(turn == 0)
             arch.sync_warp()
             arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
-            before = m_block
-            m_block = next_tile(m_block, walk)
-        if before >= 0:
-            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                give_turn(gTurns, before, config)
+            before = counter
+        m_block = next_tile(m_block, walk)
+    if before != 0:
+        arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+        if arch.lane_idx() == 0:
+            give_turn(before, config)
 
 
 @cute.jit
@@ -290,14 +317,17 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int
 
 
 @cute.jit
-def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+def address_of(turns: cute.Tensor, batch: Int32, head: Int32, m_block: Int32, consumer: Int32) -> Int64:
+    return (turns.iterator + cute.crd2idx((batch, head, m_block, consumer), turns.layout)).toint()
 
 
 @cute.jit
-def give_turn(gTurns: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
+def turn_now(counter: Int64) -> Int32:
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
+
+
+@cute.jit
+def give_turn(counter: Int64, config: Constexpr[Config]):
     """What was added is there before the next one's turn is."""
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    how = const_expr("release" if config.release else "relaxed")
-    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[address])
+    how = const_expr("release" if config.direct or config.release else "relaxed")
+    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[counter])

@@ -99,15 +99,24 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    tiles = (walk.last - walk.first) * (tensors.Q.shape[2] // tensors.K.shape[2])
-    if tiles > 0:
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    tiles = (walk.last - walk.first) * group
+    if const_expr(config.dq_apart):
+        state = before = tma.at_first(config.stages)
+        place = Place(Int32(0), walk.start)
+        for i in cutlass.range(tiles, unroll=1):
+            before = step_apart(tile, pipes, state, before, i > 0, place, walk, scores, config)
+            state.advance()
+            place = next_place(place, group, walk)
+        warpgroup.wait_group(0)
+    elif tiles > 0:
         state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
         issue_scores(tile, state)
         warpgroup.wait_group(0)
         pass_on(tile, state, place, walk, scores, config)
         for _i in cutlass.range(tiles - 1, unroll=1):
-            after = next_place(place, walk)
+            after = next_place(place, group, walk)
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
@@ -171,9 +180,11 @@ def make_tile(
 
 
 @cute.jit
-def next_place(place: Place, walk: Walk) -> Place:
-    m_block = next_tile(place.m_block, walk)
-    return Place(place.head + Int32(m_block == walk.start), m_block)
+def next_place(place: Place, group: Int32, walk: Walk) -> Place:
+    head, m_block = place.head + 1, place.m_block
+    if head == group:
+        head, m_block = Int32(0), next_tile(m_block, walk)
+    return Place(head, m_block)
 
 
 @cute.jit
@@ -190,8 +201,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     shape = tile.acc_S.layout
     rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
     if const_expr(scores):
-        masked = place.m_block < walk.free_first or place.m_block >= walk.free_last
-        weights(tile, rounded, state.index, place, masked, config)
+        weights(tile, rounded, state.index, place, walk, config)
     else:
         add_to_rows(tile.acc_S, per_query(tile.statistics, state.index))
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
@@ -207,9 +217,10 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
-def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, masked: Boolean, config: Constexpr[Config]):
+def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
     """S becomes P, rounded as well; under a softcap the factor of dP - delta goes to shared memory."""
     m0, lse = place.m_block * config.tile_m, changed.lse_of(tile.statistics, stage, config)
+    masked = place.m_block < walk.free_first or place.m_block >= walk.free_last
     if const_expr(config.modified):
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
         if masked:
@@ -249,16 +260,75 @@ def step(
     warpgroup.wait_group(1)  # dV is there, and the first piece of dQ
     pipes.do.consumer_release(state)
     add(tile, place, 0, config)
-    for piece in range_constexpr(1, config.dq_pieces):
-        issue_dQ(tile, stage, piece)
-        warpgroup.wait_group(0)
-        if const_expr(piece == config.dq_pieces - 1):
-            pipes.q.consumer_release(state)
-        add(tile, place, piece, config)
-    if const_expr(config.dq_pieces == 1):
-        warpgroup.wait_group(0)
-        pipes.q.consumer_release(state)
+    if const_expr(config.dq_pieces == 2):
+        issue_dQ(tile, stage, 1)
+    warpgroup.wait_group(0)
+    pipes.q.consumer_release(state)
+    if const_expr(config.dq_pieces == 2):
+        add(tile, place, 1, config)
     return upcoming
+
+
+@cute.jit
+def step_apart(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, before: pipeline.PipelineState, has_before: Boolean, place: Place, walk: Walk,
+    scores: Constexpr[bool], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """dV and dK of one tile of queries, without dQ: the products follow each other as S, dP, dV, dK. P is computed under dP, dS under dV; S is queued
+    behind the last tile's dK.
+    """
+    stage = state.index
+    (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
+    if const_expr(not scores):
+        arch.barrier(barrier_id=Barrier.S, number_of_threads=2 * THREADS)  # S has been computed: dP is next
+    issue_scores(tile, state)
+    warpgroup.wait_group(0)
+    if const_expr(scores):
+        arch.barrier_arrive(barrier_id=Barrier.S, number_of_threads=2 * THREADS)
+    if has_before:
+        pipes.q.consumer_release(before)  # dK of the tile before is there too
+    rounded = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+    if const_expr(scores):
+        weights(tile, rounded, stage, place, walk, config)
+        hand_on(tile, rounded, stage, Barrier.P)
+        pipes.do.consumer_wait(state)
+        issue_dV(tile, stage)
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there
+    else:
+        statistics = per_query(tile.statistics, stage)
+        arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
+        issue_dV(tile, stage)
+        P = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+        cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
+        add_to_rows(tile.acc_S, statistics)
+        for i in range_constexpr(cute.size(P)):
+            tile.acc_S[i] *= P[i].to(Float32)
+        fragments.round_into(rounded, tile.acc_S)
+        hand_on(tile, rounded, stage, Barrier.DS)
+        pipes.q.consumer_wait(state)
+    issue_dK(tile, stage)
+    warpgroup.wait_group(1)
+    pipes.do.consumer_release(state)
+    return state.clone()
+
+
+@cute.jit
+def hand_on(tile: Tile, rounded: cute.Tensor, stage: Int32, ready: Constexpr[Barrier]):
+    """P or dS to shared memory; then the other warpgroup is told."""
+    cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, stage])
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=Barrier.OWN + tile.consumer, number_of_threads=THREADS)
+    arch.barrier_arrive(barrier_id=ready, number_of_threads=2 * THREADS)
+
+
+@cute.jit
+def issue_dV(tile: Tile, stage: Int32):
+    fragments.product(tile.mma.dv, tile.acc_dV, tile.tVrP[None, None, None, stage], tile.tVrdO[None, None, None, stage], True)
+
+
+@cute.jit
+def issue_dK(tile: Tile, stage: Int32):
+    fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, stage], tile.tKrQ[None, None, None, stage], True)
 
 
 @cute.jit

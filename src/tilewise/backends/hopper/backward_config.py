@@ -21,22 +21,23 @@ class Config:
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
+    dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
 
-    release: bool = True
-    delta_in: bool = True  # -delta is in dP's registers before dP is
+    release: bool = False
+    delta_in: bool = False  # -delta is in dP's registers before dP is
     rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = False  # dK and dV leave by way of the copy engine
-    chained: bool = False  # a kernel starts while the one before it ends
+    copied: bool = True  # dK and dV leave by way of the copy engine
+    chained: bool = True  # a kernel starts while the one before it ends
     early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
-    own_registers: tuple[int, int] | None = None  # instead of REGISTERS
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
@@ -55,11 +56,15 @@ class Config:
     @property
     def dq_grid(self) -> tuple[int, int]:
         """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
+        if self.dq_transposed:
+            return self.dq_consumers, 1
         return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ that a warpgroup computes at a time."""
+        """Columns of dQ, or of dQ^T, that a warpgroup computes at a time."""
+        if self.dq_transposed:
+            return self.tile_m
         return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property
@@ -68,8 +73,13 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def numbers_of_sum(self) -> int:
+        """Of a tile of dQ in global memory."""
+        return 4 if self.dq_apart else self.tile_m * self.head_dim
+
+    @property
     def registers(self) -> tuple[int, int]:
-        return self.own_registers or REGISTERS[self.consumers]
+        return REGISTERS[self.consumers]
 
 
 # (head_dim, head_dim_v): fields of Config.
@@ -77,22 +87,20 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
 }
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both: what keeps registers from spilling.
 CHANGED = {
     "softcap": {(64, 64): dict(tile_m=64)},
-    "natural": {(64, 64): dict(tile_m=64), (256, 256): dict(dq_pieces=4, change_parts=2)},
+    "natural": {(64, 64): dict(tile_m=64)},
     "both": {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
-        (128, 128): dict(tile_n=64, split="columns", direct=True, own_registers=(40, 232)),
-        (192, 128): dict(dq_pieces=3, change_parts=4),
-        (192, 192): dict(dq_pieces=3, change_parts=4),
-        (256, 256): dict(dq_pieces=4, change_parts=4),
+        (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (256, 256): dict(change_parts=4),
     },
 }
 

@@ -54,8 +54,8 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
+    tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
+    tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
     tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
@@ -86,13 +86,13 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            masked = m_block < walk.free_first or m_block >= walk.free_last
-            state = step(tile, pipes, state, gSum[m_block, None], g, m_block, masked, has_dQ, config)
-            m_block = next_tile(m_block, walk)
+    m_block = walk.start
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        masked = m_block < walk.free_first or m_block >= walk.free_last
+        for g in cutlass.range(group, unroll=1):
+            gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+            state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
+        m_block = next_tile(m_block, walk)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
@@ -111,6 +111,9 @@ def make_tile(
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    left, right = sm.dS, transposed(sm.K)
+    if const_expr(config.dq_transposed):
+        left, right = right, left
     tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
     return Tile(
         mma=mma,
@@ -120,8 +123,8 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
-        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
-        tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
+        tQrA=dq.make_fragment_A(dq.partition_A(left)),
+        tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
         tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
@@ -159,13 +162,14 @@ def step(
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     P = weights(tile, acc_S, lse, g, m_block * config.tile_m, masked, config)
+    minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
         warpgroup.wait_group(1)
     else:
         warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
-        add_to_rows(acc_dP, per_query(tile.tdelta, stage))
+        add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
@@ -178,7 +182,10 @@ def step(
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
-        acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, ds_stage], tile.tQrK)
+        stage_A, stage_B, shape_dQ = ds_stage, 0, (config.tile_m, config.head_dim)
+        if const_expr(config.dq_transposed):
+            stage_A, stage_B, shape_dQ = 0, ds_stage, (config.head_dim, config.tile_m)
+        acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)

@@ -7,7 +7,7 @@ and chosen such that hardly anybody waits: `turn_of`.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
 
 
 class Band(NamedTuple):
@@ -25,7 +25,8 @@ class Order(NamedTuple):
     """Of the thread blocks."""
 
     slots: Int32  # how many the machine runs at a time
-    together: Int32  # heads that take turns
+    rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
+    together: Int32  # of the other heads that take turns, each with its first keys first
 
 
 class Block(NamedTuple):
@@ -34,6 +35,7 @@ class Block(NamedTuple):
     n0: Int32
     head_k: Int32
     batch: Int32
+    rising: Boolean  # it walks from its first tile of queries to its last; under a band
     first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
     last_mate: Int32
 
@@ -42,7 +44,7 @@ class Walk(NamedTuple):
     """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
 
     start: Int32
-    step: Int32  # 1, or -1 where it begins at the last
+    step: Int32  # 1, or -1 where it goes down
     first: Int32
     last: Int32
     free_first: Int32
@@ -89,19 +91,26 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
 
 @cute.jit
 def block_of(number: Int32, n_blocks: Int32, heads_k: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
-    """The block's share of `heads` (of all sequences): `together` heads take turns, each with its first keys first.
+    """The block's share of `heads` (of all sequences).
 
     Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
     wait for each other.
     """
-    first_head = number // (order.together * n_blocks) * order.together
-    begin, together = first_head * n_blocks, min(order.together, heads - first_head)
-    n_block, head = (number - begin) // together, (number - begin) % together
-    first_of_wave = number // order.slots * order.slots
-    before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
-    until = max(first_of_wave + order.slots - begin - head + together - 1, 0) // together
-    head += first_head
-    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, before, min(until, n_blocks))
+    rising = Boolean(False)
+    if const_expr(config.sees != "all"):
+        rising = number < order.rising * n_blocks
+    head, n_block = number // n_blocks, n_blocks - 1 - number % n_blocks
+    before, until = Int32(0), n_blocks
+    if not rising:
+        others = number - order.rising * n_blocks
+        first_head = others // (order.together * n_blocks) * order.together
+        begin, together = first_head * n_blocks, min(order.together, heads - order.rising - first_head)
+        n_block, head = (others - begin) // together, (others - begin) % together
+        first_of_wave = number // order.slots * order.slots
+        before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
+        until = min(max(first_of_wave + order.slots - begin - head + together - 1, 0) // together, n_blocks)
+        head += order.rising + first_head
+    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, rising, before, until)
 
 
 @cute.jit
@@ -131,7 +140,10 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     free_last = max(end, 0) // tile_m
     if end >= seqlen_q:
         free_last = last
-    return Walk(last - 1, Int32(-1), first, last, free_first, min(max(free_last, free_first), last))
+    start, step = last - 1, Int32(-1)
+    if block.rising:
+        start, step = first, Int32(1)
+    return Walk(start, step, first, last, free_first, min(max(free_last, free_first), last))
 
 
 @cute.jit
@@ -147,7 +159,7 @@ def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k:
     n_block = block.n0 // config.tile_n
     visitors = visitors_of(m_block, band, seqlen_k, config)
     if const_expr(config.sees != "all"):
-        return n_block - visitors.first
+        return visitors.last - 1 - n_block if block.rising else n_block - visitors.first
     mates = block.last_mate - block.first_mate
     begun = block.first_mate + min(cute.ceil_div((m_block + 1) * mates, m_blocks), mates)
     return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)

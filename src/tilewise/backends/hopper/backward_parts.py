@@ -14,8 +14,8 @@ from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_
 
 WARP = 32
 THREADS = 256  # of a block of `prepare`
-LANES = 8  # that share a row in `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
+QUAD = 4  # threads that share a row of an accumulator
 LOG2_E = 1.4426950408889634
 
 
@@ -43,14 +43,15 @@ def prepare(
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
     if const_expr(config.chained):
         arch.griddepcontrol_launch_dependents()
-    lane = thread % LANES
-    for i in range_constexpr(config.tile_m * LANES // THREADS):
-        row = m_block * config.tile_m + i * (THREADS // LANES) + thread // LANES
+    lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
+    lane = thread % lanes
+    for i in range_constexpr(config.tile_m * lanes // THREADS):
+        row = m_block * config.tile_m + i * (THREADS // lanes) + thread // lanes
         base, total = Float32.inf, Float32(0.0)
         if row < gO.shape[0]:
-            for c in cutlass.range(lane, gO.shape[1] // VECTOR, LANES, unroll=1):
+            for c in cutlass.range(lane, gO.shape[1] // VECTOR, lanes, unroll=1):
                 total += dot(gO[row, None], gdO[row, None], c)
-        total = arch.warp_reduction_sum(total, threads_in_group=LANES)
+        total = arch.warp_reduction_sum(total, threads_in_group=lanes)
         if row < gO.shape[0]:
             natural = mL[batch, head, row]
             if const_expr(config.sees != "all"):
@@ -67,7 +68,9 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    if const_expr(config.ordered):
+    if const_expr(config.dq_apart):
+        pass
+    elif const_expr(config.ordered):
         if thread < config.dq_consumers:
             turns[batch, head, m_block, thread] = 0
     else:
@@ -105,7 +108,8 @@ def finish(
     if const_expr(config.chained):
         arch.griddepcontrol_wait()
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
-    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
+    shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
+    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
     numbers = cute.size(acc)
     flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
@@ -116,21 +120,68 @@ def finish(
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
             acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
-    store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
+    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+    if const_expr(config.dq_transposed):
+        store_transposed_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    else:
+        store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
 
 
 @cute.jit
 def store_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
-    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc."""
-    pair = cute.make_rmem_tensor(2, gX.element_type)
-    for i in range_constexpr(0, cute.size(acc), 2):
-        row, column = row0 + at[i][0], at[i][1]
+    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc.
+
+    A thread has two neighbours of every eight columns, for two rows. The four threads that share a row exchange theirs, four times eight columns at
+    a time, so that each stores 16 bytes.
+    """
+    member = arch.lane_idx() % QUAD
+    words = cute.make_rmem_tensor(QUAD, Int32)
+    pair = cute.recast_tensor(words, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 4 * QUAD):
+        for r in range_constexpr(2):
+            for c in range_constexpr(QUAD):
+                for j in range_constexpr(2):
+                    pair[2 * c + j] = (acc[i + 4 * c + 2 * r + j] * scale).to(gX.element_type)
+            exchange(words, member)
+            row, column = row0 + at[i + 2 * r][0], at[i][1] + 6 * member
+            if row < gX.shape[0] and column < gX.shape[1]:
+                cute.autovec_copy(pair, cute.make_tensor((gX[row, None].iterator + column).align(16), cute.make_layout(2 * QUAD)))
+
+
+@cute.jit
+def store_transposed_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
+    """Likewise of a tile (head_dim, tile_m): blocks of 8 x 8 are transposed, and a thread's two times two of them exchanged."""
+    lane = arch.lane_idx()
+    member, behind = lane % QUAD, lane // QUAD
+    words = cute.make_rmem_tensor(QUAD, Int32)
+    pair = cute.recast_tensor(words, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 2 * QUAD):
+        for b in range_constexpr(QUAD):
+            for j in range_constexpr(2):
+                pair[2 * b + j] = (acc[i + 2 * b + j] * scale).to(gX.element_type)
+            words[b] = arch.inline_ptx(
+                "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[b]]
+            )
+        exchange(words, member)
+        column, row = at[i][0] - behind + 8 * (member % 2), row0 + at[i][1] - 2 * member + 8 * (member // 2) + behind
         if row < gX.shape[0] and column < gX.shape[1]:
-            pair[0], pair[1] = (acc[i] * scale).to(gX.element_type), (acc[i + 1] * scale).to(gX.element_type)
-            target = cute.make_tensor((gX[row, None].iterator + column).align(4), cute.make_layout(2))
-            cute.autovec_copy(pair, target)
+            cute.autovec_copy(pair, cute.make_tensor((gX[row, None].iterator + column).align(16), cute.make_layout(2 * QUAD)))
+
+
+@cute.jit
+def exchange(words: cute.Tensor, member: Int32):
+    """Between four neighbouring threads: thread i gets the others' words i, in the order of the threads; a 4 x 4 transposition in two steps."""
+    for step in range_constexpr(2):
+        distance = const_expr(2 >> step)
+        upper = (member & distance) != 0
+        for i in range_constexpr(QUAD):
+            if const_expr(i & distance == 0):
+                low, high = words[i], words[i + distance]
+                other = arch.shuffle_sync_bfly(low if upper else high, distance)
+                words[i] = other if upper else low
+                words[i + distance] = high if upper else other
 
 
 @cute.jit
@@ -203,26 +254,37 @@ def repair_dQ(
     tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup. Rare, so it is short rather than fast: a lane a key
-    for dS, a lane a column for the sum.
+    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup."""
+    warp, (over_rows, over_columns) = arch.thread_idx()[0] // WARP, config.dq_grid
+    row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
+    for piece in range_constexpr(config.dq_pieces):
+        column0 = (piece * over_columns + warp // (4 * over_rows)) * config.dq_width
+        repair_rows(tensors, gdQ, row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
+
+
+@cute.jit
+def repair_rows(
+    tensors: Tensors, gdQ: cute.Tensor, row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """16 rows from row0 on, `width` columns from column0 on, by the warp that has written them. Rare, so it is short rather than fast: a lane a
+    key for dS, a lane a column for the sum.
     """
     at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
-    lane, warp = arch.lane_idx(), arch.thread_idx()[0] // WARP
-    over_rows, over_columns = config.dq_grid
-    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * config.dq_width
+    lane = arch.lane_idx()
     arch.sync_warp()
-    for i in cutlass.range(16 * config.dq_pieces, unroll=1):
-        row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
+    for i in cutlass.range(16, unroll=1):
+        row = row0 + i
         if row < gdQ.shape[0]:
             begin, end = keys_seen(row, band)
-            dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
+            dq = cute.make_rmem_tensor(width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
                 if j0 + lane < end:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column)
-            write_row(gdQ, row, dq, scale, column)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0)
+            write_row(gdQ, row, dq, scale, column0)
 
 
 @cute.jit

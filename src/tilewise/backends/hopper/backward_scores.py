@@ -128,14 +128,15 @@ def bias_at(bias: cute.Tensor, row: Int32, key: Int32):
     return bias.iterator.toint() + row * step + key * size, step
 
 
-def read(address: Int64, keys: Int32, config) -> tuple[Float32, ...]:
-    """Of a thread's two keys, from the first one's address; 0 for what is not among the `keys` there are from it on."""
+def read(address: Int64, keys: Int32, config) -> tuple[Float32, Float32]:
+    """Of a thread's two keys, from the first one's address."""
+    return read_one(address, keys, 0, config), read_one(address, keys, NEXT_KEY, config)
 
-    def load(place: int) -> Float32:
-        code = READ[config.bias].replace("@at", str(place)).replace("@offset", str(place * config.bias.itemsize))
-        return arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[address, keys])
 
-    return load(0), load(NEXT_KEY)
+def read_one(address: Int64, keys: Int32, place: int, config) -> Float32:
+    """The number `place` behind an address; 0 where it is not among the `keys` that there are from there on."""
+    code = READ[config.bias].replace("@at", str(place)).replace("@offset", str(place * config.bias.itemsize))
+    return arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[address, keys])
 
 
 @cute.jit
@@ -197,6 +198,40 @@ def shared_pair(pair: cute.Tensor) -> tuple[Float32, Float32]:
     return arch.inline_ptx(
         "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[pair.iterator.toint()]
     )
+
+
+@cute.jit
+def weigh_rows(
+    acc_S: cute.Tensor, tScS: cute.Tensor, tensors, block, n0: Int32, lse: cute.Tensor, scale_log2: Float32, config: Constexpr
+):  # fmt: skip
+    """Where a thread has two queries instead: S = Q K^T becomes the factor of dP - delta in dS; what hidden pairs get says nothing.
+
+    tScS: (query, key) of each number of S; lse: (ROWS,).
+    """
+    changes, head = tensors.changes, Head(block.batch, block.head)
+    S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
+    bias = scores.bias_of(changes, head) if const_expr(config.bias is not None) else None
+    slope = scores.slope_of(changes, head) if const_expr(config.alibi) else None
+    for r in range_constexpr(fragments.ROWS):
+        row, key = block.m0 + at[r, 0][0], n0 + at[r, 0][1]
+        gBias, keys, distance = None, Int32(0), Int32(0)
+        if const_expr(config.bias is not None):
+            gBias, keys = scores.bias_row(bias, row, key), tensors.K.shape[1] - key
+        if const_expr(config.alibi):
+            distance = scores.centre(changes, row, config) - key
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            x, rest, column = S[r, c], Float32(1.0), const_expr(fragments.column(c))
+            if const_expr(config.softcap):
+                x = scores.tanh(x * changes.inner)
+                rest = 1.0 - x * x
+            if const_expr(config.natural):
+                x *= changes.factor
+            if const_expr(config.bias is not None):
+                x += read_one(gBias.iterator.toint(), keys, column, config)
+            if const_expr(config.alibi):
+                x -= slope * cute.math.absf((distance - column).to(Float32))
+            p = weight(x, lse[r], scale_log2, config)
+            S[r, c] = p * rest if const_expr(config.softcap) else p
 
 
 @cute.jit

@@ -32,6 +32,7 @@ class Barrier(IntEnum):
     DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
     DQ_FULL = 5  # likewise: it is written, or added
     P = 8  # P is in shared memory
+    S = 12  # S has been computed
     OWN = 9  # and the following, one a warpgroup: all of its threads are here
 
 
@@ -78,7 +79,7 @@ class Mma(NamedTuple):
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
     dv: cute.TiledMma  # dV += P^T dO, registers
     dk: cute.TiledMma  # dK += dS^T Q, registers
-    dq: cute.TiledMma  # dQ = dS K, shared memory
+    dq: cute.TiledMma  # dQ = dS K or dQ^T = K^T dS^T, shared memory
 
 
 def products(config, dtype) -> Mma:
@@ -94,7 +95,7 @@ def products(config, dtype) -> Mma:
         product(k, k, alone, config.tile_m),
         product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
         product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
-        product(k, mn, (*config.dq_grid, 1), config.dq_width),
+        product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
     )
 
 
@@ -104,19 +105,22 @@ def layouts_of(config, dtype) -> Layouts:
     The columns that a warpgroup computes begin where a swizzled block of columns does.
     """
 
-    def tile(rows, columns, stages, share):
-        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
-
     dim, dim_v = config.head_dim, config.head_dim_v
     parts = 1 if config.split == "keys" else config.consumers
+    keys_share = dim // parts if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width
     return Layouts(
-        tile(config.tile_n, dim, 1, dim // parts if config.dq_width % 64 == 0 else config.dq_width),
-        tile(config.tile_n, dim_v, 1, dim_v // parts),
-        tile(config.tile_m, dim, config.stages, dim // parts),
-        tile(config.tile_m, dim_v, config.stages, dim_v // parts),
-        tile(config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
+        swizzled(dtype, config.tile_n, dim, 1, keys_share),
+        swizzled(dtype, config.tile_n, dim_v, 1, dim_v // parts),
+        swizzled(dtype, config.tile_m, dim, config.stages, dim // parts),
+        swizzled(dtype, config.tile_m, dim_v, config.stages, dim_v // parts),
+        swizzled(dtype, config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
     )
+
+
+def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.ComposedLayout:
+    """Columns contiguous; blocks of them do not reach from one part of `share` columns into the next."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
 
 
 def box_columns(share: int) -> int:

@@ -15,7 +15,6 @@ from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -53,25 +52,41 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    slots = _multiprocessors(call.q.device)
-    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
-    together = max(1, CACHE // per_head)
+    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
     numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
-    changed = changes.operands(call)
+    changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
-            compute(*given, slots, together, int(d_lse is not None), *numbers, *of_part, changed.diagonal)
-        d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, slots) if bias_grad else None
+            compute(*given, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal)
+        if bias_grad:
+            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
+
+
+def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
+    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
+    if config.sees == "all":
+        return slots, 0, 1, 1
+    heads, n_blocks, m_blocks = batch * heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    last = min(heads, _heads_at_the_end(n_blocks, slots))
+    rising = heads - last if config.sees == "from" and not config.dq_apart else 0
+    return slots, rising, last, _heads_at_the_end(m_blocks, slots)
+
+
+def _heads_at_the_end(blocks: int, slots: int) -> int:
+    """Of heads whose blocks are 1, 2, ... `blocks` tiles long: with so many that take turns, longest first, all multiprocessors come to an end at
+    about the same time; half as many again as have as much work as `slots` of the longest.
+    """
+    return -(-3 * slots // (blocks + 1))
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
@@ -100,9 +115,9 @@ def arguments(config: Config) -> list:
     v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *changed]
 
