@@ -66,7 +66,9 @@ def launch(
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), stream=stream
     )
-    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(
+        tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config
+    ).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
