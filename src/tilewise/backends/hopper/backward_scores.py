@@ -15,6 +15,7 @@ from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch
 from tilewise.hopper.fragments import LOG2_E
 
 NEXT_KEY = 8  # the second of a thread's keys, from its first
+ROW_PARTS = 2  # of the columns, in `weigh_rows`
 
 
 class Changes(NamedTuple):
@@ -206,32 +207,34 @@ def weigh_rows(
 ):  # fmt: skip
     """Where a thread has two queries instead: S = Q K^T becomes the factor of dP - delta in dS; what hidden pairs get says nothing.
 
-    tScS: (query, key) of each number of S; lse: (ROWS,).
+    tScS: (query, key) of each number of S; lse: (ROWS,). Done in parts, so that fewer registers are taken at a time.
     """
     changes, head = tensors.changes, Head(block.batch, block.head)
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     bias = scores.bias_of(changes, head) if const_expr(config.bias is not None) else None
     slope = scores.slope_of(changes, head) if const_expr(config.alibi) else None
-    for r in range_constexpr(fragments.ROWS):
+    some = const_expr(cute.size(S, mode=[1]) // ROW_PARTS)
+    for part, r in [(part, r) for part in range(ROW_PARTS) for r in range(fragments.ROWS)]:
         row, key = block.m0 + at[r, 0][0], n0 + at[r, 0][1]
-        gBias, keys, distance = None, Int32(0), Int32(0)
-        if const_expr(config.bias is not None):
-            gBias, keys = scores.bias_row(bias, row, key), tensors.K.shape[1] - key
-        if const_expr(config.alibi):
-            distance = scores.centre(changes, row, config) - key
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            x, rest, column = S[r, c], Float32(1.0), const_expr(fragments.column(c))
-            if const_expr(config.softcap):
-                x = scores.tanh(x * changes.inner)
-                rest = 1.0 - x * x
-            if const_expr(config.natural):
-                x *= changes.factor
+        if key + fragments.column(part * some) < tensors.K.shape[1]:  # the others are hidden, whatever they get
+            gBias, keys, distance = None, Int32(0), Int32(0)
             if const_expr(config.bias is not None):
-                x += read_one(gBias.iterator.toint(), keys, column, config)
+                gBias, keys = scores.bias_row(bias, row, key), tensors.K.shape[1] - key
             if const_expr(config.alibi):
-                x -= slope * cute.math.absf((distance - column).to(Float32))
-            p = weight(x, lse[r], scale_log2, config)
-            S[r, c] = p * rest if const_expr(config.softcap) else p
+                distance = scores.centre(changes, row, config) - key
+            for c in range_constexpr(part * some, (part + 1) * some):
+                x, rest, column = S[r, c], Float32(1.0), const_expr(fragments.column(c))
+                if const_expr(config.softcap):
+                    x = scores.tanh(x * changes.inner)
+                    rest = 1.0 - x * x
+                if const_expr(config.natural):
+                    x *= changes.factor
+                if const_expr(config.bias is not None):
+                    x += read_one(gBias.iterator.toint(), keys, column, config)
+                if const_expr(config.alibi):
+                    x -= slope * cute.math.absf((distance - column).to(Float32))
+                p = weight(x, lse[r], scale_log2, config)
+                S[r, c] = p * rest if const_expr(config.softcap) else p
 
 
 @cute.jit
