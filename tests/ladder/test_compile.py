@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, backward_config, bias_gradient, config, documents, gradients
+from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, bias_gradient, config, documents, gradients
 from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -156,9 +156,11 @@ def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
 
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
-    """The small kernel ahead of "rows"."""
-    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
-    check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
+    """The small kernels ahead of "rows"."""
+    forward = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    backward = backward_tables.kernel(backward_config.configure(torch.bfloat16, 128, 128, "rows"))
+    for kernel in (forward, backward):
+        check_nothing_spills(compile_and_inspect(lambda kernel=kernel: build(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):
@@ -181,9 +183,13 @@ def test_the_series_of_tanh():
     assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
 
 
+BACKWARD = [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from"), ((128, 128), "rows"), ((64, 64), "runs")]
+BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all", "from", "interval", "rows", "runs")]
+
+
 @pytest.mark.parametrize(
     "dims, sees",
-    [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from")],
+    BACKWARD + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_TOO if case not in BACKWARD],
     ids=lambda x: str(x).replace(" ", ""),
 )
 def test_backward(dims, sees, compile_and_inspect, capfd):
@@ -193,7 +199,7 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
     assert len(found.usage) == 3
     check_nothing_spills(found)
     main = max(found.usage, key=lambda usage: usage["REG"])
-    check_registers(replace(found, usage=[main]), shipped)
+    check_registers(replace(found, usage=[main]), shipped, kernels=1 + shipped.dq_apart)
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
@@ -245,10 +251,14 @@ def test_gradient_of_a_bias(changes, rows, compile_and_inspect, capfd):
 
 def backward_products(shipped) -> tuple[int, int]:
     """Groups and instructions of S, dP, dV, dK and dQ. Where columns are split, each of two roles has S or dP ahead of the loop and in it, and a
-    last step after it without.
+    last step after it without; where dQ has a kernel of its own, each role has a score, dV and dK, and that kernel S, dP and dQ.
     """
     over_m, over_n = shipped.tile_m // 16, shipped.tile_n // 16
     ahead = shipped.head_dim // 16, shipped.head_dim_v // 16
+    if shipped.dq_apart:
+        from tilewise.backends.hopper.backward_queries import KEYS
+
+        return 2 * 3 + 3, 2 * sum(ahead) + 4 * over_m + KEYS // 16
     if shipped.split == "columns":
         behind = 2 * over_m + shipped.dq_pieces * over_n
         return 2 * (2 + 2 * (2 + shipped.dq_pieces)), 2 * (sum(ahead) + 2 * behind)
@@ -263,7 +273,7 @@ def check_nothing_spills(found: Compiled):
     assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
 
 
-def check_registers(found: Compiled, config):
+def check_registers(found: Compiled, config, kernels: int = 1):
     """What setmaxnreg hands out is what Config says, and no more than the block was launched with, or it would wait for ever."""
     (usage,), (producer, consumer) = found.usage, config.registers
     launched = usage["REG"] * (1 + config.consumers)
@@ -271,7 +281,7 @@ def check_registers(found: Compiled, config):
     operands = [
         int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")
     ]
-    assert Counter(operands) == Counter([producer, consumer])
+    assert Counter(operands) == Counter([producer, consumer] * kernels)
 
 
 def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):

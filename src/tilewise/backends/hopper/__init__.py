@@ -58,10 +58,11 @@ class Hopper:
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
+        backward = gradients.lines(call) if call.grad else []
         if packed is None:
-            return forecast.lines(self._config(call), call, machine)
+            return [*forecast.lines(self._config(call), call, machine), *backward]
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
-        return [shared, *forecast.lines(self._config(packed), packed, machine)]
+        return [shared, *forecast.lines(self._config(packed), packed, machine), *backward]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""

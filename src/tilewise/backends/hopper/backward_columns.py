@@ -13,7 +13,7 @@ from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -30,6 +30,8 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
+from tilewise.backends.hopper.backward_visible import hide_unseen, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -69,6 +71,9 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
+    visits: cute.Tensor | None  # (FIELDS, stages)
+    n0: Int32
+    band: Band
     acc_S: cute.Tensor  # or dP
     acc_dQ: cute.Tensor  # a piece
     acc_dK: cute.Tensor
@@ -81,7 +86,7 @@ class Tile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile of queries."""
+    """A tile of queries. For "runs" m_block is the number of visits of this head from here to the last, until the visit is there (`located`)."""
 
     head: Int32  # in the group
     m_block: Int32
@@ -99,24 +104,22 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    group = tensors.Q.shape[2] // tensors.K.shape[2]
-    tiles = (walk.last - walk.first) * group
+    tiles, place = beginning(tensors, block, band, walk, config)
     if const_expr(config.dq_apart):
         state = before = tma.at_first(config.stages)
-        place = Place(Int32(0), walk.start)
         for i in cutlass.range(tiles, unroll=1):
             before = step_apart(tile, pipes, state, before, i > 0, place, walk, scores, config)
             state.advance()
-            place = next_place(place, group, walk)
+            place = next_place(place, tensors, block, band, walk, config)
         warpgroup.wait_group(0)
     elif tiles > 0:
-        state, place = tma.at_first(config.stages), Place(Int32(0), walk.start)
+        state = tma.at_first(config.stages)
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(state)
         issue_scores(tile, state)
         warpgroup.wait_group(0)
         pass_on(tile, state, place, walk, scores, config)
         for _i in cutlass.range(tiles - 1, unroll=1):
-            after = next_place(place, group, walk)
+            after = next_place(place, tensors, block, band, walk, config)
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
@@ -137,7 +140,7 @@ def make_tile(
     at = fragments.by_rows(tScS)
     begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
     for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
@@ -167,6 +170,9 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
+        visits=sm.visits,
+        n0=block.n0,
+        band=band,
         acc_S=cute.make_rmem_tensor(s.partition_shape_C((config.tile_n, config.tile_m)), Float32),
         acc_dQ=cute.make_rmem_tensor(dq.partition_shape_C(shape_dQ), Float32),
         acc_dK=cute.make_rmem_tensor(dk.partition_shape_C((config.tile_n, config.head_dim)), Float32),
@@ -180,11 +186,45 @@ def make_tile(
 
 
 @cute.jit
-def next_place(place: Place, group: Int32, walk: Walk) -> Place:
-    head, m_block = place.head + 1, place.m_block
-    if head == group:
-        head, m_block = Int32(0), next_tile(m_block, walk)
+def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> tuple[Int32, Place]:
+    """How many tiles of queries the block visits, in all heads of the group, and the first of them."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    if const_expr(config.sees != "runs"):
+        return (walk.last - walk.first) * group, Place(Int32(0), walk.start)
+    tiles = Int32(0)
+    for g in cutlass.range(group, unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + g, band, config)
+        tiles += own.last - own.first
+    place = Place(Int32(-1), Int32(1))
+    if tiles > 0:
+        place = next_place(place, tensors, block, band, walk, config)
+    return tiles, place
+
+
+@cute.jit
+def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> Place:
+    """The one after, which must exist."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    head, m_block = place.head, place.m_block
+    if const_expr(config.sees == "runs"):
+        m_block -= 1
+        while m_block == 0:
+            head += 1
+            own = walk_of_head(walk, block, block.head_k * group + head, band, config)
+            m_block = own.last - own.first
+    else:
+        head += 1
+        if head == group:
+            head, m_block = Int32(0), next_tile(m_block, walk)
     return Place(head, m_block)
+
+
+@cute.jit
+def located(tile: Tile, place: Place, stage: Int32, config: Constexpr[Config]) -> Place:
+    """The place with its tile of queries, once Q is in its stage."""
+    if const_expr(config.sees == "runs"):
+        return Place(place.head, visit_in(tile.visits, stage).m_block)
+    return place
 
 
 @cute.jit
@@ -219,12 +259,11 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 @cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
     """S becomes P, rounded as well; under a softcap the factor of dP - delta goes to shared memory."""
-    m0, lse = place.m_block * config.tile_m, changed.lse_of(tile.statistics, stage, config)
-    masked = place.m_block < walk.free_first or place.m_block >= walk.free_last
+    lse = changed.lse_of(tile.statistics, stage, config)
     if const_expr(config.modified):
+        m0 = located(tile, place, stage, config).m_block * config.tile_m
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
-        if masked:
-            hide(tile, tile.acc_S, m0, config, -float("inf"))
+        hide_in(tile, stage, place, walk, -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, config)
         if const_expr(config.softcap):
             factor = cute.make_rmem_tensor_like(rounded)
@@ -232,9 +271,17 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
             cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
     else:
         probabilities(tile.acc_S, lse, tile.scale_log2)
-        if masked:
-            hide(tile, tile.acc_S, m0, config)
+        hide_in(tile, stage, place, walk, 0.0, config)
         fragments.round_into(rounded, tile.acc_S)
+
+
+@cute.jit
+def hide_in(tile: Tile, stage: Int32, place: Place, walk: Walk, hidden: Constexpr[float], config: Constexpr[Config]):
+    """What the tile at `place` hides."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band, config, hidden)
+    elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
+        hide(tile, tile.acc_S, place.m_block * config.tile_m, config, hidden)
 
 
 @cute.jit
@@ -249,6 +296,7 @@ def step(
         (pipes.q if const_expr(scores) else pipes.do).consumer_wait(upcoming)
         issue_scores(tile, upcoming)
     (pipes.do if const_expr(scores) else pipes.q).consumer_wait(state)
+    place = located(tile, place, stage, config)
     fragments.product(tile.mma.dv, tile.acc_dV, tile.tVrP[None, None, None, stage], tile.tVrdO[None, None, None, stage], True)
     if const_expr(scores):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there
@@ -260,12 +308,15 @@ def step(
     warpgroup.wait_group(1)  # dV is there, and the first piece of dQ
     pipes.do.consumer_release(state)
     add(tile, place, 0, config)
-    if const_expr(config.dq_pieces == 2):
-        issue_dQ(tile, stage, 1)
-    warpgroup.wait_group(0)
-    pipes.q.consumer_release(state)
-    if const_expr(config.dq_pieces == 2):
-        add(tile, place, 1, config)
+    for piece in range_constexpr(1, config.dq_pieces):
+        issue_dQ(tile, stage, piece)
+        warpgroup.wait_group(0)
+        if const_expr(piece == config.dq_pieces - 1):
+            pipes.q.consumer_release(state)
+        add(tile, place, piece, config)
+    if const_expr(config.dq_pieces == 1):
+        warpgroup.wait_group(0)
+        pipes.q.consumer_release(state)
     return upcoming
 
 

@@ -15,7 +15,7 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval"]  # a key is seen by: all queries, those from a beginning on, those from a beginning to an end
+    sees: Literal["all", "from", "interval", "rows", "runs"]  # backward_visible.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO
@@ -49,6 +49,14 @@ class Config:
     def modified(self) -> bool:
         return self.softcap or self.natural
 
+    def __post_init__(self) -> None:
+        if self.dq_apart and self.sees in ("rows", "runs"):
+            raise ValueError("the kernel of its own for dQ takes single bands")
+        if self.sees == "runs" and self.direct and self.split == "keys":
+            raise ValueError(
+                "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
+            )
+
     @property
     def consumers(self) -> int:
         return self.tile_n // 64 if self.split == "keys" else 2
@@ -71,6 +79,11 @@ class Config:
     def dq_numbers(self) -> int:
         """Of dQ that one of their threads holds."""
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
+
+    @property
+    def least_blocks(self) -> int:
+        """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
+        return 1 if self.modified or self.sees in ("rows", "runs") else 0
 
     @property
     def numbers_of_sum(self) -> int:
@@ -104,6 +117,18 @@ CHANGED = {
     },
 }
 
+# Besides, where dQ is not computed apart.
+CHANGED_WITH_DQ = {
+    "softcap": {},
+    "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
+    "both": {
+        (128, 128): dict(dq_apart=False),
+        (192, 128): dict(dq_pieces=3, change_parts=4),
+        (192, 192): dict(dq_pieces=3, change_parts=4),
+        (256, 256): dict(dq_pieces=4),
+    },
+}
+
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
@@ -112,8 +137,14 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    fields = dict(TILES[dims])
+    if sees in ("rows", "runs"):
+        fields["dq_apart"] = False
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))
     if not config.modified:
         return config
     how = "softcap" if not config.natural else "both" if config.softcap else "natural"
-    return replace(config, **CHANGED[how].get(dims, {}))
+    fields = CHANGED[how].get(dims, {})
+    if sees in ("rows", "runs"):
+        fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
+    return replace(config, **fields)

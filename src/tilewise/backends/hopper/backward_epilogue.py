@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, Block
+from tilewise.backends.hopper.backward_order import Block
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,

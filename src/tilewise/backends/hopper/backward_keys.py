@@ -10,7 +10,7 @@ from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -27,6 +27,8 @@ from tilewise.backends.hopper.backward_tiles import (
     probabilities,
     transposed,
 )
+from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -65,6 +67,9 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
+    visits: cute.Tensor | None  # (FIELDS, stages)
+    n0: Int32
+    band: Band
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
@@ -86,13 +91,15 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    m_block = walk.start
-    for _i in cutlass.range(walk.last - walk.first, unroll=1):
-        masked = m_block < walk.free_first or m_block >= walk.free_last
-        for g in cutlass.range(group, unroll=1):
-            gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-            state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
-        m_block = next_tile(m_block, walk)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        m_block = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            masked = m_block < own.free_first or m_block >= own.free_last
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+                state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
+            m_block = next_in(own, m_block, config)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
@@ -107,7 +114,7 @@ def make_tile(
     at = fragments.by_rows(tScS)
     begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
     for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
@@ -134,6 +141,9 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
+        visits=sm.visits,
+        n0=block.n0,
+        band=band,
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
         scale_log2=scale_log2,
@@ -147,7 +157,7 @@ def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, g: Int32, m_block: Int32, masked: Boolean,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
-    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
     if const_expr(config.delta_in):
@@ -161,7 +171,7 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    P = weights(tile, acc_S, lse, g, m_block * config.tile_m, masked, config)
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
     minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
@@ -222,20 +232,30 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def weights(
-    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, m0: Int32, masked: Boolean, config: Constexpr[Config]
+    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ) -> cute.Tensor:
     """S becomes P, or what stands in for it in `differentiate`; returns P, rounded, as the left operand of dV. g: of the group's heads."""
     if const_expr(not config.modified):
         probabilities(acc_S, lse, tile.scale_log2)
-        if masked:
-            hide(tile, acc_S, m0, config)
+        hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
-    rest = changed.change(acc_S, tile.thread, g, m0, config)
-    if masked:
-        hide(tile, acc_S, m0, config, -float("inf"))
+    at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
+    rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
+    hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
     P = left_operand(tile.mma.dv, config)
     changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
     return P
+
+
+@cute.jit
+def hide_in(
+    tile: Tile, acc: cute.Tensor, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr[Config]
+):  # fmt: skip
+    """What this tile of queries hides."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band, config, hidden)
+    elif masked:
+        hide(tile, acc, m_block * config.tile_m, config, hidden)
 
 
 @cute.jit

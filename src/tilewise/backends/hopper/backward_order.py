@@ -7,18 +7,8 @@ and chosen such that hardly anybody waits: `turn_of`.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
-
-
-class Band(NamedTuple):
-    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none."""
-
-    q0: Int32
-    q1: Int32
-    k0: Int32
-    k1: Int32
-    lo: Int32
-    hi: Int32
 
 
 class Order(NamedTuple):
@@ -41,7 +31,10 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask.
+
+    For "runs" these are the visits of one query head (backward_visible.walk_of_head).
+    """
 
     start: Int32
     step: Int32  # 1, or -1 where it goes down
@@ -49,24 +42,6 @@ class Walk(NamedTuple):
     last: Int32
     free_first: Int32
     free_last: Int32
-
-
-@cute.jit
-def keys_seen(row: Int32, band: Band):
-    """[begin, end) of the keys that a query sees."""
-    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
-    if row < band.q0 or row >= band.q1:
-        end = begin
-    return begin, end
-
-
-@cute.jit
-def queries_seeing(key: Int32, band: Band):
-    """[begin, end) of the queries that see a key."""
-    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
-    if key < band.k0 or key >= band.k1:
-        end = begin
-    return begin, end
 
 
 class Visitors(NamedTuple):
@@ -81,12 +56,23 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
     """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
     if const_expr(config.sees == "all"):
         return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
+    if const_expr(config.sees == "rows"):
+        return Visitors(band.tables.visitors[m_block, 0], band.tables.visitors[m_block, 1])
     top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
     begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
     first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
     if bottom < band.q0 or top >= band.q1 or begin >= band.k1 or end <= band.k0:
         last = first
     return Visitors(first, max(first, last))
+
+
+@cute.jit
+def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Boolean:
+    """Whether any block of keys adds to a tile of dQ."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.visited[band.tables.planes[batch, head], m_block] > 0
+    visitors = visitors_of(m_block, band, seqlen_k, config)
+    return visitors.first < visitors.last
 
 
 @cute.jit
@@ -127,6 +113,11 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
         if const_expr(not config.rotate):
             start = Int32(0)
         return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+    if const_expr(config.sees == "runs"):
+        return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
+    if const_expr(config.sees == "rows"):
+        first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
+        return begun(block, first, last, free_first, free_last)
     left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the keys that anybody sees
     begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of them
     first = max(begin, 0) // tile_m
@@ -140,15 +131,21 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     free_last = max(end, 0) // tile_m
     if end >= seqlen_q:
         free_last = last
-    start, step = last - 1, Int32(-1)
-    if block.rising:
-        start, step = first, Int32(1)
-    return Walk(start, step, first, last, free_first, min(max(free_last, free_first), last))
+    return begun(block, first, last, free_first, min(max(free_last, free_first), last))
 
 
 @cute.jit
-def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
-    """How many blocks of keys add to a tile of dQ before this one, in an order that keeps nobody waiting.
+def begun(block: Block, first: Int32, last: Int32, free_first: Int32, free_last: Int32) -> Walk:
+    """From the first on where the block is rising, else from the last on."""
+    start, step = last - 1, Int32(-1)
+    if block.rising:
+        start, step = first, Int32(1)
+    return Walk(start, step, first, last, free_first, free_last)
+
+
+@cute.jit
+def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+    """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps nobody waiting.
 
     All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
     that began at this tile or before it the last comes first, and then the others, again the last first.
@@ -156,7 +153,9 @@ def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k:
     Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
     from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
     """
-    n_block = block.n0 // config.tile_n
+    if const_expr(config.sees == "runs"):
+        return band.tables.visits[place, 2 + Int32(block.rising)]
+    m_block, n_block = place, block.n0 // config.tile_n
     visitors = visitors_of(m_block, band, seqlen_k, config)
     if const_expr(config.sees != "all"):
         return visitors.last - 1 - n_block if block.rising else n_block - visitors.first

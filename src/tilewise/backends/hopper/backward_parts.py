@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, keys_seen, queries_seeing, visitors_of
+from tilewise.backends.hopper.backward_order import is_visited
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
@@ -44,19 +46,15 @@ def prepare(
     if const_expr(config.chained):
         arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
-    lane = thread % lanes
+    lane, row0 = thread % lanes, m_block * config.tile_m + thread // lanes
+    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], row0, lane, lanes, config)
     for i in range_constexpr(config.tile_m * lanes // THREADS):
-        row = m_block * config.tile_m + i * (THREADS // lanes) + thread // lanes
-        base, total = Float32.inf, Float32(0.0)
+        row = row0 + i * (THREADS // lanes)
+        base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
         if row < gO.shape[0]:
-            for c in cutlass.range(lane, gO.shape[1] // VECTOR, lanes, unroll=1):
-                total += dot(gO[row, None], gdO[row, None], c)
-        total = arch.warp_reduction_sum(total, threads_in_group=lanes)
-        if row < gO.shape[0]:
-            natural = mL[batch, head, row]
+            natural = naturals[i]
             if const_expr(config.sees != "all"):
-                begin, end = keys_seen(row, band)
-                total = total if begin < end else Float32(0.0)  # with a sink its log-sum-exp is finite
+                total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]
             if natural == -Float32.inf:
@@ -88,15 +86,31 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 
 @cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor, i: Int32) -> Float32:
-    """Of the 8 numbers from 8 i on."""
-    x, y = (cute.make_rmem_tensor(VECTOR, g.element_type) for g in (a, b))
-    cute.autovec_copy(vector(a, i, VECTOR), x)
-    cute.autovec_copy(vector(b, i, VECTOR), y)
-    total = Float32(0.0)
-    for j in range_constexpr(VECTOR):
-        total += x[j].to(Float32) * y[j].to(Float32)
-    return total
+def parts_of_delta(
+    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, row0: Int32, lane: Int32, lanes: Constexpr[int], config: Constexpr[Config]
+):  # fmt: skip
+    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of its rows. All is asked for before any of it is used: reading row by row
+    would wait for memory at every row. What lies beyond the last row or column is read at the last.
+    """
+    rows, steps = const_expr(config.tile_m * lanes // THREADS), const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
+    o, d_o = (cute.make_rmem_tensor((VECTOR, steps, rows), x.element_type) for x in (gO, gdO))
+    totals, naturals = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
+    vectors = gO.shape[1] // VECTOR
+    for i in range_constexpr(rows):
+        row = min(row0 + i * (THREADS // lanes), gO.shape[0] - 1)
+        naturals[i] = gL[row]
+        for j in range_constexpr(steps):
+            at = min(lane + j * lanes, vectors - 1)
+            cute.autovec_copy(vector(gO[row, None], at, VECTOR), o[None, j, i])
+            cute.autovec_copy(vector(gdO[row, None], at, VECTOR), d_o[None, j, i])
+    for i in range_constexpr(rows):
+        totals[i] = Float32(0.0)
+        for j in range_constexpr(steps):
+            total = Float32(0.0)
+            for x in range_constexpr(VECTOR):
+                total += o[x, j, i].to(Float32) * d_o[x, j, i].to(Float32)
+            totals[i] += total if lane + j * lanes < vectors else Float32(0.0)
+    return totals, naturals
 
 
 @cute.kernel
@@ -117,9 +131,9 @@ def finish(
     for i in range_constexpr(numbers // 4):
         cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     if const_expr(config.ordered and config.sees != "all"):
-        visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
-            acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
+            acc[i] = acc[i] if written else Float32(0.0)
     finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
     if const_expr(config.dq_transposed):
         store_transposed_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
@@ -231,14 +245,29 @@ def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Cons
 
 
 @cute.jit
-def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32):
-    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on."""
+def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32, shown: Int32):
+    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on.
+
+    shown: a bit for each of these rows, which takes part if it is set.
+    """
     column = column0 + arch.lane_idx()
     for t in cutlass.range(count, unroll=1):
         w = arch.shuffle_sync(weight, t)
-        for x in range_constexpr(cute.size(total)):
-            if x * WARP + column < gX.shape[1]:
-                total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+        if (shown >> t) & 1 != 0:
+            for x in range_constexpr(cute.size(total)):
+                if x * WARP + column < gX.shape[1]:
+                    total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+
+
+@cute.jit
+def shown_to(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
+    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval it is visible."""
+    if const_expr(config.sees != "runs"):
+        return there, Int32(-1)
+    seen = Boolean(False)
+    if there:
+        seen = shows(query, key, head, batch, band, config)
+    return seen, arch.vote_ballot_sync(seen)
 
 
 @cute.jit
@@ -276,14 +305,15 @@ def repair_rows(
     for i in cutlass.range(16, unroll=1):
         row = row0 + i
         if row < gdQ.shape[0]:
-            begin, end = keys_seen(row, band)
+            begin, end = keys_of(row, band, config)
             dq = cute.make_rmem_tensor(width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
-                if j0 + lane < end:
+                seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
+                if seen:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
             write_row(gdQ, row, dq, scale, column0)
 
 
@@ -303,18 +333,20 @@ def repair_dKV(
     for i in cutlass.range(16, unroll=1):
         key = n0 + i
         if key < gdK.shape[0]:
-            begin, end = queries_seeing(key, band)
+            begin, end = queries_of(key, band, config)
             dk = cute.make_rmem_tensor(width_k // WARP, Float32)
             dv = cute.make_rmem_tensor(width_v // WARP, Float32)
             dk.fill(0.0)
             dv.fill(0.0)
             for g in cutlass.range(group, unroll=1):
-                at = head_of(tensors, batch, head_k * group + g, head_k)
+                head = head_k * group + g
+                at = head_of(tensors, batch, head, head_k)
                 for i0 in cutlass.range(begin, end, WARP, unroll=1):
                     p, ds = Float32(0.0), Float32(0.0)
-                    if i0 + lane < end:
+                    seen, shown = shown_to(i0 + lane, key, head, batch, band, i0 + lane < end, config)
+                    if seen:
                         p, ds = pair_weights(at, i0 + lane, key, scale_log2, config)
-                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v)
-                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k)
+                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)
+                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k, shown)
             write_row(gdK, key, dk, scale, share * width_k)
             write_row(gdV, key, dv, Float32(1.0), share * width_v)

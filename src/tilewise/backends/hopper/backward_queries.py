@@ -12,9 +12,10 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, keys_seen
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, swizzled, transposed
+from tilewise.backends.hopper.backward_visible import keys_of
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -190,12 +191,12 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def rows_of(tensors: Tensors, block: Block, band: Band, at: cute.Tensor) -> Rows:
+def rows_of(tensors: Tensors, block: Block, band: Band, at: cute.Tensor, config: Constexpr[Config]) -> Rows:
     lse, minus_delta = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
     begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):
         row = block.m0 + at[r, 0][0]
-        begin[r], end[r] = keys_seen(row, band)
+        begin[r], end[r] = keys_of(row, band, config)
         lse[r], minus_delta[r] = Float32.inf, Float32(0.0)
         if row < tensors.lse.shape[2]:
             lse[r], minus_delta[r] = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
@@ -216,7 +217,7 @@ def consume(
     tQrK = dq.make_fragment_B(dq.partition_B(transposed(sm.K)))
     tScS = mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((ROWS, KEYS)))
     cdQ = mma.dq.get_slice(thread).partition_C(cute.make_identity_tensor((ROWS, config.head_dim)))
-    rows = rows_of(tensors, block, band, fragments.by_rows(tScS))
+    rows = rows_of(tensors, block, band, fragments.by_rows(tScS), config)
     acc_dQ = cute.make_rmem_tensor(cdQ.shape, Float32)
     acc_dQ.fill(0.0)
     if walk.last > walk.first:

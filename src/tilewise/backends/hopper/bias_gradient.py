@@ -1,13 +1,15 @@
 """The gradient of an additive bias on Hopper, seen from torch: the call of backward_bias.py, and the last sum."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import changes
+from tilewise.backends.hopper import backward_tables, changes, documents
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
+from tilewise.masks import Full
 from tilewise.problem import Call
 
 LAUNCH = "tilewise.backends.hopper.backward_bias:launch"
@@ -22,6 +24,7 @@ class Config:
     """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
 
     dtype: torch.dtype
+    sees: Literal["band", "rows", "runs"]  # as in backward_visible.py, but any single band
     bias: torch.dtype
     bias_pairs: bool
     rows: bool  # the bias has a row for each query
@@ -60,12 +63,15 @@ def by_rows(call: Call) -> bool:
 
 def config_of(call: Call, rows: bool, whole: bool) -> Config:
     """`whole`: dB needs no last sum."""
-    return Config(dtype=call.q.dtype, bias_pairs=changes.in_pairs(call.bias), rows=rows, whole=whole, **changes.fields(call))
+    sees = "rows" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "runs"
+    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), rows=rows, whole=whole, **changes.fields(call))
 
 
 def kernels(call: Call) -> list[tuple]:
     """What `compile.compiled` takes, for every shape that the bias may have."""
-    return [(LAUNCH, arguments, config_of(call, rows, whole)) for rows, whole in ((True, True), (True, False), (False, False))]
+    configs = [config_of(call, rows, whole) for rows, whole in ((True, True), (True, False), (False, False))]
+    ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
+    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
 
 def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
@@ -75,10 +81,11 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
     ahead = (parts, *bias.shape[:2]) if config.rows else (parts * WARPS, call.batch, call.heads_q)
     sums = torch.empty((*ahead, *bias.shape[2:]), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
     changed = changes.operands(call)
-    band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+    band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
+    tables = backward_tables.tables(call, config)
     factors = changes.factors(config, call.scale, call.softcap)
     kernel = hopper.compiled(LAUNCH, arguments, config)
-    kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal)
+    kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal, *tables)
     if config.whole:
         return sums[0]
     over = [0, *(axis + 1 for axis in (0, 1) if bias.shape[axis] < sums.shape[axis + 1])]
@@ -98,4 +105,6 @@ def arguments(config) -> list:
     sums = hopper.tensor(
         changes.dsl(config.bias if config.whole else torch.float32), *(hopper.size() for _ in range(3)), kept, seqlen_k, aligned=False
     )
-    return [q, k, v, d_o, *statistics, sums, *(Int32(0) for _ in range(6)), *changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)]
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, hopper.size())
+    numbers = [Int32(0) for _ in range(6)]
+    return [q, k, v, d_o, *statistics, sums, *numbers, *changes.stand_ins(config, seqlen_q, seqlen_k, heads_q), *tables]

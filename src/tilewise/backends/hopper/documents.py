@@ -31,6 +31,7 @@ class RowsConfig:
 
     tile_m: int
     tile_n: int
+    least: int = 1  # tiles of keys that a tile of queries visits, whatever it sees
 
 
 class Rows(NamedTuple):

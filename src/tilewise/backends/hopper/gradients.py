@@ -6,14 +6,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import bias_gradient, changes
+from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
-from tilewise.masks import Causal
+from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
+RISING = "from", "rows", "runs"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 
 
@@ -24,21 +25,45 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    if problem.mask not in ("full", "band"):
-        wrong.append(f"its backward pass takes full masks and single bands (causal, window), not {problem.mask}")
     if problem.dropout:
         wrong.append("its backward pass has no dropout yet")
     return wrong
 
 
 def config_of(call: Call) -> Config:
-    sees = "all" if call.mask.kind == "full" else "from" if isinstance(call.mask, Causal) else "interval"
+    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+    if isinstance(call.mask, Causal):
+        sees = "from"
+    elif documents.by_rows(call.mask):
+        sees = "rows"
     return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, **changes.fields(call))
 
 
+WALKS = {
+    "all": "over all tiles of {} queries",
+    "from": "over tiles of {} queries, from those that begin to see them on",
+    "interval": "over tiles of {} queries, from the first to the last that see them",
+    "rows": "over tiles of {} queries, which the GPU finds from cu_seqlens",
+    "runs": "over tiles of {} queries, from tables",
+}
+
+
+def lines(call: Call) -> list[str]:
+    """What the backward pass will do, in sentences."""
+    config = config_of(call)
+    walk = WALKS[config.sees].format(config.tile_m)
+    sums = "dQ by a kernel of its own"
+    if not config.dq_apart:
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.tile_m * config.head_dim
+        sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
+    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
+
+
 def kernels(call: Call) -> list[tuple]:
-    """What `compile.compiled` takes: the one launch function of all three kernels, and that of the bias's gradient."""
-    return [(LAUNCH, arguments, config_of(call)), *([] if call.bias is None else bias_gradient.kernels(call))]
+    """What `compile.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
+    config = config_of(call)
+    ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
+    return [*ahead, (LAUNCH, arguments, config), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -57,16 +82,18 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
-    numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
+    numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
+        tables = backward_tables.tables(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
-            compute(*given, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal)
+            compute(*given, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *backward_tables.of_batch(tables, part))
         if bias_grad:
             d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
@@ -78,7 +105,7 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
         return slots, 0, 1, 1
     heads, n_blocks, m_blocks = batch * heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     last = min(heads, _heads_at_the_end(n_blocks, slots))
-    rising = heads - last if config.sees == "from" and not config.dq_apart else 0
+    rising = heads - last if config.sees in RISING and not config.dq_apart else 0
     return slots, rising, last, _heads_at_the_end(m_blocks, slots)
 
 
@@ -118,8 +145,9 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *changed]
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *changed, *tables]
 
 
 def _readable(x: Tensor) -> Tensor:
