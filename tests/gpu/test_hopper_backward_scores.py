@@ -7,9 +7,9 @@ import tilewise as tw
 from tilewise.backends.hopper import Hopper, bias_gradient
 from tilewise.backends.hopper.backward_config import TILES
 from tilewise.hopper.compile import why_not_here
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing import conformance
-from tilewise.testing.cases import FEATURES, FILLS, Case, make, upstream
+from tilewise.testing.cases import FEATURES, FILLS, Case, make, random_mask, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 
@@ -56,6 +56,25 @@ def test_head_dims(change, dims, mask):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
         _held(Case(heads_q=6, heads_k=2, mask=mask, dtype="fp16", **sizes, **change), seed=turn)
+
+
+MORE_MASKS = {
+    "documents": Documents((0, 70, 70, 200, 290), inner=Causal()),
+    "windows": Documents((0, 1, 150, 300), (0, 90, 90, 280), inner=SlidingWindow(40, 0)),
+    "prefix": PrefixLM(100),
+    "heads": PerHead({(0, 1): Causal(), (1, 6): SlidingWindow(90, 2)}),
+    "pairs": random_mask(300, 280, batch=2, heads=6),
+}
+
+
+@pytest.mark.parametrize("mask", MORE_MASKS)
+@pytest.mark.parametrize("change", [{"softcap": 2.0}, {"bias": "hq"}, {"bias": "b"}, {"bias": "bhq"}, EVERYTHING], ids=_name)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_masks_beyond_one_band(dims, change, mask):
+    lengths = {"seqlen_q": 290 if mask == "documents" else 300, "seqlen_k": 290 if mask == "documents" else 280}
+    case = Case(batch=2, heads_q=6, heads_k=2, head_dim=dims[0], mask=MORE_MASKS[mask], dtype="bf16", **lengths, **change)
+    _held(case)
+    _held(case, seed=1, run=conformance.run_case)
 
 
 @pytest.mark.parametrize("change", [{"softcap": 2.0}, {"bias": "bhq"}, {"alibi": "h"}, EVERYTHING], ids=_name)

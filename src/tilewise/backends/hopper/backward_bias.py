@@ -219,10 +219,9 @@ def ref_of(m_block: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band
             low = middle + 1
         else:
             high = middle
-    ref = Int32(-1 - NOTHING)
-    if low < end:
-        if tables.visits[low, 0] == m_block:
-            ref = tables.visits[low, 1]
+    ref, there = Int32(-1 - NOTHING), min(low, tables.visits.shape[0] - 1)
+    if low < end and tables.visits[there, 0] == m_block:
+        ref = tables.visits[there, 1]
     return ref
 
 
