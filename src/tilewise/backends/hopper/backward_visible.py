@@ -122,15 +122,17 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 
 
 @cute.jit
-def hide_unseen(acc_P: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config]):
-    """P = 0 for the pairs of a masked tile that are hidden."""
+def hide_unseen(
+    acc_P: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config], hidden: Constexpr[float] = 0.0
+):  # fmt: skip
+    """P = 0 for the pairs of a masked tile that are hidden. `hidden`: as in `backward_tiles.hide`."""
     if visit.ref != UNMASKED:
         P = fragments.by_rows(acc_P)
         row, column0 = place_in_tile()
         if visit.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
                 for w in range_constexpr(config.tile_m // WORD):
-                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, row + 8 * r, w] >> column0)
+                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
         else:
             edges = band_of(visit.ref, band)
             first = visit.m_block * config.tile_m + column0
@@ -139,7 +141,7 @@ def hide_unseen(acc_P: cute.Tensor, visit: Visit, n0: Int32, band: Band, config:
                 begin, end = begin - first, end - first
                 for c in range_constexpr(cute.size(P, mode=[1])):
                     column = fragments.column(c)
-                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(0.0)
+                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(hidden)
 
 
 @cute.jit
@@ -150,11 +152,11 @@ def place_in_tile() -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32):
+def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32, hidden: Constexpr[float]):
     """Row r of P = 0 for those queries from 32 w on whose bit is 0; this thread's first one's is the lowest."""
     for c in range_constexpr(WORD // 4):
         shown = word & (1 << fragments.column(c)) != 0
-        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(0.0)
+        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(hidden)
 
 
 @cute.jit
