@@ -88,7 +88,7 @@ def launch(
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=config.chained,
+        use_pdl=True,
     )
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
@@ -98,7 +98,7 @@ def launch(
         block=(config.dq_consumers * THREADS, 1, 1),
         min_blocks_per_mp=config.least_blocks,
         stream=stream,
-        use_pdl=config.chained,
+        use_pdl=True,
     )
 
 
@@ -167,8 +167,7 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
-            if const_expr(config.chained):
-                arch.griddepcontrol_wait()
+            arch.griddepcontrol_wait()
             if const_expr(not config.direct):
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
@@ -212,8 +211,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-    if const_expr(config.chained):
-        arch.griddepcontrol_wait()  # what `prepare` writes is there
+    arch.griddepcontrol_wait()  # what `prepare` writes is there
     if const_expr(config.dq_apart):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]

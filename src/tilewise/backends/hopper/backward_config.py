@@ -26,10 +26,6 @@ class Config:
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
     release: Literal["all", "first", "none"] = "all"  # which turns at dQ are passed on with a fence
     delta_in: bool = False  # -delta is in dP's registers before dP is
-    rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = True  # dK and dV leave by way of the copy engine
-    chained: bool = True  # a kernel starts while the one before it ends
-    early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another

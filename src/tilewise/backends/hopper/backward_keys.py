@@ -172,14 +172,12 @@ def step(
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
-    minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
-    if const_expr(config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-    else:
-        warpgroup.wait_group(0)
+    early = const_expr(not config.delta_in and config.sees != "runs")  # its visits take the registers
+    if const_expr(early):
+        minus_delta = per_query(tile.tdelta, stage)
+    warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
-        add_to_rows(acc_dP, minus_delta)
+        add_to_rows(acc_dP, minus_delta if const_expr(early) else per_query(tile.tdelta, stage))
     differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
@@ -187,8 +185,7 @@ def step(
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
     values = cute.make_tensor(dS.iterator, acc_dP.layout)
     cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
-    if const_expr(not config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
