@@ -22,9 +22,10 @@ from tilewise.backends.hopper.backward_tiles import (
     Smem,
     add_directly,
     add_to_rows,
+    exponentiate,
     hide,
     per_query,
-    probabilities,
+    subtract,
     transposed,
 )
 from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
@@ -233,8 +234,12 @@ def weights(
 ) -> cute.Tensor:
     """S becomes P, or what stands in for it in `differentiate`; returns P, rounded, as the left operand of dV. g: of the group's heads."""
     if const_expr(not config.modified):
-        probabilities(acc_S, lse, tile.scale_log2)
-        hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        subtract(acc_S, lse, tile.scale_log2)
+        if const_expr(config.ahead == 1 or config.sees == "runs"):
+            exponentiate(acc_S)
+            hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        else:
+            exponentiate_in_two(tile, acc_S, m_block, masked, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
     at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
@@ -242,6 +247,20 @@ def weights(
     P = left_operand(tile.mma.dv, config)
     changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
     return P
+
+
+@cute.jit
+def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]):
+    """What is ahead of the second branch is computed under dP; the rest may wait for dP, and goes on while dS is computed: ptxas puts it there."""
+    columns = const_expr(cute.size(acc_S) // fragments.ROWS)
+    cut = const_expr(int(columns * config.ahead) // 2 * 2)
+    if const_expr(cut > 0):
+        if masked:
+            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), 0, cut)
+        exponentiate(acc_S, 0, cut)
+    if masked:
+        hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
+    exponentiate(acc_S, cut, columns)
 
 
 @cute.jit
