@@ -370,7 +370,7 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
     if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
-        epilogue.repair(tensors, block, tile.band, tile.changes, thread // WARP, config)
+        epilogue.repair(tensors, block, tile.band, tile.changes, arch.make_warp_uniform(thread // WARP), config)
 
 
 @cute.jit

@@ -212,19 +212,33 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band
     """-inf for the keys that a row does not see, or that do not exist. tScS: (row, column) of each number of S."""
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
-        begin, end = Int32(0), band.k1
-        if const_expr(config.sees == "rows"):
-            begin, end = seen.begin[r], seen.end[r]
-        elif const_expr(config.sees not in ("all", "runs")):
-            begin, end = interval(m0 + at[r, 0][0], band)
-        first_column = n0 + at[r, 0][1]
-        begin, end = begin - first_column, end - first_column  # as distances from it, which are constants for the other columns
+        bits = Int32(0)
+        if const_expr(config.sees != "runs"):
+            bits = places_of(m0 + at[r, 0][0], r, n0 + at[r, 0][1], band, seen, config)
         for c in range_constexpr(cute.size(S, mode=[1])):
-            column = fragments.column(c)
             if const_expr(config.sees == "runs"):
-                visible = seen.words[r, c // 8] & (1 << column % 32) != 0
+                visible = seen.words[r, c // 8] & (1 << fragments.column(c) % 32) != 0
             else:
-                visible = column < end
-                if const_expr(config.sees in ("interval", "rows")):
-                    visible = visible and column >= begin
+                visible = bits & (1 << c) != 0
             S[r, c] = S[r, c] if visible else -Float32.inf
+
+
+@cute.jit
+def places_of(row: Int32, r: Constexpr[int], first: Int32, band: Band, seen: Seen, config: Constexpr) -> Int32:
+    """Which of the thread's numbers of its row r are seen, a bit each: ptxas moves them to predicates seven at a time, where a comparison a number
+    would take an instruction each. `first`: the thread's first key."""
+    begin, end = Int32(0), band.k1
+    if const_expr(config.sees == "rows"):
+        begin, end = seen.begin[r], seen.end[r]
+    elif const_expr(config.sees != "all"):
+        begin, end = interval(row, band)
+    low = Int32(0)
+    if const_expr(config.sees in ("interval", "rows")):
+        low = places_before(begin - first)
+    return mask_of(low, max(places_before(end - first) - low, 0))
+
+
+@cute.jit
+def places_before(distance: Int32) -> Int32:
+    """How many of the thread's numbers of a row, of 32, lie within a distance from the first (`fragments.column`)."""
+    return min(max(distance // 8 * 2 + min(distance % 8, 2), 0), 32)
