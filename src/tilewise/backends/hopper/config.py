@@ -38,10 +38,19 @@ class Config:
         return self.tile_m // 64
 
     @property
-    def own_O(self) -> bool:
-        """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
+    def pieces_of_O(self) -> int:
+        """In how many pieces, a part of the columns each, O leaves through shared memory of its own; 0: there is none, and it takes Q's.
+
+        Then the next unit's Q has to wait for it.
+        """
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
+        sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
+        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= SHARED_BYTES), 0)
+
+    @property
+    def smem_of_O(self) -> int:
+        """Numbers of O that its own shared memory holds."""
+        return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
     def natural(self) -> bool:

@@ -51,7 +51,7 @@ class Smem(NamedTuple):
     Q: cute.Tensor  # (tile_m, head_dim, q_stages)
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
-    O: cute.Tensor  # (tile_m, head_dim_v); Q's memory, where there is no room for its own
+    O: cute.Tensor  # (tile_m, head_dim_v), or a piece of its columns; Q's memory, where there is no room for its own
 
 
 class Pipes(NamedTuple):
@@ -127,7 +127,7 @@ def kernel(
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
     sQ, sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     layout_O = wgmma.layout_O(config, dtype)
-    if const_expr(config.own_O):
+    if const_expr(config.pieces_of_O > 0):
         sO = storage.allocate_tensor(dtype, layout_O.outer, 1024, swizzle=layout_O.inner)
     else:
         sO = cute.make_tensor(sQ.iterator, layout_O.outer)
@@ -300,7 +300,7 @@ def attend(
     pipes.q.consumer_wait(once)
     visit = const_expr(walk_runs if config.sees == "runs" else walk_tiles)
     state = visit(tile, pipes, state, walk, config)
-    if const_expr(config.own_O):
+    if const_expr(config.pieces_of_O > 0):
         pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
     state.advance()
@@ -309,7 +309,7 @@ def attend(
     block = schedule.told(queue, done, config)
     schedule.forget(queue, done, config)
     store(copies, tensors, sm, tile, lse, block, config)
-    if const_expr(not config.own_O):
+    if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
         pipes.q.consumer_release(once)
@@ -364,9 +364,9 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, config: Constexpr[Config]):
     thread = arch.thread_idx()[0] - THREADS
-    if const_expr(not config.own_O):
+    if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
-    epilogue.store(tile.acc_O, sm.O, copies.O, tile.mma.pv, thread, block, config)
+    epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
     if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
