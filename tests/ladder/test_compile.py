@@ -18,7 +18,7 @@ from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
-MOST_MOVED = 2  # numbers moved to uniform registers ahead of a group of products: a stage; each product's descriptor would be many
+MOST_MOVED = 4  # numbers moved to uniform registers ahead of a group of products: a stage; each product's descriptor would be many
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 
 
@@ -167,7 +167,7 @@ def check_shipped(shipped, compile_and_inspect, capfd):
     check_nothing_spills(found)
     check_registers(found, shipped)
     check_descriptors(found)
-    loops = 2 if shipped.sees == "runs" else 1
+    loops = 1 if shipped.sees == "all" else 2
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
     assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 

@@ -22,7 +22,6 @@ from tilewise.backends.hopper.scores import Scores, Terms
 from tilewise.backends.hopper.visible import Band, Seen, Walk
 from tilewise.hopper import fragments, tma, wgmma
 from tilewise.hopper.dsl import (
-    Boolean,
     Constexpr,
     CUstream,
     Float32,
@@ -319,15 +318,30 @@ def attend(
 
 @cute.jit
 def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
-    """From the last tile to the first. One loop for all of them: a second one for those without a mask would be longer, since ptxas keeps the
-    descriptors of Q in uniform registers for one loop only."""
+    """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
     first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
-    for i in cutlass.range(walk.last - 1 - walk.first, unroll=1):
-        n_block = walk.last - 2 - i
-        masked = False
-        if const_expr(config.sees != "all"):  # otherwise the first tile alone may have keys that do not exist
-            masked = n_block < walk.free_first or n_block >= walk.free_last
-        state = step(tile, pipes, state, n_block, Int32(0), masked, config)
+    last = walk.last - 1  # the first tile is done
+    if const_expr(config.sees == "all"):
+        return steps(tile, pipes, state, walk.first, last, False, config)
+    unmasked = min(walk.free_last, last)
+    masked = min(walk.free_first, unmasked)
+    for end in cutlass.range(2, unroll=1):
+        low = unmasked if end == 0 else masked
+        high = unmasked
+        state = steps(tile, pipes, state, low, high, False, config)
+        high = last if end == 0 else masked
+        low = unmasked if end == 0 else walk.first
+        state = steps(tile, pipes, state, low, high, True, config)
+    return state
+
+
+@cute.jit
+def steps(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:
+    """The tiles [first, last), the last one first."""
+    for i in cutlass.range(last - first, unroll=1):
+        state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
 
 
@@ -380,7 +394,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    change(tile, acc_S, n_block, seen, True, config)
+    change(tile, acc_S, n_block, seen, config)
     scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
 
@@ -394,11 +408,11 @@ def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: bool | Boolean, config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own. `masked` may be known when compiled.
+    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
     """
     before = state.clone()
     state.advance()
@@ -410,10 +424,10 @@ def step(
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
-    seen = seen_of(tile, n_block, ref, config) if const_expr(config.sees != "runs" or masked) else None
+    seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
-    change(tile, acc_S, n_block, seen, masked, config)
+    change(tile, acc_S, n_block, seen, config)
     rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
@@ -426,20 +440,12 @@ def step(
 
 
 @cute.jit
-def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, masked: bool | Boolean, config: Constexpr[Config]):
-    """What is done to the scores of a tile before the softmax; `seen` None: the code for a tile that is never masked."""
+def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, config: Constexpr[Config]):
+    """What is done to the scores of a tile before the softmax; `seen`: what its rows see, None where that is everything."""
     n0 = n_block * config.tile_n
-    if const_expr(seen is None):
-        scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, False, config)
-    elif const_expr(config.bias is None):
-        scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, False, config)
-        if masked:
-            visible.hide(acc_S, tile.tScS, tile.m0, n0, tile.band, seen, config)
-    elif masked:  # a bias has no numbers for keys that do not exist
-        scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, True, config)
+    scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, seen is not None, config)
+    if const_expr(seen is not None):
         visible.hide(acc_S, tile.tScS, tile.m0, n0, tile.band, seen, config)
-    else:
-        scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, False, config)
 
 
 @cute.jit
