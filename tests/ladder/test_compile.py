@@ -186,7 +186,6 @@ def test_the_series_of_tanh():
 
 
 BACKWARD = [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from"), ((128, 128), "rows"), ((64, 64), "runs")]
-LONG = [(dims, kind) for dims, (kinds, _, _) in backward_config.LONG.items() for kind in sorted(kinds)]
 BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all", "from", "interval", "rows", "runs")]
 
 
@@ -211,7 +210,7 @@ def check_backward(shipped, compile_and_inspect, capfd):
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
 
 
-@pytest.mark.parametrize("dims, sees", LONG, ids=lambda x: str(x).replace(" ", ""))
+@pytest.mark.parametrize("dims, sees", backward_config.LONG, ids=lambda x: str(x).replace(" ", ""))
 def test_backward_of_long_sequences(dims, sees, compile_and_inspect, capfd):
     check_backward(backward_config.configure(torch.bfloat16, *dims, sees, 1 << 20), compile_and_inspect, capfd)
 
