@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward_tables import visits_of
+from tilewise.backends.hopper.backward_tables import KEYS, QUERIES, visits_of
 from tilewise.hopper.compile import why_no_compiler
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.testing.cases import masks, random_mask
@@ -27,7 +27,7 @@ def kernel():
     from tilewise.backends.hopper import backward_order, backward_visible, visible
 
     found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
-    found["band_of"] = lambda ref, band: visible.Band(*band.tables.bands[-1 - ref].tolist(), None)
+    found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)
     for name in ("interval", "walk_of_head", "tile_at", "shows", "turn_of", "begun", "next_tile", "is_visited", "sees_any"):
         found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
     return SimpleNamespace(**found)
@@ -37,7 +37,7 @@ class Problem:
     """A mask's tables as the kernel has them."""
 
     def __init__(self, kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch, heads):
-        self.kernel, self.config = kernel, SimpleNamespace(sees="runs", tile_m=tile_m, tile_n=tile_n)
+        self.kernel, self.config = kernel, SimpleNamespace(sees="runs", tile_m=tile_m, tile_n=tile_n, dq_apart=True)
         self.lengths, self.planes = (seqlen_q, seqlen_k), mask.planes(seqlen_q, seqlen_k, batch, heads)
         self.found = visits_of(self.planes, batch, heads, self.config, CPU)
         self.tables = SimpleNamespace(**{name: x.numpy() for name, x in vars(self.found).items() if isinstance(x, torch.Tensor)})
@@ -57,18 +57,37 @@ class Problem:
 
     def seen(self, place, n_block):
         """(tile_n, tile_m): what is seen of the tile at a place, with keys and queries that do not exist."""
-        m_block, ref, *_ = self.tables.visits[place].tolist()
-        keys = n_block * self.config.tile_n + np.arange(self.config.tile_n)
-        queries = m_block * self.config.tile_m + np.arange(self.config.tile_m)
-        if ref == -1:
-            return np.ones((len(keys), len(queries)), bool)
-        if ref >= 0:
-            words, at = self.tables.bitmaps[ref].view(np.uint32), np.arange(self.config.tile_m, dtype=np.uint32)
-            return (words[:, at // 32] >> (at % 32) & 1).astype(bool)
-        q0, q1, k0, k1, lo, hi = self.tables.bands[-1 - ref].tolist()
-        begin, end = np.maximum(k0, keys + lo), np.minimum(k1, keys + hi + 1)
-        end = np.where((keys < q0) | (keys >= q1), begin, end)
-        return (queries >= begin[:, None]) & (queries < end[:, None])
+        tables = self.tables.visits, self.tables.bands, self.tables.bitmaps
+        return seen(*tables, place, n_block, self.config.tile_n, self.config.tile_m)
+
+
+def seen(visits, bands, bitmaps, place, block, rows, columns):
+    """What is seen of a tile (rows, columns)."""
+    tile, ref, *_ = visits[place].tolist()
+    row, column = block * rows + np.arange(rows), tile * columns + np.arange(columns)
+    if ref == -1:
+        return np.ones((rows, columns), bool)
+    if ref >= 0:
+        words, at = bitmaps[ref].view(np.uint32), np.arange(columns, dtype=np.uint32)
+        return (words[:, at // 32] >> (at % 32) & 1).astype(bool)
+    q0, q1, k0, k1, lo, hi = bands[-1 - ref].tolist()
+    begin, end = np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)
+    end = np.where((row < q0) | (row >= q1), begin, end)
+    return (column >= begin[:, None]) & (column < end[:, None])
+
+
+def check_queries(problem, plane, dense):
+    """The visits of tiles of queries, for dQ by a kernel of its own."""
+    tables, (seqlen_q, seqlen_k) = problem.tables, problem.lengths
+    blocks, tiles = -(-seqlen_q // QUERIES), -(-seqlen_k // KEYS)
+    count = np.zeros((blocks * QUERIES, tiles * KEYS), int)
+    for block in range(blocks):
+        for place in range(*tables.query_spans[plane, block].tolist()):
+            tile = tables.query_visits[place, 0]
+            part = count[block * QUERIES : (block + 1) * QUERIES, tile * KEYS : (tile + 1) * KEYS]
+            part += seen(tables.query_visits, tables.query_bands, tables.query_bitmaps, place, block, QUERIES, KEYS)
+    assert (dense == count[:seqlen_q, :seqlen_k]).all()
+    assert (count[:, seqlen_k:] == 0).all()
 
 
 def check(kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch=2, heads=4):
@@ -85,6 +104,7 @@ def check(kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch=2, heads=4):
                 turns[m_block].append((problem.turn(place), problem.turn(place, rising=True)))
                 count[n_block * tile_n : (n_block + 1) * tile_n, m_block * tile_m : (m_block + 1) * tile_m] += problem.seen(place, n_block)
             assert order == sorted(set(order), reverse=True) == [m_block for _, m_block in problem.visits(n_block, h, b, rising=True)][::-1]
+        check_queries(problem, problem.tables.planes[b, h], dense[b, h])
         assert (dense[b, h] == count[:seqlen_k, :seqlen_q].T).all()
         assert (count[seqlen_k:] == 0).all()
         for m_block, found in turns.items():
@@ -152,7 +172,7 @@ def test_nobody_waits_for_ever(kernel):
 
 
 def test_they_are_kept_and_counted():
-    config = SimpleNamespace(tile_m=64, tile_n=128)
+    config = SimpleNamespace(tile_m=64, tile_n=128, dq_apart=False)
     planes = random_mask(300, 300).planes(300, 300)
     before = planes[0].region.nbytes()
     found = visits_of(planes, 1, 1, config, CPU)

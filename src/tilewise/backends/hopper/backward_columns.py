@@ -215,7 +215,7 @@ def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: W
 def located(tile: Tile, place: Place, stage: Int32, config: Constexpr[Config]) -> Place:
     """The place with its tile of queries, once Q is in its stage."""
     if const_expr(config.sees == "runs"):
-        return Place(place.head, visit_in(tile.visits, stage).m_block)
+        return Place(place.head, visit_in(tile.visits, stage).tile)
     return place
 
 
@@ -233,7 +233,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     if const_expr(scores):
         probabilities(tile.acc_S, statistics, tile.scale_log2)
         if const_expr(config.sees == "runs"):
-            hide_unseen(tile.acc_S, visit_in(tile.visits, state.index), tile.n0, tile.band, config)
+            hide_unseen(tile.acc_S, visit_in(tile.visits, state.index), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
         elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
             hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
     else:
@@ -305,7 +305,9 @@ def step_apart(
     rounded = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
     if const_expr(scores):
         probabilities(tile.acc_S, statistics, tile.scale_log2)
-        if m_block < walk.free_first or m_block >= walk.free_last:
+        if const_expr(config.sees == "runs"):
+            hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
+        elif m_block < walk.free_first or m_block >= walk.free_last:
             hide(tile, tile.acc_S, m_block * config.tile_m, config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.P)

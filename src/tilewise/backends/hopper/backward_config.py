@@ -36,8 +36,6 @@ class Config:
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
 
     def __post_init__(self) -> None:
-        if self.dq_apart and self.sees in ("rows", "runs"):
-            raise ValueError("the kernel of its own for dQ takes single bands")
         if self.sees == "runs" and self.direct and self.split == "keys":
             raise ValueError(
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
@@ -99,7 +97,4 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    fields = dict(TILES[dims])
-    if sees in ("rows", "runs"):
-        fields["dq_apart"] = False
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))

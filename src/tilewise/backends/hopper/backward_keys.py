@@ -171,7 +171,7 @@ def step(
     probabilities(acc_S, lse, tile.scale_log2)
     minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
     if const_expr(config.sees == "runs"):
-        hide_unseen(acc_S, visit_in(tile.visits, stage), tile.n0, tile.band, config)
+        hide_unseen(acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
     elif masked:
         hide(tile, acc_S, m_block * config.tile_m, config)
     P = as_left_operand(tile.mma.dv, acc_S, config)
