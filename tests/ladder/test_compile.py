@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, config, documents, gradients
+from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, bias_gradient, config, documents, gradients
 from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
@@ -203,6 +203,50 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+
+
+BACKWARD_CHANGES = (
+    {"softcap": True},
+    {"alibi": True},
+    {"bias": torch.bfloat16},
+    {"bias": torch.float32, "alibi": True, "diagonal": True},
+    {"softcap": True, "alibi": True},
+    {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True},
+)
+BACKWARD_CHANGED = [
+    ((128, 128), "from", BACKWARD_CHANGES[0]),
+    ((64, 64), "interval", BACKWARD_CHANGES[3]),
+    ((128, 128), "interval", BACKWARD_CHANGES[5]),
+    ((256, 256), "from", BACKWARD_CHANGES[2]),
+]
+BACKWARD_CHANGED_TOO = [
+    (dims, sees, changes) for dims in backward_config.TILES for sees in ("all", "from", "interval") for changes in BACKWARD_CHANGES
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"),
+    BACKWARD_CHANGED + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_CHANGED_TOO if case not in BACKWARD_CHANGED],
+)
+def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
+    """With what backward_scores.py does between the products."""
+    shipped = backward_config.configure(torch.bfloat16, *dims, sees, **changes)
+    found = compile_and_inspect(lambda: build(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
+    check_nothing_spills(found)
+    assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") > 0
+    producer, consumer = shipped.registers
+    assert producer + shipped.consumers * consumer <= max(usage["REG"] for usage in found.usage) * (1 + shipped.consumers)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"softcap": True, "alibi": True, "diagonal": True}], ids=["bias", "everything"])
+def test_gradient_of_a_bias(changes, rows, compile_and_inspect, capfd):
+    """Its kernel has S and dP once each, by four instructions for the columns of a stage."""
+    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=rows, **changes)
+    found = compile_and_inspect(lambda: build(bias_gradient.LAUNCH, bias_gradient.arguments, shipped, REMARKS), shipped, capfd)
+    check_nothing_spills(found)
+    check_registers(found, shipped)
+    assert found.count("HGMMA") == 2 * 4 and found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == 2
 
 
 def backward_products(shipped) -> tuple[int, int]:

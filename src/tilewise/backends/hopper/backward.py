@@ -14,6 +14,7 @@ from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, load_row, products
 from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
@@ -38,7 +39,8 @@ def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
     turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32, q0: Int32, q1: Int32,
-    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
+    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     query_walks: cute.Tensor | None, visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None,
     spans: cute.Tensor | None, visited: cute.Tensor | None, seeing: cute.Tensor | None, query_visits: cute.Tensor | None,
@@ -46,9 +48,10 @@ def launch(
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
-    q0 .. hi: Band; keys and the following: Tables.
+    q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
     """
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
+    shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, Changes(inner, factor, bias, slopes, diagonal, shift))
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (

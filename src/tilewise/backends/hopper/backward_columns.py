@@ -10,6 +10,7 @@ The products of the next tile's scores are issued ahead of those for this tile's
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
@@ -62,8 +63,10 @@ class Tile(NamedTuple):
     tQrK: tuple  # a piece each
     store: cute.TiledCopy  # of P in the first warpgroup, of dS in the second
     tOut: cute.Tensor
-    load: cute.TiledCopy  # of P in the second
+    load: cute.TiledCopy  # of P in the second, or of what stands in for it in dS
     tIn: cute.Tensor
+    store_factor: cute.TiledCopy  # of that in the first, where it is not P
+    tFactor: cute.Tensor
     statistics: cute.Tensor  # (2, tile_m / 8, stages): log-sum-exp in the first, -delta in the second
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
@@ -79,6 +82,7 @@ class Tile(NamedTuple):
     sums: cute.Tensor  # of dQ: (heads of the group, m_blocks, .), from this thread's first number on
     scale_log2: Float32
     consumer: Int32
+    thread: changed.Thread
 
 
 class Place(NamedTuple):
@@ -104,7 +108,7 @@ def consume(
     if const_expr(config.dq_apart):
         state = before = tma.at_first(config.stages)
         for i in cutlass.range(tiles, unroll=1):
-            before = step_apart(tile, pipes, state, before, i > 0, place.m_block, walk, scores, config)
+            before = step_apart(tile, pipes, state, before, i > 0, place, walk, scores, config)
             state.advance()
             place = next_place(place, tensors, block, band, walk, config)
         warpgroup.wait_group(0)
@@ -129,7 +133,8 @@ def make_tile(
 ) -> Tile:  # fmt: skip
     s, (dv, dk, dq) = mma.s.get_slice(0), (x.get_slice(consumer * THREADS) for x in (mma.dv, mma.dk, mma.dq))
     store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(not scores, 4), sm.dS.element_type), mma.s)
-    load = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sm.dS.element_type), mma.s)
+    store_factor = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), sm.dS.element_type), mma.s)
+    load = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(config.softcap, 4), sm.dS.element_type), mma.s)
     own = thread % THREADS
     tScS = mma.s.get_slice(own).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
     at = fragments.by_rows(tScS)
@@ -158,7 +163,9 @@ def make_tile(
         store=store,
         tOut=store.get_slice(own).partition_D(sm.P if const_expr(scores) else transposed(sm.dS)),
         load=load,
-        tIn=load.get_slice(own).partition_S(sm.P),
+        tIn=load.get_slice(own).partition_S(transposed(sm.dS) if const_expr(config.softcap) else sm.P),
+        store_factor=store_factor,
+        tFactor=store_factor.get_slice(own).partition_D(transposed(sm.dS)),
         statistics=cute.make_tensor((sm.lse if const_expr(scores) else sm.minus_delta).iterator + at[0, 0][1], pairs),
         tScS=tScS,
         begin=begin,
@@ -174,6 +181,7 @@ def make_tile(
         sums=sums,
         scale_log2=scale_log2,
         consumer=consumer,
+        thread=changed.thread_of(tensors, block, tScS, config),
     )
 
 
@@ -226,28 +234,54 @@ def issue_scores(tile: Tile, state: pipeline.PipelineState):
 
 @cute.jit
 def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk, scores: Constexpr[bool], config: Constexpr[Config]):
-    """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is told."""
+    """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is told.
+
+    Under a softcap the factor of dP - delta is not P, and lies where each warp of the second warpgroup will put dS in its place.
+    """
     shape = tile.acc_S.layout
     rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
-    statistics = per_query(tile.statistics, state.index)
     if const_expr(scores):
-        probabilities(tile.acc_S, statistics, tile.scale_log2)
-        if const_expr(config.sees == "runs"):
-            hide_unseen(tile.acc_S, visit_in(tile.visits, state.index), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
-        elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
-            hide(tile, tile.acc_S, place.m_block * config.tile_m, config)
+        weights(tile, rounded, state.index, place, walk, config)
     else:
-        add_to_rows(tile.acc_S, statistics)
+        add_to_rows(tile.acc_S, per_query(tile.statistics, state.index))
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
         for i in range_constexpr(cute.size(P)):
             tile.acc_S[i] *= P[i].to(Float32)
-    fragments.round_into(rounded, tile.acc_S)
+        fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.OWN + tile.consumer, number_of_threads=THREADS)
     arch.barrier_arrive(barrier_id=Barrier.P if const_expr(scores) else Barrier.DS, number_of_threads=2 * THREADS)
+
+
+@cute.jit
+def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
+    """S becomes P, rounded as well; under a softcap the factor of dP - delta goes to shared memory."""
+    lse = changed.lse_of(tile.statistics, stage, config)
+    if const_expr(config.modified):
+        m0 = located(tile, place, stage, config).m_block * config.tile_m
+        rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
+        hide_in(tile, stage, place, walk, -float("inf"), config)
+        changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, config)
+        if const_expr(config.softcap):
+            factor = cute.make_rmem_tensor_like(rounded)
+            fragments.round_into(factor, tile.acc_S)
+            cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
+    else:
+        probabilities(tile.acc_S, lse, tile.scale_log2)
+        hide_in(tile, stage, place, walk, 0.0, config)
+        fragments.round_into(rounded, tile.acc_S)
+
+
+@cute.jit
+def hide_in(tile: Tile, stage: Int32, place: Place, walk: Walk, hidden: Constexpr[float], config: Constexpr[Config]):
+    """What the tile at `place` hides."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
+    elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
+        hide(tile, tile.acc_S, place.m_block * config.tile_m, config, hidden)
 
 
 @cute.jit
@@ -274,18 +308,21 @@ def step(
     warpgroup.wait_group(1)  # dV is there, and the first piece of dQ
     pipes.do.consumer_release(state)
     add(tile, place, 0, config)
-    if const_expr(config.dq_pieces == 2):
-        issue_dQ(tile, stage, 1)
-    warpgroup.wait_group(0)
-    pipes.q.consumer_release(state)
-    if const_expr(config.dq_pieces == 2):
-        add(tile, place, 1, config)
+    for piece in range_constexpr(1, config.dq_pieces):
+        issue_dQ(tile, stage, piece)
+        warpgroup.wait_group(0)
+        if const_expr(piece == config.dq_pieces - 1):
+            pipes.q.consumer_release(state)
+        add(tile, place, piece, config)
+    if const_expr(config.dq_pieces == 1):
+        warpgroup.wait_group(0)
+        pipes.q.consumer_release(state)
     return upcoming
 
 
 @cute.jit
 def step_apart(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, before: pipeline.PipelineState, has_before: Boolean, m_block: Int32, walk: Walk,
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, before: pipeline.PipelineState, has_before: Boolean, place: Place, walk: Walk,
     scores: Constexpr[bool], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """dV and dK of one tile of queries, without dQ: the products follow each other as S, dP, dV, dK. P is computed under dP, dS under dV; S is queued
@@ -301,20 +338,15 @@ def step_apart(
         arch.barrier_arrive(barrier_id=Barrier.S, number_of_threads=2 * THREADS)
     if has_before:
         pipes.q.consumer_release(before)  # dK of the tile before is there too
-    statistics = per_query(tile.statistics, stage)
     rounded = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
     if const_expr(scores):
-        probabilities(tile.acc_S, statistics, tile.scale_log2)
-        if const_expr(config.sees == "runs"):
-            hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
-        elif m_block < walk.free_first or m_block >= walk.free_last:
-            hide(tile, tile.acc_S, m_block * config.tile_m, config)
-        fragments.round_into(rounded, tile.acc_S)
+        weights(tile, rounded, stage, place, walk, config)
         hand_on(tile, rounded, stage, Barrier.P)
         pipes.do.consumer_wait(state)
         issue_dV(tile, stage)
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=2 * THREADS)  # dS of this tile is there
     else:
+        statistics = per_query(tile.statistics, stage)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         issue_dV(tile, stage)
         P = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)

@@ -1,6 +1,6 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,6 +33,20 @@ class Config:
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
+
+    @property
+    def natural(self) -> bool:
+        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
 
     def __post_init__(self) -> None:
         if self.sees == "runs" and self.direct and self.split == "keys":
@@ -66,7 +80,7 @@ class Config:
     @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
-        return 1 if self.sees in ("rows", "runs") else 0
+        return 1 if self.modified or self.sees in ("rows", "runs") else 0
 
     @property
     def numbers_of_sum(self) -> int:
@@ -88,14 +102,38 @@ TILES = {
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
 }
 
+# Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both: what keeps registers from spilling.
+CHANGED = {
+    "softcap": {(64, 64): dict(tile_m=64)},
+    "natural": {(64, 64): dict(tile_m=64)},
+    "both": {
+        (64, 64): dict(tile_m=64, change_parts=4),
+        (96, 96): dict(change_parts=4),
+        (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (256, 256): dict(change_parts=4),
+    },
+}
+
+# Besides, where dQ is not computed apart.
+CHANGED_WITH_DQ = {
+    "softcap": {},
+    "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
+    "both": {
+        (128, 128): dict(dq_apart=False),
+        (192, 128): dict(dq_pieces=3, change_parts=4),
+        (192, 192): dict(dq_pieces=3, change_parts=4),
+        (256, 256): dict(dq_pieces=4),
+    },
+}
+
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product, and
-# short sequences fill them badly.
+# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product,
+# and short sequences fill them badly.
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True)
 LONG = {
     (128, 128): ({"all"}, 1024, dict(tile_m=80, dq_transposed=True)),
@@ -105,7 +143,21 @@ LONG = {
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    fields = dict(TILES[dims])
-    if dims in LONG and sees in LONG[dims][0] and seqlen_q >= LONG[dims][1]:
-        fields |= LONG[dims][2]
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
+    if config.modified:
+        return replace(config, **_instead(config, dims))
+    masks, least, larger = LONG.get(dims, ((), 0, {}))
+    return replace(config, **(larger | choice)) if sees in masks and seqlen_q >= least else config
+
+
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that tiles depend on them."""
+    return [1, *sorted({least for _, least, _ in LONG.values()})]
+
+
+def _instead(config: Config, dims: tuple[int, int]) -> dict:
+    how = "softcap" if not config.natural else "both" if config.softcap else "natural"
+    with_dq = {}
+    if config.sees in ("rows", "runs"):
+        with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})
+    return CHANGED[how].get(dims, {}) | with_dq

@@ -7,6 +7,7 @@ dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Walk
@@ -73,6 +74,7 @@ class Tile(NamedTuple):
     acc_dV: cute.Tensor
     scale_log2: Float32
     consumer: Int32
+    thread: changed.Thread
 
 
 @cute.jit
@@ -82,7 +84,7 @@ def consume(
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
-    tile = make_tile(sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
+    tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
     tile.acc_dK.fill(0.0)
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
@@ -96,15 +98,15 @@ def consume(
             masked = m_block < own.free_first or m_block >= own.free_last
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-                state = step(tile, pipes, state, gSum, m_block, masked, has_dQ, config)
+                state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
             m_block = next_in(own, m_block, config)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
 @cute.jit
 def make_tile(
-    sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32, has_dQ: Constexpr[bool],
-    config: Constexpr[Config],
+    tensors: Tensors, sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
 ) -> Tile:  # fmt: skip
     s, dv, dk, dq = (x.get_slice(consumer * THREADS) for x in mma)
     copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), sm.dS.element_type), mma.s)
@@ -146,12 +148,13 @@ def make_tile(
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
         scale_log2=scale_log2,
         consumer=consumer,
+        thread=changed.thread_of(tensors, block, tScS, config),
     )
 
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, g: Int32, m_block: Int32, masked: Boolean,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
@@ -166,15 +169,10 @@ def step(
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
-    lse = per_query(tile.tlse, stage)
+    lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    probabilities(acc_S, lse, tile.scale_log2)
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
     minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
-    if const_expr(config.sees == "runs"):
-        hide_unseen(acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands)
-    elif masked:
-        hide(tile, acc_S, m_block * config.tile_m, config)
-    P = as_left_operand(tile.mma.dv, acc_S, config)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
         warpgroup.wait_group(1)
@@ -233,6 +231,34 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def weights(
+    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+) -> cute.Tensor:
+    """S becomes P, or what stands in for it in `differentiate`; returns P, rounded, as the left operand of dV. g: of the group's heads."""
+    if const_expr(not config.modified):
+        probabilities(acc_S, lse, tile.scale_log2)
+        hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        return as_left_operand(tile.mma.dv, acc_S, config)
+    at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
+    rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
+    hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
+    P = left_operand(tile.mma.dv, config)
+    changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
+    return P
+
+
+@cute.jit
+def hide_in(
+    tile: Tile, acc: cute.Tensor, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr[Config]
+):  # fmt: skip
+    """What this tile of queries hides."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
+    elif masked:
+        hide(tile, acc, m_block * config.tile_m, config, hidden)
+
+
+@cute.jit
 def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
     """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
     for i in range_constexpr(cute.size(acc_dP)):
@@ -242,10 +268,14 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
 @cute.jit
 def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
     """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
-    mma = tiled_mma.get_slice(0)
-    rounded = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
+    rounded = left_operand(tiled_mma, config)
     fragments.round_into(rounded, acc)
     return rounded
+
+
+def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
+    mma = tiled_mma.get_slice(0)
+    return mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
 
 
 @cute.jit

@@ -7,6 +7,7 @@
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import is_visited
 from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
@@ -27,10 +28,11 @@ class Tensors(NamedTuple):
     K: cute.Tensor
     V: cute.Tensor
     dO: cute.Tensor
-    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two, +inf for a row without keys
+    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row without keys
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
+    changes: changed.Changes
 
 
 @cute.kernel
@@ -58,7 +60,7 @@ def prepare(
             if natural == -Float32.inf:
                 total = Float32(0.0)
             else:
-                base = natural * LOG2_E
+                base = natural if const_expr(config.natural) else natural * LOG2_E
         else:
             total = Float32(0.0)
         if lane == 0:
@@ -213,6 +215,8 @@ class Head(NamedTuple):
     dO: cute.Tensor
     lse: cute.Tensor
     minus_delta: cute.Tensor
+    changes: changed.Changes
+    which: changed.Head
 
 
 @cute.jit
@@ -221,17 +225,21 @@ def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
     Q, dO = rows
     keys = (x[batch, None, head_k, None] for x in (tensors.K, tensors.V))
     K, V = keys
-    return Head(Q, K, V, dO, tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None])
+    statistics = tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None]
+    return Head(Q, K, V, dO, *statistics, tensors.changes, changed.Head(batch, head))
 
 
 @cute.jit
-def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32):
+def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Constexpr[Config]):
     """P and dS of query i and key j, which sees it."""
     s, dp = Float32(0.0), Float32(0.0)
     for c in cutlass.range(at.Q.shape[1], unroll=4):
         s += at.Q[i, c].to(Float32) * at.K[j, c].to(Float32)
     for c in cutlass.range(at.dO.shape[1], unroll=4):
         dp += at.dO[i, c].to(Float32) * at.V[j, c].to(Float32)
+    if const_expr(config.modified):
+        p, factor = changed.pair_weights(s, i, j, at.lse[i], at.changes, at.which, scale_log2, config)
+        return p, factor * (dp + at.minus_delta[i])
     p = cute.math.exp2(s * scale_log2 - at.lse[i], fastmath=True)
     return p, p * (dp + at.minus_delta[i])
 
@@ -304,7 +312,7 @@ def repair_rows(
                 ds = Float32(0.0)
                 seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
                 if seen:
-                    _, ds = pair_weights(at, row, j0 + lane, scale_log2)
+                    _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
                 add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
             write_row(gdQ, row, dq, scale, column0)
 
@@ -337,7 +345,7 @@ def repair_dKV(
                     p, ds = Float32(0.0), Float32(0.0)
                     seen, shown = shown_to(i0 + lane, key, head, batch, band, i0 + lane < end, config)
                     if seen:
-                        p, ds = pair_weights(at, i0 + lane, key, scale_log2)
+                        p, ds = pair_weights(at, i0 + lane, key, scale_log2, config)
                     add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)
                     add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k, shown)
             write_row(gdK, key, dk, scale, share * width_k)

@@ -10,6 +10,7 @@ from beginning to end. Nothing is added up in memory, so there is no order to ke
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tables import KEYS, QUERIES
@@ -201,7 +202,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
 class Rows(NamedTuple):
     """Of this thread, (ROWS of an accumulator,) each."""
 
-    lse: cute.Tensor  # in powers of two, +inf where P is 0
+    lse: cute.Tensor  # in powers of two (`natural`: of e), +inf where P is 0
     minus_delta: cute.Tensor
     begin: cute.Tensor  # of the keys that the row sees
     end: cute.Tensor
@@ -249,7 +250,10 @@ def consume(
             pipes.v.consumer_wait(at_v)
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
             warpgroup.wait_group(1)  # S is there, dP is not
-            probabilities(acc_S, rows, scale_log2)
+            if const_expr(config.modified):
+                changed.weigh_rows(acc_S, tScS, tensors, block, n_block * KEYS, rows.lse, scale_log2, config)
+            else:
+                probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
             differentiate(acc_dP, acc_S, rows)

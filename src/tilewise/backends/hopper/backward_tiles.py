@@ -108,8 +108,9 @@ def layouts_of(config, dtype) -> Layouts:
 
     dim, dim_v = config.head_dim, config.head_dim_v
     parts = 1 if config.split == "keys" else config.consumers
+    keys_share = dim // parts if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width
     return Layouts(
-        swizzled(dtype, config.tile_n, dim, 1, dim // parts),
+        swizzled(dtype, config.tile_n, dim, 1, keys_share),
         swizzled(dtype, config.tile_n, dim_v, 1, dim_v // parts),
         swizzled(dtype, config.tile_m, dim, config.stages, dim // parts),
         swizzled(dtype, config.tile_m, dim_v, config.stages, dim_v // parts),
@@ -177,12 +178,15 @@ def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Co
 
 
 @cute.jit
-def hide(tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config]):
-    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`)."""
+def hide(tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0):
+    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`).
+
+    `hidden`: -inf for what P is computed from.
+    """
     P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(P, mode=[1])):
-            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(0.0)
+            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
 
 
 @cute.jit

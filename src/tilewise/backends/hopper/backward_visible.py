@@ -133,8 +133,12 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 
 
 @cute.jit
-def hide_unseen(acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor):
-    """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to."""
+def hide_unseen(
+    acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor, hidden: Constexpr[float] = 0.0
+):  # fmt: skip
+    """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to. `hidden`: as in
+    `backward_tiles.hide`.
+    """
     if visit.ref != UNMASKED:
         P = fragments.by_rows(acc)
         columns = const_expr(4 * cute.size(P, mode=[1]))
@@ -142,7 +146,7 @@ def hide_unseen(acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tenso
         if visit.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
                 for w in range_constexpr(columns // WORD):
-                    hide_by_word(P, r, w, bitmaps[visit.ref, row + 8 * r, w] >> column0)
+                    hide_by_word(P, r, w, bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
         else:
             edges = edges_of(visit.ref, bands)
             first = visit.tile * columns + column0
@@ -151,7 +155,7 @@ def hide_unseen(acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tenso
                 begin, end = begin - first, end - first
                 for c in range_constexpr(cute.size(P, mode=[1])):
                     column = fragments.column(c)
-                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(0.0)
+                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(hidden)
 
 
 @cute.jit
@@ -169,11 +173,11 @@ def place_in_tile() -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32):
+def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32, hidden: Constexpr[float]):
     """Row r of P = 0 for those queries from 32 w on whose bit is 0; this thread's first one's is the lowest."""
     for c in range_constexpr(WORD // 4):
         shown = word & (1 << fragments.column(c)) != 0
-        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(0.0)
+        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(hidden)
 
 
 @cute.jit

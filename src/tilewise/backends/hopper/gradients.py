@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import backward_tables, documents
+from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
@@ -26,8 +26,9 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    missing = [name for name in ("softcap", "bias", "alibi", "dropout") if getattr(problem, name)]
-    return wrong + [f"its backward pass has no {name} yet" for name in missing]
+    if problem.dropout:
+        wrong.append("its backward pass has no dropout yet")
+    return wrong
 
 
 def config_of(call: Call) -> Config:
@@ -36,7 +37,7 @@ def config_of(call: Call) -> Config:
         sees = "from"
     elif documents.by_rows(call.mask):
         sees = "rows"
-    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q)
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, **changes.fields(call))
 
 
 WALKS = {
@@ -60,10 +61,10 @@ def lines(call: Call) -> list[str]:
 
 
 def kernels(call: Call) -> list[tuple]:
-    """What `compile.compiled` takes: the launch function of all three kernels, and that of what finds out what packed documents see."""
+    """What `compile.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
     config = config_of(call)
     ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
-    return [*ahead, (LAUNCH, arguments, config)]
+    return [*ahead, (LAUNCH, arguments, config), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -71,7 +72,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     batch, seqlen_q, heads_q, _ = call.q.shape
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
     if d_q.numel() == 0 or d_k.numel() == 0:
-        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), None, _sink_alone(call, d_lse))
+        d_bias = torch.zeros_like(call.bias) if bias_grad else None
+        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
     config = config_of(call)
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
@@ -82,15 +84,20 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
-    numbers = *band, call.scale, call.scale / math.log(2)
+    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
+    numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
+    changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
         tables = backward_tables.tables(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, *order, int(d_lse is not None), *numbers, *backward_tables.of_batch(tables, part))
-    return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
+            of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
+            compute(*given, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *backward_tables.of_batch(tables, part))
+        if bias_grad:
+            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
+    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
 def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
@@ -119,9 +126,10 @@ def _evenly(heads: int, most: int) -> int:
     return -(-heads // max(1, heads // most))
 
 
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
-    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L in powers of two, and -delta."""
-    weights = torch.exp2(sink.float()[:, None] / math.log(2) - lse)
+def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
+    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
+    sink_of_row = sink.float()[:, None]
+    weights = torch.exp(sink_of_row - lse) if natural else torch.exp2(sink_of_row / math.log(2) - lse)
     return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
 
 
@@ -134,9 +142,9 @@ def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
 
 def arguments(config: Config) -> list:
     """Stand-ins for `backward.launch`'s tensors, flag, band and scales."""
-    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+    from tilewise.hopper.dsl import Float32, Int32
 
-    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    dtype = changes.dsl(config.dtype)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows, m_blocks = (hopper.size() for _ in range(9))
     q, d_q = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim) for _ in range(2))
     o, d_o = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim_v) for _ in range(2))
@@ -148,7 +156,8 @@ def arguments(config: Config) -> list:
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *tables]
+    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
+    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *changed, *tables]
 
 
 def _readable(x: Tensor) -> Tensor:
