@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward_tables import KEYS, QUERIES, visits_of
+from tilewise.backends.hopper.backward_tables import KEYS, QUERIES, query_visits_of, visits_of
 from tilewise.hopper.compile import why_no_compiler
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.testing.cases import masks, random_mask
@@ -37,10 +37,10 @@ class Problem:
     """A mask's tables as the kernel has them."""
 
     def __init__(self, kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch, heads):
-        self.kernel, self.config = kernel, SimpleNamespace(sees="runs", tile_m=tile_m, tile_n=tile_n, dq_apart=True)
+        self.kernel, self.config = kernel, SimpleNamespace(sees="runs", tile_m=tile_m, tile_n=tile_n)
         self.lengths, self.planes = (seqlen_q, seqlen_k), mask.planes(seqlen_q, seqlen_k, batch, heads)
         self.found = visits_of(self.planes, batch, heads, self.config, CPU)
-        self.tables = SimpleNamespace(**{name: x.numpy() for name, x in vars(self.found).items() if isinstance(x, torch.Tensor)})
+        self.tables, self.of_queries = map(arrays, (self.found, query_visits_of(self.planes, CPU)))
         self.band = kernel.Band(0, 0, 0, 0, 0, 0, self.tables)
 
     def visits(self, n_block, head, batch, rising=False):
@@ -61,6 +61,10 @@ class Problem:
         return seen(*tables, place, n_block, self.config.tile_n, self.config.tile_m)
 
 
+def arrays(tables) -> SimpleNamespace:
+    return SimpleNamespace(**{name: x.numpy() for name, x in vars(tables).items() if isinstance(x, torch.Tensor)})
+
+
 def seen(visits, bands, bitmaps, place, block, rows, columns):
     """What is seen of a tile (rows, columns)."""
     tile, ref, *_ = visits[place].tolist()
@@ -78,14 +82,14 @@ def seen(visits, bands, bitmaps, place, block, rows, columns):
 
 def check_queries(problem, plane, dense):
     """The visits of tiles of queries, for dQ by a kernel of its own."""
-    tables, (seqlen_q, seqlen_k) = problem.tables, problem.lengths
+    tables, (seqlen_q, seqlen_k) = problem.of_queries, problem.lengths
     blocks, tiles = -(-seqlen_q // QUERIES), -(-seqlen_k // KEYS)
     count = np.zeros((blocks * QUERIES, tiles * KEYS), int)
     for block in range(blocks):
-        for place in range(*tables.query_spans[plane, block].tolist()):
-            tile = tables.query_visits[place, 0]
+        for place in range(*tables.spans[plane, block].tolist()):
+            tile = tables.visits[place, 0]
             part = count[block * QUERIES : (block + 1) * QUERIES, tile * KEYS : (tile + 1) * KEYS]
-            part += seen(tables.query_visits, tables.query_bands, tables.query_bitmaps, place, block, QUERIES, KEYS)
+            part += seen(tables.visits, tables.bands, tables.bitmaps, place, block, QUERIES, KEYS)
     assert (dense == count[:seqlen_q, :seqlen_k]).all()
     assert (count[:, seqlen_k:] == 0).all()
 
@@ -172,7 +176,7 @@ def test_nobody_waits_for_ever(kernel):
 
 
 def test_they_are_kept_and_counted():
-    config = SimpleNamespace(tile_m=64, tile_n=128, dq_apart=False)
+    config = SimpleNamespace(tile_m=64, tile_n=128)
     planes = random_mask(300, 300).planes(300, 300)
     before = planes[0].region.nbytes()
     found = visits_of(planes, 1, 1, config, CPU)

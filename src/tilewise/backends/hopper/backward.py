@@ -42,9 +42,9 @@ def launch(
     k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
-    query_walks: cute.Tensor | None, visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None,
-    spans: cute.Tensor | None, visited: cute.Tensor | None, seeing: cute.Tensor | None, query_visits: cute.Tensor | None,
-    query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None, planes: cute.Tensor | None,
+    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
+    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None, query_walks: cute.Tensor | None,
+    query_visits: cute.Tensor | None, query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
@@ -67,8 +67,8 @@ def launch(
     shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
-    of_queries = query_visits, query_bands, query_bitmaps, query_spans
-    tables = Tables(keys, queries, walks, visitors, query_walks, visits, bands, bitmaps, spans, visited, seeing, *of_queries, planes)
+    of_queries = query_walks, query_visits, query_bands, query_bitmaps, query_spans
+    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(

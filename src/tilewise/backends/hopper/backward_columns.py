@@ -203,12 +203,12 @@ def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Co
 
 @cute.jit
 def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> Place:
-    """The one after, which must exist."""
+    """The one after; after the last there may be any, which is none."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     head, m_block = place.head, place.m_block
     if const_expr(config.sees == "runs"):
         m_block -= 1
-        while m_block == 0:
+        while m_block == 0 and head + 1 < group:
             head += 1
             own = walk_of_head(walk, block, block.head_k * group + head, band, config)
             m_block = own.last - own.first

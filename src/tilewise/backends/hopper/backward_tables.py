@@ -4,6 +4,7 @@ For packed documents the GPU finds them from cu_seqlens (`Columns`); for any oth
 the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Columns(NamedTuple):
     queries: Tensor  # (2, seqlen_k)
     walks: Tensor  # (n_blocks, 4)
     visitors: Tensor  # (m_blocks, 2)
-    query_walks: Tensor  # (tiles of QUERIES queries, 4)
+    query_walks: Tensor  # (tiles of QUERIES queries, 4); none of `tables`, but of `query_tables`
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,28 +54,46 @@ class Visits:
     spans: Tensor  # (planes, n_blocks, 2)
     visited: Tensor  # (planes, m_blocks): how many blocks visit a tile
     seeing: Tensor  # (planes, seqlen_q): whether a query sees any key
-    query_visits: Tensor  # (visits, 4): likewise, of QUERIES queries that visit tiles of KEYS keys; for `dq_apart`, like the following
-    query_bands: Tensor  # for which queries are the rows
-    query_bitmaps: Tensor  # (bitmaps, QUERIES, KEYS / 32)
-    query_spans: Tensor  # (planes, tiles of queries, 2)
     planes: Tensor  # (batch, heads_q): which plane each uses
     regions: tuple  # kept alive, because others find these tables by their identities
 
 
-COLUMNS, VISITS = len(Columns._fields), len(Visits.__dataclass_fields__) - 1
+@dataclass(frozen=True, eq=False)
+class QueryVisits:
+    """Likewise, of QUERIES queries that visit tiles of KEYS keys: queries are the rows, and visits[i, 2:] of no use."""
+
+    visits: Tensor  # (visits, 4)
+    bands: Tensor  # (bands, 6)
+    bitmaps: Tensor  # (bitmaps, QUERIES, KEYS / 32)
+    spans: Tensor  # (planes, tiles of queries, 2)
+    regions: tuple
+
+
+COLUMNS, VISITS = len(Columns._fields) - 1, len(Visits.__dataclass_fields__) - 1
 
 
 def tables(call: Call, config: Config) -> tuple[Tensor | None, ...]:
     """The fields of backward_visible.Tables for a call, None where its kernel has none."""
     columns, visits = [None] * COLUMNS, [None] * VISITS
     if config.sees == "rows":
-        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)[:COLUMNS]
     if config.sees == "runs":
         planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         found = visits_of(planes, call.batch, call.heads_q, config, call.q.device)
-        names = list(Visits.__dataclass_fields__)[:VISITS]
-        visits = [None if name.startswith("query_") and not config.dq_apart else getattr(found, name) for name in names]
+        visits = [getattr(found, name) for name in Visits.__dataclass_fields__][:VISITS]
     return *columns, *visits
+
+
+def of_call(call: Call, config: Config) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The fields of backward_visible.Tables for a call: those of `tables`, and those for backward_queries.py."""
+    if config.sees == "rows":
+        *columns, walks = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        return (*columns, *[None] * VISITS), (walks if config.dq_apart else None, *[None] * 4)
+    if config.sees == "runs" and config.dq_apart:
+        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        found = query_visits_of(planes, call.q.device)
+        return tables(call, config), (None, found.visits, found.bands, found.bitmaps, found.spans)
+    return tables(call, config), (None,) * 5
 
 
 def of_batch(tables: tuple[Tensor | None, ...], part: slice) -> tuple[Tensor | None, ...]:
@@ -89,18 +108,27 @@ def arguments(config: Config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> l
 
     columns, visits = [None] * COLUMNS, [None] * VISITS
     if config.sees == "rows":
-        shapes = (2, seqlen_q), (2, seqlen_k), (hopper.size(), 4), (m_blocks, 2), (hopper.size(), 4)
+        shapes = (2, seqlen_q), (2, seqlen_k), (hopper.size(), 4), (m_blocks, 2)
         columns = [hopper.tensor(Int32, *shape, aligned=False) for shape in shapes]
     if config.sees == "runs":
         many, planes, n_blocks, bands, bitmaps = (hopper.size() for _ in range(5))
         shapes = (bands, 6), (bitmaps, config.tile_n, config.tile_m // WORD), (planes, n_blocks, 2), (planes, m_blocks), (planes, seqlen_q)
         others = [hopper.tensor(Int32, *shape, aligned=False) for shape in shapes]
-        apart = [None] * 4
-        if config.dq_apart:
-            shapes = (hopper.size(), 6), (hopper.size(), QUERIES, KEYS // WORD), (planes, hopper.size(), 2)
-            apart = [hopper.tensor(Int32, hopper.size(), 4), *(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes)]
-        visits = [hopper.tensor(Int32, many, 4), *others, *apart, hopper.tensor(Int32, batch, heads_q, aligned=False)]
+        visits = [hopper.tensor(Int32, many, 4), *others, hopper.tensor(Int32, batch, heads_q, aligned=False)]
     return [*columns, *visits]
+
+
+def query_arguments(config: Config) -> list:
+    """Stand-ins for those for backward_queries.py."""
+    from tilewise.hopper.dsl import Int32
+
+    made = [None] * 5
+    if config.dq_apart and config.sees == "rows":
+        made[0] = hopper.tensor(Int32, hopper.size(), 4, aligned=False)
+    if config.dq_apart and config.sees == "runs":
+        shapes = (hopper.size(), 6), (hopper.size(), QUERIES, KEYS // WORD), (hopper.size(), hopper.size(), 2)
+        made[1:] = hopper.tensor(Int32, hopper.size(), 4), *(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes)
+    return made
 
 
 def kernel(config: Config) -> tuple:
@@ -151,16 +179,27 @@ def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config,
     """The visits of a mask whose regions are `planes`, for `batch` entries and `heads` query heads; made once, and kept."""
     regions = tuple(plane.region for plane in planes)
     where = tuple((plane.batch, plane.heads) for plane in planes)
-    key = "hopper visits", config.tile_m, config.tile_n, config.dq_apart, device, batch, heads, where, tuple(map(id, regions))
+    key = "hopper visits", config.tile_m, config.tile_n, device, batch, heads, where, tuple(map(id, regions))
     memo = regions[0].memo
     if key not in memo:
-        arrays = _arrays(planes, batch, heads, config.tile_m, config.tile_n, config.dq_apart)
+        arrays = _arrays(planes, batch, heads, config.tile_m, config.tile_n)
         memo[key] = Visits(*(torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays), regions)
     return memo[key]
 
 
-def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int, apart: bool) -> tuple[ndarray, ...]:
-    """The arrays of `Visits`, in its order; those of tiles of queries only if they are wanted."""
+def query_visits_of(planes: tuple[Plane, ...], device: torch.device) -> QueryVisits:
+    """Likewise, for backward_queries.py."""
+    regions = tuple(plane.region for plane in planes)
+    key = "hopper query visits", device, tuple(map(id, regions))
+    memo = regions[0].memo
+    if key not in memo:
+        arrays = _visits(regions, QUERIES, KEYS)
+        memo[key] = QueryVisits(*(torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays), regions)
+    return memo[key]
+
+
+def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
+    """The arrays of `Visits`, in its order."""
     regions, m_blocks = [plane.region for plane in planes], -(-planes[0].region.seqlen_q // tile_m)
     *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m)
     visited = [np.bincount(by_keys[0][begin[0, 0] : begin[-1, 1], 0], minlength=m_blocks) for begin in spans]
@@ -168,16 +207,15 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     for number, plane in enumerate(planes):
         used[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = number
     seeing = np.stack([_seeing(region) for region in regions])
-    *by_queries, query_spans = _visits(regions, QUERIES, KEYS) if apart else _visits([], QUERIES, KEYS)
-    return *by_keys, spans, np.stack(visited), seeing, *by_queries, query_spans, used
+    return *by_keys, spans, np.stack(visited), seeing, used
 
 
-def _visits(regions: list, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
+def _visits(regions: Sequence, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
     """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns."""
-    seqlen_q, seqlen_k = (regions[0].seqlen_q, regions[0].seqlen_k) if regions else (1, 1)
+    seqlen_q, seqlen_k = regions[0].seqlen_q, regions[0].seqlen_k
     everything = [0, seqlen_q, 0, seqlen_k, -FAR, FAR]
     bands, bitmaps = [np.array([everything, [0, 0, 0, 0, -FAR, FAR], everything])], [np.zeros((1, tile_m, tile_n // WORD), np.int32)]
-    spans, visits = [np.zeros((0, -(-seqlen_q // tile_m), 2), np.int64)], [np.zeros((1, 4), np.int64)]
+    spans, visits = [], [np.zeros((1, 4), np.int64)]
     for region in regions:
         made = lowered(lower(region, tile_m, tile_n), sum(map(len, bands)), sum(map(len, bitmaps)), words=tile_n // WORD, blind=False)
         bands.append(made.bands)

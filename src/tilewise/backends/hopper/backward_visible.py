@@ -32,18 +32,20 @@ class Tables(NamedTuple):
     queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
     walks: cute.Tensor | None  # (n_blocks, 4): first, last, free_first, free_last of backward_order.Walk
     visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
-    query_walks: cute.Tensor | None  # (tiles of queries, 4): the fields of backward_queries.Walk
     visits: cute.Tensor | None  # (visits, 4): the fields of Visit
     bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
     bitmaps: cute.Tensor | None  # (bitmaps, tile_n, tile_m / WORD)
     spans: cute.Tensor | None  # (planes, n_blocks, 2): the visits of a block of keys
     visited: cute.Tensor | None  # (planes, m_blocks): how many blocks of keys visit a tile of queries
     seeing: cute.Tensor | None  # (planes, seqlen_q): whether a query sees any key
-    query_visits: cute.Tensor | None  # (visits, 4): likewise, for backward_queries.py
-    query_bands: cute.Tensor | None
-    query_bitmaps: cute.Tensor | None
-    query_spans: cute.Tensor | None
     planes: cute.Tensor | None  # (batch, heads_q): whose mask each head has
+
+    # For backward_queries.py:
+    query_walks: cute.Tensor | None = None  # (tiles of queries, 4): the fields of its Walk
+    query_visits: cute.Tensor | None = None  # as those of keys; for these, queries are the rows
+    query_bands: cute.Tensor | None = None
+    query_bitmaps: cute.Tensor | None = None
+    query_spans: cute.Tensor | None = None
 
 
 class Visit(NamedTuple):
