@@ -14,7 +14,7 @@ For "runs" a walk goes over visits, which are numbers of rows of a table, where 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Block, Walk, begun, next_tile
+from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
 from tilewise.backends.hopper.tables import EVERYTHING
 from tilewise.backends.hopper.visible import Band, interval
 from tilewise.hopper import fragments
@@ -53,8 +53,8 @@ class Visit(NamedTuple):
 
     tile: Int32
     ref: Int32
-    before: Int32
-    after: Int32
+    turn: Int32
+    unused: Int32  # it is copied in 16 bytes
 
 
 @cute.jit
@@ -101,7 +101,9 @@ def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Cons
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
-        return begun(block, first, last, first, first)
+        return Walk(
+            last - 1, Int32(-1), first, last, first, first
+        )  # always down: a direction more would take registers that the adding warps lack
     return walk
 
 
@@ -114,7 +116,7 @@ def apart(group: Int32, config: Constexpr[Config]) -> Int32:
 def next_in(walk: Walk, place: Int32, config: Constexpr[Config]) -> Int32:
     """The place after this one."""
     if const_expr(config.sees == "runs"):
-        return place + walk.step  # there is no going round
+        return place - 1  # there is no going round
     return next_tile(place, walk)
 
 

@@ -14,7 +14,7 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
-RISING = "from", "rows", "runs"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
+RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
 
