@@ -253,7 +253,7 @@ def hide_in(
 ):  # fmt: skip
     """What this tile of queries hides."""
     if const_expr(config.sees == "runs"):
-        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band, config, hidden)
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
     elif masked:
         hide(tile, acc, m_block * config.tile_m, config, hidden)
 
