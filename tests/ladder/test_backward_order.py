@@ -60,8 +60,10 @@ class Problem:
         else:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        numbers, how = range(n_blocks * heads), order.Order(slots, 0 if sees == "all" else min(rising, heads), together)
-        self.blocks = [order.block_of(number, n_blocks, heads, heads, how, self.config) for number in numbers]
+        rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
+        divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
+        how = order.Order(slots, rising, together, *divisors)
+        self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
 

@@ -12,7 +12,7 @@ from tilewise.backends.hopper import backward_columns, backward_keys, backward_q
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
@@ -73,7 +73,16 @@ def launch(
         grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     kernel(
-        tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, rising, together), scale, scale_log2, mma, *layouts, config
+        tensors,
+        Outputs(mdK, mdV, stores),
+        loads,
+        band,
+        order_of(slots, rising, together, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        scale,
+        scale_log2,
+        mma,
+        *layouts,
+        config,
     ).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
@@ -149,10 +158,8 @@ def kernel(
         visits,
     )
     pipes = make_pipes(storage, config)
-    heads_k = tensors.K.shape[2]
-    block = block_of(
-        arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config
-    )
+    n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
+    block = block_of(arch.block_idx()[0], n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
@@ -265,7 +272,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     """
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    before = Int64(0)
+    before, before_turn = Int64(0), Int32(0)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
@@ -283,10 +290,10 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                         now = turn_now(counter)
                         if before != 0:
                             arch.cp_async_bulk_wait_group(0)
-                            give_turn(before, config)
+                            give_turn(before, before_turn, config)
                         while now != turn:
                             now = turn_now(counter)
-                    before = counter
+                    before, before_turn = counter, turn
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     gSum = tensors.sum_dQ[block.batch, head, m_block, None]
@@ -301,7 +308,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
-            give_turn(before, config)
+            give_turn(before, before_turn, config)
 
 
 @cute.jit
@@ -325,7 +332,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                     arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     if before != 0:
-                        give_turn(before, config)
+                        give_turn(before, Int32(0), config)
                     while now != turn:
                         now = turn_now(counter)
                     sm.first[consumer] = Int32(turn == 0)
@@ -336,7 +343,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     if before != 0:
         arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
         if arch.lane_idx() == 0:
-            give_turn(before, config)
+            give_turn(before, Int32(0), config)
 
 
 @cute.jit
@@ -364,7 +371,13 @@ def turn_now(counter: Int64) -> Int32:
 
 
 @cute.jit
-def give_turn(counter: Int64, config: Constexpr[Config]):
+def give_turn(counter: Int64, turn: Int32, config: Constexpr[Config]):
     """What was added is there before the next one's turn is."""
-    how = const_expr("release" if config.direct or config.release else "relaxed")
-    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[counter])
+    if const_expr(config.release == "all" or config.direct):
+        arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
+    elif const_expr(config.release == "none"):
+        arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
+    elif turn == 0:
+        arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
+    else:
+        arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])

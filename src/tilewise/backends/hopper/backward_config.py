@@ -24,8 +24,7 @@ class Config:
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
-
-    release: bool = False
+    release: Literal["all", "first", "none"] = "all"  # which turns at dQ are passed on with a fence
     delta_in: bool = False  # -delta is in dP's registers before dP is
     rotate: bool = True  # where all keys are seen, walks begin evenly spread
     copied: bool = True  # dK and dV leave by way of the copy engine
@@ -135,16 +134,31 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
+# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product,
+# and short sequences fill them badly.
+THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True)
+LONG = {
+    (128, 128): ({"all"}, 1024, dict(tile_m=80, dq_transposed=True)),
+    (64, 64): ({"all", "from"}, 2048, THREE),
+}
+
+
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    fields = dict(TILES[dims])
-    if sees in ("rows", "runs"):
-        fields["dq_apart"] = False
+    fields = TILES[dims] | ({"dq_apart": False} if sees in ("rows", "runs") else {})
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))
-    if not config.modified:
-        return config
+    if config.modified:
+        return replace(config, **_instead(config, dims))
+    masks, least, larger = LONG.get(dims, ((), 0, {}))
+    return replace(config, **(larger | choice)) if sees in masks and seqlen_q >= least else config
+
+
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that tiles depend on them."""
+    return [1, *sorted({least for _, least, _ in LONG.values()})]
+
+
+def _instead(config: Config, dims: tuple[int, int]) -> dict:
     how = "softcap" if not config.natural else "both" if config.softcap else "natural"
-    fields = CHANGED[how].get(dims, {})
-    if sees in ("rows", "runs"):
-        fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
-    return replace(config, **fields)
+    with_dq = CHANGED_WITH_DQ[how].get(dims, {}) if config.sees in ("rows", "runs") else {}
+    return CHANGED[how].get(dims, {}) | with_dq

@@ -12,11 +12,25 @@ from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
 
 
 class Order(NamedTuple):
-    """Of the thread blocks."""
+    """Of the thread blocks. Divisors divide by a multiplication and a shift."""
 
     slots: Int32  # how many the machine runs at a time
     rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
-    together: Int32  # of the other heads that take turns, each with its first keys first
+    together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
+    per_wave: object  # divisors: slots,
+    per_head: object  # blocks of a head,
+    per_section: object  # and of `together` heads,
+    width: object  # `together`,
+    last_width: object  # heads of the last section where it has fewer,
+    heads_k: object
+
+
+@cute.jit
+def order_of(slots: Int32, rising: Int32, together: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+    """On the host."""
+    last = (heads_k * batch - rising) % together
+    divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
+    return Order(slots, rising, together, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
 class Block(NamedTuple):
@@ -76,27 +90,30 @@ def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: 
 
 
 @cute.jit
-def block_of(number: Int32, n_blocks: Int32, heads_k: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
+def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
     """The block's share of `heads` (of all sequences).
 
     Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
     wait for each other.
     """
-    rising = Boolean(False)
-    if const_expr(config.sees != "all"):
-        rising = number < order.rising * n_blocks
-    head, n_block = number // n_blocks, n_blocks - 1 - number % n_blocks
-    before, until = Int32(0), n_blocks
-    if not rising:
-        others = number - order.rising * n_blocks
-        first_head = others // (order.together * n_blocks) * order.together
-        begin, together = first_head * n_blocks, min(order.together, heads - order.rising - first_head)
-        n_block, head = (others - begin) // together, (others - begin) % together
-        first_of_wave = number // order.slots * order.slots
-        before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
-        until = min(max(first_of_wave + order.slots - begin - head + together - 1, 0) // together, n_blocks)
-        head += order.rising + first_head
-    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, rising, before, until)
+    rising, before, until = Boolean(False), Int32(0), n_blocks
+    head, n_block = divmod(number, order.per_head)
+    if const_expr(config.sees == "all"):
+        wave, _ = divmod(number, order.per_wave)
+        first_of_wave = wave * order.slots + n_block - number  # as a block of this head
+        before, until = max(first_of_wave, 0), min(first_of_wave + order.slots, n_blocks)
+    else:
+        rising, n_block = head < order.rising, n_blocks - 1 - n_block
+        section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
+        turn, member = divmod(within, order.width)
+        last_turn, last_member = divmod(within, order.last_width)
+        first_head = order.rising + section * order.together
+        if first_head + order.together > heads:
+            turn, member = last_turn, last_member
+        if not rising:
+            n_block, head = turn, first_head + member
+    batch, head_k = divmod(head, order.heads_k)
+    return Block(n_block * config.tile_n, head_k, batch, rising, before, until)
 
 
 @cute.jit

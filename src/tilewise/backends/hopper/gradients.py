@@ -16,6 +16,7 @@ from tilewise.problem import Call, Gradients, Problem
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 RISING = "from", "rows", "runs"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
+CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -36,7 +37,7 @@ def config_of(call: Call) -> Config:
         sees = "from"
     elif documents.by_rows(call.mask):
         sees = "rows"
-    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, **changes.fields(call))
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, **changes.fields(call))
 
 
 WALKS = {
@@ -104,17 +105,25 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
     """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
     if config.sees == "all":
         return slots, 0, 1, 1
-    heads, n_blocks, m_blocks = batch * heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
-    last = min(heads, _heads_at_the_end(n_blocks, slots))
-    rising = heads - last if config.sees in RISING and not config.dq_apart else 0
-    return slots, rising, last, _heads_at_the_end(m_blocks, slots)
+    heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
+    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
+    if config.sees in RISING and not config.dq_apart and reads <= CACHE:
+        together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+        rising = heads - together
+    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
 
 
-def _heads_at_the_end(blocks: int, slots: int) -> int:
-    """Of heads whose blocks are 1, 2, ... `blocks` tiles long: with so many that take turns, longest first, all multiprocessors come to an end at
-    about the same time; half as many again as have as much work as `slots` of the longest.
+def _as_much_as_the_longest(blocks: int, slots: int) -> int:
+    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `slots` of the longest. If as many take turns at the end,
+    longest first, all multiprocessors come to an end at about the same time.
     """
-    return -(-3 * slots // (blocks + 1))
+    return -(-2 * slots // (blocks + 1))
+
+
+def _evenly(heads: int, most: int) -> int:
+    """How many take turns, about `most`, so that the last section has as many as the others."""
+    return -(-heads // max(1, heads // most))
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
