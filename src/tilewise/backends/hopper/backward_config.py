@@ -40,6 +40,11 @@ class Config:
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
+    def bias_pairs(self) -> bool:
+        """A bias is read number by number: transposed, neighbours are no thread's own."""
+        return False
+
+    @property
     def natural(self) -> bool:
         """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
         return self.alibi or self.bias is not None

@@ -171,8 +171,10 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
+    if const_expr(not config.modified):
+        probabilities(acc_S, lse, tile.scale_log2)
     minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
         warpgroup.wait_group(1)
@@ -234,9 +236,10 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 def weights(
     tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ) -> cute.Tensor:
-    """S becomes P, or what stands in for it in `differentiate`; returns P, rounded, as the left operand of dV. g: of the group's heads."""
+    """P, or S where it is changed, becomes what hidden pairs leave of P, or what stands in for it in `differentiate`; returns P, rounded, as the
+    left operand of dV. g: of the group's heads.
+    """
     if const_expr(not config.modified):
-        probabilities(acc_S, lse, tile.scale_log2)
         hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
     at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block

@@ -251,7 +251,10 @@ def consume(
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
-                changed.weigh_rows(acc_S, tScS, tensors, block, n_block * KEYS, rows.lse, scale_log2, config)
+                head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]
+                changed.weigh_rows(
+                    acc_S, tScS, tensors.changes, head, block.m0, n_block * KEYS, seqlen_k, rows.lse, scale_log2, True, config
+                )
             else:
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
