@@ -67,6 +67,11 @@ def test_the_kernels_of_a_call():
     assert config.softcap and config.bias is torch.bfloat16 and config.natural and not config.alibi
 
 
+def test_explain_says_what_a_bias_costs():
+    call = _call((1, 1, 50, 70))
+    assert "S and dP once more" in gradients.lines(call)[1] and len(gradients.lines(replace(call, bias=None))) == 1
+
+
 def test_a_plain_call_s_configuration_knows_of_nothing_else():
     q = torch.zeros(1, 50, 4, 64, dtype=torch.bfloat16)
     config = gradients.config_of(Call(q=q, k=q, v=q, mask=Full(), scale=0.1, sink=torch.zeros(4), grad=True))

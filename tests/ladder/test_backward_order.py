@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
+    names = "interval_in", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -37,7 +37,7 @@ def documents_kernels():
 def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
     """A module with its functions of these names as functions of Python."""
     ways = {
-        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),
+        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), make_layout=tuple),
         "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
     }
     found = dict(module, Int32=int, Boolean=bool, const_expr=bool, **ways)
@@ -90,8 +90,12 @@ class Columns:
         self.queries = np.array([kernels.interval(key, turned) for key in range(seqlen_k)]).T
         self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n), 4), -7)
         found = np.array([self._needed(n0, tile_m, tile_n) for n0 in range(0, seqlen_k, tile_n)])
+        storage = SimpleNamespace(allocate_tensor=lambda *_: found.copy())
+        kernels.everything.update(
+            THREADS=1 << 20, SmemAllocator=lambda: storage
+        )  # all blocks of keys at once, as other threads have read them
         for at in range(max(len(self.visitors), len(self.walks))):
-            kernels.everything["arch"] = SimpleNamespace(block_idx=lambda: (0,), thread_idx=lambda at=at: (at,))
+            kernels.everything["arch"] = SimpleNamespace(block_idx=lambda: (0,), thread_idx=lambda at=at: (at,), sync_threads=lambda: None)
             kernels.settle(found, self.walks, self.visitors, seqlen_k, SimpleNamespace(tile_m=tile_n, tile_n=tile_m))
 
     def _needed(self, n0, tile_m, tile_n):
@@ -184,9 +188,17 @@ def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):
     for _ in range(200):
         n_blocks, m_blocks = generator.integers(1, 9, 2)
         found = generator.integers(0, m_blocks + 1, (n_blocks, 4))
-        walks = [documents_kernels.settled(n_block, found, m_blocks)[:2] for n_block in range(n_blocks)]
+        walks = [settled(documents_kernels, n_block, found, m_blocks)[:2] for n_block in range(n_blocks)]
         for m_block in range(m_blocks):
-            first, last = documents_kernels.settled(m_block, found, m_blocks)[2:]
+            first, last = settled(documents_kernels, m_block, found, m_blocks)[2:]
             assert [n for n, walk in enumerate(walks) if walk[0] <= m_block < walk[1]] == list(range(first, last))
         for (needs_first, needs_last, *_), (first, last) in zip(found, walks, strict=True):
             assert needs_first >= needs_last or first <= needs_first < needs_last <= last
+
+
+def settled(kernels, at, found, m_blocks):
+    """Three blocks of keys at a time."""
+    state = m_blocks, 0, len(found), 0
+    for begin in range(0, len(found), 3):
+        state = kernels.settled(at, begin, min(3, len(found) - begin), found[begin:], *state)
+    return state[0], max(state[:2]), state[2], max(state[2:])

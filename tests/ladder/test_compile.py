@@ -230,7 +230,10 @@ BACKWARD_CHANGED = [
     ((256, 256), "from", BACKWARD_CHANGES[2]),
 ]
 BACKWARD_CHANGED_TOO = [
-    (dims, sees, changes) for dims in backward_config.TILES for sees in ("all", "from", "interval") for changes in BACKWARD_CHANGES
+    (dims, sees, changes)
+    for dims in backward_config.TILES
+    for sees in ("all", "from", "interval", "rows", "runs")
+    for changes in BACKWARD_CHANGES
 ]
 
 
@@ -249,10 +252,11 @@ def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, ca
 
 
 @pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("sees", ["band", "rows", "runs"])
 @pytest.mark.parametrize("changes", [{}, {"softcap": True, "alibi": True, "diagonal": True}], ids=["bias", "everything"])
-def test_gradient_of_a_bias(changes, rows, compile_and_inspect, capfd):
+def test_gradient_of_a_bias(changes, sees, rows, compile_and_inspect, capfd):
     """Its kernel has S and dP once each, by four instructions for the columns of a stage."""
-    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=rows, **changes)
+    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=rows, sees=sees, **changes)
     found = compile_and_inspect(lambda: build(bias_gradient.LAUNCH, bias_gradient.arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, load_row, products
 from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
@@ -43,7 +43,8 @@ def launch(
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
-    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None,
+    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None, query_walks: cute.Tensor | None,
+    query_visits: cute.Tensor | None, query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
@@ -66,7 +67,8 @@ def launch(
     shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
-    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes)
+    of_queries = query_walks, query_visits, query_bands, query_bitmaps, query_spans
+    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
@@ -242,23 +244,6 @@ def load_rows(
 ):  # fmt: skip
     """One number for each row of tile m_block."""
     load_row(cute.domain_offset((m_block * config.tile_m,), gX), sX, pipe, state, config.tile_m)
-
-
-@cute.jit
-def load_row(
-    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
-):  # fmt: skip
-    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
-    with arch.elect_one():
-        arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[
-                sX[None, state.index].iterator.toint(),
-                gX.iterator.toint(),
-                Int32(4 * numbers),
-                pipe.producer_get_barrier(state).toint(),
-            ],
-        )
 
 
 @cute.jit

@@ -10,8 +10,7 @@ Predicted bottleneck: L2; a tile of 128 x 128 reads 32 KB for 2 MFLOP.
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import scores
-from tilewise.backends.hopper.backward_scores import Changes, weight
+from tilewise.backends.hopper.backward_scores import Changes, Head, weigh_rows
 from tilewise.backends.hopper.backward_visible import UNMASKED, Tables, keys_of
 from tilewise.backends.hopper.bias_gradient import COLUMNS, WARPS, Config
 from tilewise.backends.hopper.schedule import Block
@@ -268,9 +267,11 @@ def consume(
                 warpgroup.wait_group(0)
                 pipe.consumer_release(state)
                 state.advance()
-        terms = scores.terms_of(changes, tScS, its.block, config)
-        scores.modify(acc_S, tScS, its.block.m0, total.n0, changes, terms, True, config)
-        differentiate(acc_S, acc_dP, tScS, tensors, its.block, config)
+        block = its.block
+        lse, minus_delta = statistics_of(fragments.by_rows(tScS), tensors, block)
+        head, seqlen_k = Head(block.batch, block.head), tensors.K.shape[1]
+        weigh_rows(acc_S, tScS, changes, head, block.m0, total.n0, seqlen_k, lse, Float32(1.0), False, config)
+        differentiate(acc_S, acc_dP, minus_delta)
         hide(acc_S, tScS, its, total.n0, tensors.Q.shape[1], band, config)
         for n in range_constexpr(cute.size(acc_dB)):
             acc_dB[n] += acc_S[n]
@@ -282,16 +283,24 @@ def consume(
 
 
 @cute.jit
-def differentiate(acc_S: cute.Tensor, acc_dP: cute.Tensor, tScS: cute.Tensor, tensors: Tensors, block: Block, config: Constexpr[Config]):
-    """Logits become dS = P (dP - delta) (Eq. 24, 25)."""
-    S, dP, at = (fragments.by_rows(x) for x in (acc_S, acc_dP, tScS))
+def statistics_of(at: cute.Tensor, tensors: Tensors, block: Block) -> tuple[cute.Tensor, cute.Tensor]:
+    """Log-sum-exp and -delta of this thread's queries. at: (query, key) of each of its numbers."""
+    lse, minus_delta = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):
         row = block.m0 + at[r, 0][0]
-        lse, minus_delta = Float32.inf, Float32(0.0)
+        lse[r], minus_delta[r] = Float32.inf, Float32(0.0)
         if row < tensors.Q.shape[1]:
-            lse, minus_delta = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = weight(S[r, c], lse, Float32(1.0), config) * (dP[r, c] + minus_delta)
+            lse[r], minus_delta[r] = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
+    return lse, minus_delta
+
+
+@cute.jit
+def differentiate(acc_P: cute.Tensor, acc_dP: cute.Tensor, minus_delta: cute.Tensor):
+    """P becomes dS = P (dP - delta) (Eq. 25)."""
+    P, dP = fragments.by_rows(acc_P), fragments.by_rows(acc_dP)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(P, mode=[1])):
+            P[r, c] *= dP[r, c] + minus_delta[r]
 
 
 @cute.jit

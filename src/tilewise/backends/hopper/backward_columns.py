@@ -203,12 +203,12 @@ def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Co
 
 @cute.jit
 def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> Place:
-    """The one after, which must exist."""
+    """The one after; after the last there may be any, which is none."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     head, m_block = place.head, place.m_block
     if const_expr(config.sees == "runs"):
         m_block -= 1
-        while m_block == 0:
+        while m_block == 0 and head + 1 < group:
             head += 1
             own = walk_of_head(walk, block, block.head_k * group + head, band, config)
             m_block = own.last - own.first
@@ -223,7 +223,7 @@ def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: W
 def located(tile: Tile, place: Place, stage: Int32, config: Constexpr[Config]) -> Place:
     """The place with its tile of queries, once Q is in its stage."""
     if const_expr(config.sees == "runs"):
-        return Place(place.head, visit_in(tile.visits, stage).m_block)
+        return Place(place.head, visit_in(tile.visits, stage).tile)
     return place
 
 
@@ -279,7 +279,7 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
 def hide_in(tile: Tile, stage: Int32, place: Place, walk: Walk, hidden: Constexpr[float], config: Constexpr[Config]):
     """What the tile at `place` hides."""
     if const_expr(config.sees == "runs"):
-        hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band, config, hidden)
+        hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
     elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
         hide(tile, tile.acc_S, place.m_block * config.tile_m, config, hidden)
 

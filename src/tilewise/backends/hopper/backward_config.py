@@ -36,6 +36,11 @@ class Config:
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
+    def bias_pairs(self) -> bool:
+        """A bias is read number by number: transposed, neighbours are no thread's own."""
+        return False
+
+    @property
     def natural(self) -> bool:
         """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
         return self.alibi or self.bias is not None
@@ -45,8 +50,6 @@ class Config:
         return self.softcap or self.natural
 
     def __post_init__(self) -> None:
-        if self.dq_apart and self.sees in ("rows", "runs"):
-            raise ValueError("the kernel of its own for dQ takes single bands")
         if self.sees == "runs" and self.direct and self.split == "keys":
             raise ValueError(
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
@@ -142,8 +145,7 @@ LONG = {
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    fields = TILES[dims] | ({"dq_apart": False} if sees in ("rows", "runs") else {})
-    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(fields | choice))
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
     least, larger = LONG.get((dims, sees), (0, {}))
@@ -157,5 +159,7 @@ def lengths() -> list[int]:
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:
     how = "softcap" if not config.natural else "both" if config.softcap else "natural"
-    with_dq = CHANGED_WITH_DQ[how].get(dims, {}) if config.sees in ("rows", "runs") else {}
+    with_dq = {}
+    if config.sees in ("rows", "runs"):
+        with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})
     return CHANGED[how].get(dims, {}) | with_dq

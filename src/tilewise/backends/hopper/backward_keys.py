@@ -25,6 +25,7 @@ from tilewise.backends.hopper.backward_tiles import (
     exponentiate,
     hide,
     per_query,
+    probabilities,
     subtract,
     transposed,
 )
@@ -172,13 +173,17 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
-    early = const_expr(not config.delta_in and config.sees != "runs")  # its visits take the registers
-    if const_expr(early):
+    if const_expr(at_once(config)):
+        probabilities(acc_S, lse, tile.scale_log2)
+    minus_delta = None
+    if const_expr(not config.delta_in and config.sees == "runs"):
         minus_delta = per_query(tile.tdelta, stage)
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
+    if const_expr(not config.delta_in and config.sees != "runs"):
+        minus_delta = per_query(tile.tdelta, stage)  # which of the two spills is found by trying
     warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
-        add_to_rows(acc_dP, minus_delta if const_expr(early) else per_query(tile.tdelta, stage))
+        add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
@@ -232,13 +237,14 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 def weights(
     tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ) -> cute.Tensor:
-    """S becomes P, or what stands in for it in `differentiate`; returns P, rounded, as the left operand of dV. g: of the group's heads."""
+    """P, or S where it is changed, becomes what hidden pairs leave of P, or what stands in for it in `differentiate`; returns P, rounded, as the
+    left operand of dV. g: of the group's heads.
+    """
     if const_expr(not config.modified):
-        subtract(acc_S, lse, tile.scale_log2)
-        if const_expr(config.ahead == 1 or config.sees == "runs"):
-            exponentiate(acc_S)
+        if const_expr(at_once(config)):
             hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         else:
+            subtract(acc_S, lse, tile.scale_log2)
             exponentiate_in_two(tile, acc_S, m_block, masked, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
     at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
@@ -247,6 +253,11 @@ def weights(
     P = left_operand(tile.mma.dv, config)
     changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
     return P
+
+
+def at_once(config: Config) -> bool:
+    """Whether all of P is computed ahead of what hides some of it."""
+    return not config.modified and (config.ahead == 1 or config.sees == "runs")
 
 
 @cute.jit
@@ -269,7 +280,7 @@ def hide_in(
 ):  # fmt: skip
     """What this tile of queries hides."""
     if const_expr(config.sees == "runs"):
-        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band, config, hidden)
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
     elif masked:
         hide(tile, acc, m_block * config.tile_m, config, hidden)
 

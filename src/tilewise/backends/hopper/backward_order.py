@@ -169,7 +169,7 @@ def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: I
     from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
     """
     if const_expr(config.sees == "runs"):
-        return band.tables.visits[place, 2 + Int32(block.rising)]
+        return band.tables.visits[place, 2]
     m_block, n_block = place, block.n0 // config.tile_n
     visitors = visitors_of(m_block, band, seqlen_k, config)
     if const_expr(config.sees != "all"):

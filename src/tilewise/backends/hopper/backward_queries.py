@@ -13,8 +13,9 @@ from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_parts import Tensors
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, swizzled, transposed
-from tilewise.backends.hopper.backward_visible import keys_of
+from tilewise.backends.hopper.backward_tables import KEYS, QUERIES
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, load_row, swizzled, transposed
+from tilewise.backends.hopper.backward_visible import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -35,8 +36,7 @@ from tilewise.hopper.dsl import (
 )
 
 CONSUMERS = 2
-ROWS = 64 * CONSUMERS  # of a block
-KEYS = 64  # of a tile
+ROWS = QUERIES  # of a block, 64 a consumer; KEYS of a tile
 REGISTERS = 24, 240
 
 
@@ -64,6 +64,7 @@ class Smem(NamedTuple):
     dO: cute.Tensor  # (ROWS, head_dim_v, 1)
     K: cute.Tensor  # (KEYS, head_dim, 2)
     V: cute.Tensor  # (KEYS, head_dim_v, stages)
+    visits: cute.Tensor | None  # (FIELDS, 2) int32, with K
 
 
 class Block(NamedTuple):
@@ -73,7 +74,7 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Tiles of keys [first, last), from the last one down; those in [free_first, free_last) need no mask."""
+    """Tiles of keys [first, last), from the last one down; those in [free_first, free_last) need no mask. For "runs" these are visits."""
 
     first: Int32
     last: Int32
@@ -113,8 +114,15 @@ def block_of(number: Int32, m_blocks: Int32, heads_q: Int32, heads: Int32, toget
 
 
 @cute.jit
-def walk_of(block: Block, band: Band) -> Walk:
+def walk_of(block: Block, band: Band, config: Constexpr[Config]) -> Walk:
     """Empty where none of the rows sees a key."""
+    if const_expr(config.sees == "rows"):
+        first, last, free_first, free_last = (band.tables.query_walks[block.m0 // ROWS, i] for i in range(4))
+        return Walk(first, last, free_first, free_last)
+    if const_expr(config.sees == "runs"):
+        plane, m_block = band.tables.planes[block.batch, block.head], block.m0 // ROWS
+        first, last = band.tables.query_spans[plane, m_block, 0], band.tables.query_spans[plane, m_block, 1]
+        return Walk(first, last, first, first)
     top, bottom = max(block.m0, band.q0), min(block.m0 + ROWS, band.q1) - 1  # the rows that see anything
     begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
     first = max(begin, 0) // KEYS
@@ -137,23 +145,27 @@ def kernel(
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
-    sm = Smem(*(storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_dO, layout_K, layout_V)))
+    tiles = [storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_dO, layout_K, layout_V)]
+    visits, visit_bytes = None, const_expr(4 * FIELDS if config.sees == "runs" else 0)
+    if const_expr(config.sees == "runs"):
+        visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, 2)), 16)
+    sm = Smem(*tiles, visits)
     warps = CONSUMERS * THREADS // WARP
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim, warps),
         tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim_v, warps),
-        tma.make_pipe(storage, 2, 2 * KEYS * config.head_dim, warps),
+        tma.make_pipe(storage, 2, 2 * KEYS * config.head_dim + visit_bytes, warps),
         tma.make_pipe(storage, stages_of_V(config), 2 * KEYS * config.head_dim_v, warps),
     )
     tma.barriers_ready()
     heads_q = tensors.Q.shape[2]
     block = block_of(arch.block_idx()[0], cute.ceil_div(tensors.Q.shape[1], ROWS), heads_q, heads_q * tensors.Q.shape[0], together)
-    walk = walk_of(block, band)
+    walk = walk_of(block, band, config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(REGISTERS[0])
         if warp_idx == 0:
-            produce(tensors, loads, sm, pipes, block, walk, config)
+            produce(tensors, loads, sm, pipes, block, band, walk, config)
             arch.griddepcontrol_wait()  # the kernel before this one has come to its end before this one does
     else:
         arch.setmaxregister_increase(REGISTERS[1])
@@ -161,7 +173,7 @@ def kernel(
 
 
 @cute.jit
-def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, walk: Walk, config: Constexpr[Config]):
+def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, band: Band, walk: Walk, config: Constexpr[Config]):
     once, at_k, at_v = tma.at_first_empty(1), tma.at_first_empty(2), tma.at_first_empty(stages_of_V(config))
     rows = block.m0 // ROWS, 0, block.head, block.batch
     head_k = block.head // (tensors.Q.shape[2] // tensors.K.shape[2])
@@ -169,9 +181,15 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
         pipes.q.producer_acquire(once)
         tma.load(loads.Q, sm.Q, pipes.q, once, (ROWS, config.head_dim), rows)
     for i in cutlass.range(walk.last - walk.first, unroll=1):
-        keys = walk.last - 1 - i, 0, head_k, block.batch
+        n_block = walk.last - 1 - i
+        if const_expr(config.sees == "runs"):
+            visit = n_block
+            n_block = band.tables.query_visits[visit, 0]
+        keys = n_block, 0, head_k, block.batch
         pipes.k.producer_acquire(at_k)
         tma.load(loads.K, sm.K, pipes.k, at_k, (KEYS, config.head_dim), keys)
+        if const_expr(config.sees == "runs"):
+            load_row(band.tables.query_visits[visit, None], sm.visits, pipes.k, at_k, FIELDS)
         if i == 0:
             pipes.do.producer_acquire(once)
             tma.load(loads.dO, sm.dO, pipes.do, once, (ROWS, config.head_dim_v), rows)
@@ -233,13 +251,18 @@ def consume(
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
-                changed.weigh_rows(acc_S, tScS, tensors, block, n_block * KEYS, rows.lse, scale_log2, config)
+                head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]
+                changed.weigh_rows(
+                    acc_S, tScS, tensors.changes, head, block.m0, n_block * KEYS, seqlen_k, rows.lse, scale_log2, True, config
+                )
             else:
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
             differentiate(acc_dP, acc_S, rows)
-            if n_block < walk.free_first or n_block >= walk.free_last:
+            if const_expr(config.sees == "runs"):
+                hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
+            elif n_block < walk.free_first or n_block >= walk.free_last:
                 hide(acc_dP, tScS, rows, n_block * KEYS)
             dS = as_left_operand(mma.dq, acc_dP)
             fragments.product(mma.dq, acc_dQ, dS, tQrK[None, None, None, at_k.index], True)

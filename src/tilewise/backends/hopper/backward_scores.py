@@ -15,7 +15,7 @@ from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch
 from tilewise.hopper.fragments import LOG2_E
 
 NEXT_KEY = 8  # the second of a thread's keys, from its first
-ROW_PARTS = 2  # of the columns, in `weigh_rows`
+SOME = 4  # of a row's numbers, which `weigh_rows` does at a time
 
 
 class Changes(NamedTuple):
@@ -203,38 +203,41 @@ def shared_pair(pair: cute.Tensor) -> tuple[Float32, Float32]:
 
 @cute.jit
 def weigh_rows(
-    acc_S: cute.Tensor, tScS: cute.Tensor, tensors, block, n0: Int32, lse: cute.Tensor, scale_log2: Float32, config: Constexpr
+    acc_S: cute.Tensor, tScS: cute.Tensor, changes: Changes, head: Head, m0: Int32, n0: Int32, seqlen_k: Int32, lse: cute.Tensor,
+    scale_log2: Float32, capped: Constexpr[bool], config: Constexpr,
 ):  # fmt: skip
-    """Where a thread has two queries instead: S = Q K^T becomes the factor of dP - delta in dS; what hidden pairs get says nothing.
+    """Where a thread has two queries instead: S = Q K^T becomes P, or, if `capped`, the factor of dP - delta in dS; what hidden pairs get says
+    nothing.
 
     tScS: (query, key) of each number of S; lse: (ROWS,). Done in parts, so that fewer registers are taken at a time.
     """
-    changes, head = tensors.changes, Head(block.batch, block.head)
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     bias = scores.bias_of(changes, head) if const_expr(config.bias is not None) else None
     slope = scores.slope_of(changes, head) if const_expr(config.alibi) else None
-    some = const_expr(cute.size(S, mode=[1]) // ROW_PARTS)
-    for part, r in [(part, r) for part in range(ROW_PARTS) for r in range(fragments.ROWS)]:
-        row, key = block.m0 + at[r, 0][0], n0 + at[r, 0][1]
-        if key + fragments.column(part * some) < tensors.K.shape[1]:  # the others are hidden, whatever they get
+    parts = const_expr([(first, r) for first in range(0, cute.size(S, mode=[1]), SOME) for r in range(fragments.ROWS)])
+    for first, r in parts:
+        row, key = m0 + at[r, 0][0], n0 + at[r, 0][1]
+        if key + fragments.column(first) < seqlen_k:  # the others are hidden, whatever they get
             gBias, keys, distance = None, Int32(0), Int32(0)
             if const_expr(config.bias is not None):
-                gBias, keys = scores.bias_row(bias, row, key), tensors.K.shape[1] - key
+                gBias, keys = scores.bias_row(bias, row, key), seqlen_k - key
             if const_expr(config.alibi):
                 distance = scores.centre(changes, row, config) - key
-            for c in range_constexpr(part * some, (part + 1) * some):
-                x, rest, column = S[r, c], Float32(1.0), const_expr(fragments.column(c))
-                if const_expr(config.softcap):
-                    x = scores.tanh(x * changes.inner)
-                    rest = 1.0 - x * x
-                if const_expr(config.natural):
-                    x *= changes.factor
+            for c in range_constexpr(first, first + SOME, 2):  # two neighbouring columns
+                biases = (Float32(0.0), Float32(0.0))
                 if const_expr(config.bias is not None):
-                    x += read_one(gBias.iterator.toint(), keys, column, config)
-                if const_expr(config.alibi):
-                    x -= slope * cute.math.absf((distance - column).to(Float32))
-                p = weight(x, lse[r], scale_log2, config)
-                S[r, c] = p * rest if const_expr(config.softcap) else p
+                    biases = scores.read(gBias, fragments.column(c), keys, config)
+                for i in range_constexpr(2):
+                    x, rest = S[r, c + i], Float32(1.0)
+                    if const_expr(config.softcap):
+                        x = scores.tanh(x * changes.inner)
+                        rest = 1.0 - x * x
+                    if const_expr(config.natural):
+                        x = x * changes.factor + biases[i]
+                    if const_expr(config.alibi):
+                        x -= slope * cute.math.absf((distance - fragments.column(c + i)).to(Float32))
+                    p = weight(x, lse[r], scale_log2, config)
+                    S[r, c + i] = p * rest if const_expr(config.softcap and capped) else p
 
 
 @cute.jit

@@ -124,6 +124,23 @@ def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.Co
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
 
 
+@cute.jit
+def load_row(
+    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
+):  # fmt: skip
+    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
+    with arch.elect_one():
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                sX[None, state.index].iterator.toint(),
+                gX.iterator.toint(),
+                Int32(4 * numbers),
+                pipe.producer_get_barrier(state).toint(),
+            ],
+        )
+
+
 def box_columns(share: int) -> int:
     """Of a swizzled block: as wide as parts of `share` columns can have theirs to themselves."""
     return 32 if share % 64 else 64

@@ -14,9 +14,9 @@ For "runs" a walk goes over visits, which are numbers of rows of a table, where 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Block, Walk, begun, next_tile
+from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
 from tilewise.backends.hopper.tables import EVERYTHING
-from tilewise.backends.hopper.visible import Band, band_of, interval
+from tilewise.backends.hopper.visible import Band, interval
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 
@@ -40,21 +40,28 @@ class Tables(NamedTuple):
     seeing: cute.Tensor | None  # (planes, seqlen_q): whether a query sees any key
     planes: cute.Tensor | None  # (batch, heads_q): whose mask each head has
 
+    # For backward_queries.py:
+    query_walks: cute.Tensor | None = None  # (tiles of queries, 4): the fields of its Walk
+    query_visits: cute.Tensor | None = None  # as those of keys; for these, queries are the rows
+    query_bands: cute.Tensor | None = None
+    query_bitmaps: cute.Tensor | None = None
+    query_spans: cute.Tensor | None = None
+
 
 class Visit(NamedTuple):
-    """A block of keys at a tile of queries: backward_tables.Visits."""
+    """A block of keys at a tile of queries, or the other way round: backward_tables.Visits."""
 
-    m_block: Int32
+    tile: Int32
     ref: Int32
-    before: Int32
-    after: Int32
+    turn: Int32
+    unused: Int32  # it is copied in 16 bytes
 
 
 @cute.jit
 def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
-    """[begin, end) of the keys that a query sees; for "runs" those that it may see."""
+    """[begin, end) of the keys that a query sees, which may lie beyond the last one; for "runs" those that it may see."""
     if const_expr(config.sees == "rows"):
-        return band.tables.keys[0, row], band.tables.keys[1, row]
+        return interval_in(band.tables.keys, row)
     return interval(row, band)
 
 
@@ -62,13 +69,19 @@ def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
 def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
     """[begin, end) of the queries that see a key, which may lie beyond the last one; for "runs" those that may see it."""
     if const_expr(config.sees == "rows"):
-        there = min(key, band.tables.queries.shape[1] - 1)
-        begin, end = band.tables.queries[0, there], band.tables.queries[1, there]
-        if key > there:
-            end = begin
-        return begin, end
+        return interval_in(band.tables.queries, key)
     begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
     if key < band.k0 or key >= band.k1:
+        end = begin
+    return begin, end
+
+
+@cute.jit
+def interval_in(ends: cute.Tensor, at: Int32):
+    """Column `at` of (2, .), empty beyond the last."""
+    there = min(at, ends.shape[1] - 1)
+    begin, end = ends[0, there], ends[1, there]
+    if at > there:
         end = begin
     return begin, end
 
@@ -88,7 +101,9 @@ def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Cons
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
-        return begun(block, first, last, first, first)
+        return Walk(
+            last - 1, Int32(-1), first, last, first, first
+        )  # always down: a direction more would take registers that the adding warps lack
     return walk
 
 
@@ -101,7 +116,7 @@ def apart(group: Int32, config: Constexpr[Config]) -> Int32:
 def next_in(walk: Walk, place: Int32, config: Constexpr[Config]) -> Int32:
     """The place after this one."""
     if const_expr(config.sees == "runs"):
-        return place + walk.step  # there is no going round
+        return place - 1  # there is no going round
     return next_tile(place, walk)
 
 
@@ -123,21 +138,24 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 
 @cute.jit
 def hide_unseen(
-    acc_P: cute.Tensor, visit: Visit, n0: Int32, band: Band, config: Constexpr[Config], hidden: Constexpr[float] = 0.0
+    acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor, hidden: Constexpr[float] = 0.0
 ):  # fmt: skip
-    """P = 0 for the pairs of a masked tile that are hidden. `hidden`: as in `backward_tiles.hide`."""
+    """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to. `hidden`: as in
+    `backward_tiles.hide`.
+    """
     if visit.ref != UNMASKED:
-        P = fragments.by_rows(acc_P)
+        P = fragments.by_rows(acc)
+        columns = const_expr(4 * cute.size(P, mode=[1]))
         row, column0 = place_in_tile()
         if visit.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
-                for w in range_constexpr(config.tile_m // WORD):
-                    hide_by_word(P, r, w, band.tables.bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
+                for w in range_constexpr(columns // WORD):
+                    hide_by_word(P, r, w, bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
         else:
-            edges = band_of(visit.ref, band)
-            first = visit.m_block * config.tile_m + column0
+            edges = edges_of(visit.ref, bands)
+            first = visit.tile * columns + column0
             for r in range_constexpr(fragments.ROWS):
-                begin, end = interval(n0 + row + 8 * r, edges)
+                begin, end = interval(row0 + row + 8 * r, edges)
                 begin, end = begin - first, end - first
                 for c in range_constexpr(cute.size(P, mode=[1])):
                     column = fragments.column(c)
@@ -145,8 +163,15 @@ def hide_unseen(
 
 
 @cute.jit
+def edges_of(ref: Int32, bands: cute.Tensor) -> Band:
+    """The band of a visit with ref < 0."""
+    edges = bands[-1 - ref, None]
+    return Band(edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], None)
+
+
+@cute.jit
 def place_in_tile() -> tuple[Int32, Int32]:
-    """(key, query) of this consumer's thread's first number of S^T. Worked out anew each time: there is no register to keep it in."""
+    """(row, column) of this consumer's thread's first number of S^T, or S. Worked out anew each time: there is no register to keep it in."""
     thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.thread_idx()[0]]) - 128
     return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
 
@@ -179,6 +204,6 @@ def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, confi
             at = query % config.tile_m
             found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
         else:
-            first, last = interval(key, band_of(ref, band))
+            first, last = interval(key, edges_of(ref, tables.bands))
             found = query >= first and query < last
     return found

@@ -79,8 +79,13 @@ def any_length(**fields) -> tuple[Choice, ...]:
 
 
 def pairs(**fields) -> tuple[Choice, ...]:
-    """Thread blocks in pairs where there is more than one tile of queries; otherwise half of them would have nothing to do."""
-    return Choice(most_queries=fields["tile_m"], fields=fields), Choice(fields={**fields, "cluster": 2, "draws": False})
+    """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
+    paired = {**fields, "cluster": 2, "draws": False}
+    return (
+        Choice(most_queries=fields["tile_m"], fields=fields),
+        Choice(most_queries=2048, fields=paired),
+        Choice(fields={**paired, "pingpong": False}),
+    )
 
 
 # (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
@@ -91,8 +96,10 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
 #   full at 1k. With intervals, three warpgroups of 160 registers a thread would spill 150 bytes.
 # (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 606 / 628.
+#   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
-#   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 and 478 / 461.
+#   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
+#   478 / 461 at 1k, 620 / 602 at 2k.
 # (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
@@ -121,7 +128,7 @@ TILES = {
     (256, 256): {
         "all": (Choice(most_queries=512, fields={"tile_m": 128, "tile_n": 64, "pingpong": True, "late": True}),
                 *any_length(tile_m=128, tile_n=80, late=True)),
-        "until": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 64, "late": True}), *any_length(tile_m=128, tile_n=80, late=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 64, "late": True}), *any_length(tile_m=128, tile_n=80, late=True)),
         "interval": any_length(tile_m=128, tile_n=80, late=True),
     },
 }  # fmt: skip

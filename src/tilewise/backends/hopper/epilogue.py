@@ -116,6 +116,7 @@ def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: In
     """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
 
     Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
+    `warp` has to be a number that ptxas knows to be the whole warp's: by one branch on another it gives up the uniform registers of all loops.
     """
     lane = arch.lane_idx()
     gO = tensors.O[block.batch, None, block.head, None]

@@ -14,7 +14,7 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
-RISING = "from", "rows", "runs"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
+RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
 
@@ -57,7 +57,8 @@ def lines(call: Call) -> list[str]:
     if not config.dq_apart:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.tile_m * config.head_dim
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
-    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
+    bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
+    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -89,12 +90,21 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
-        tables = backward_tables.tables(call, config)
+        tables, apart = backward_tables.of_call(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
-            compute(*given, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *backward_tables.of_batch(tables, part))
+            compute(
+                *given,
+                *order,
+                int(d_lse is not None),
+                *numbers,
+                *of_part,
+                changed.diagonal,
+                *backward_tables.of_batch(tables, part),
+                *apart,
+            )
         if bias_grad:
             d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
@@ -107,7 +117,8 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
     reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
-    if config.sees in RISING and not config.dq_apart and reads <= CACHE:
+    fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
+    if config.sees in RISING and not config.dq_apart and fits:
         together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
         rising = heads - together
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
@@ -156,7 +167,25 @@ def arguments(config: Config) -> list:
     numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers, *changed, *tables]
+    return [
+        q,
+        k,
+        v,
+        o,
+        given[0],
+        d_o,
+        given[1],
+        d_q,
+        d_k,
+        d_v,
+        *made,
+        sum_dq,
+        turns,
+        *numbers,
+        *changed,
+        *tables,
+        *backward_tables.query_arguments(config),
+    ]
 
 
 def _readable(x: Tensor) -> Tensor:
