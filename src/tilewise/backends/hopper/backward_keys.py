@@ -242,7 +242,7 @@ def weights(
     if const_expr(not config.modified):
         hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
-    at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
+    at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
     hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
     P = left_operand(tile.mma.dv, config)
