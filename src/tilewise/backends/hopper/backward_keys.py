@@ -247,7 +247,7 @@ def weights(
             subtract(acc_S, lse, tile.scale_log2)
             exponentiate_in_two(tile, acc_S, m_block, masked, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
-    at = visit_in(tile.visits, stage).m_block if const_expr(config.sees == "runs") else m_block
+    at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
     hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
     P = left_operand(tile.mma.dv, config)
