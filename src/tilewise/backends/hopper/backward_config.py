@@ -95,9 +95,9 @@ class Config:
 
 # (head_dim, head_dim_v): fields of Config.
 TILES = {
-    (64, 64): dict(tile_m=128, tile_n=128),
+    (64, 64): dict(tile_m=128, tile_n=128, ahead=0.25),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
-    (128, 128): dict(tile_m=64, tile_n=128),
+    (128, 128): dict(tile_m=64, tile_n=128, ahead=0.25),
     (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
     (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
@@ -135,7 +135,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 # Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product,
 # and short sequences fill them badly.
-THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True)
+THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
 LONG = {
     ((128, 128), "all"): (1024, dict(tile_m=80, dq_transposed=True)),
     ((64, 64), "all"): (2048, THREE),
