@@ -173,8 +173,10 @@ def step(
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(not config.modified):
         probabilities(acc_S, lse, tile.scale_log2)
-    minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
+    minus_delta = per_query(tile.tdelta, stage) if const_expr(config.delta_ahead) else None
     P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
+    if const_expr(not (config.delta_in or config.delta_ahead)):
+        minus_delta = per_query(tile.tdelta, stage)
     if const_expr(config.early):
         fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
         warpgroup.wait_group(1)
