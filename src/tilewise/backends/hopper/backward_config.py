@@ -79,6 +79,11 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def delta_ahead(self) -> bool:
+        """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
+        return self.sees == "runs" and not (self.delta_in or self.modified)
+
+    @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
         return 1 if self.modified or self.sees in ("rows", "runs") else 0

@@ -175,12 +175,10 @@ def step(
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(at_once(config)):
         probabilities(acc_S, lse, tile.scale_log2)
-    minus_delta = None
-    if const_expr(not config.delta_in and config.sees == "runs"):
-        minus_delta = per_query(tile.tdelta, stage)
+    minus_delta = per_query(tile.tdelta, stage) if const_expr(config.delta_ahead) else None
     P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
-    if const_expr(not config.delta_in and config.sees != "runs"):
-        minus_delta = per_query(tile.tdelta, stage)  # which of the two spills is found by trying
+    if const_expr(not (config.delta_in or config.delta_ahead)):
+        minus_delta = per_query(tile.tdelta, stage)
     warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
