@@ -125,7 +125,7 @@ CHANGED_WITH_DQ = {
     "softcap": {},
     "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
     "both": {
-        (128, 128): dict(dq_apart=False),
+        (128, 128): dict(dq_apart=False, change_parts=2),
         (192, 128): dict(dq_pieces=3, change_parts=4),
         (192, 192): dict(dq_pieces=3, change_parts=4),
         (256, 256): dict(dq_pieces=4),
