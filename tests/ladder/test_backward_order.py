@@ -53,7 +53,7 @@ class Problem:
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "from"
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, rotate=True)
+        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees)
         self.order, self.lengths, self.heads, self.slots = order, (seqlen_q, seqlen_k), heads, slots
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))

@@ -195,8 +195,11 @@ BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all
     ids=lambda x: str(x).replace(" ", ""),
 )
 def test_backward(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees), compile_and_inspect, capfd)
+
+
+def check_backward(shipped, compile_and_inspect, capfd):
     """Its three kernels; the products of a step stand in the code once for each role."""
-    shipped = backward_config.configure(torch.bfloat16, *dims, sees)
     found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
     assert len(found.usage) == 3
     check_nothing_spills(found)
@@ -205,6 +208,11 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+
+
+@pytest.mark.parametrize("dims, sees", backward_config.LONG, ids=lambda x: str(x).replace(" ", ""))
+def test_backward_of_long_sequences(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, 1 << 20), compile_and_inspect, capfd)
 
 
 BACKWARD_CHANGES = (

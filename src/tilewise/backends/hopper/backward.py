@@ -90,7 +90,7 @@ def launch(
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=config.chained,
+        use_pdl=True,
     )
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
@@ -100,7 +100,7 @@ def launch(
         block=(config.dq_consumers * THREADS, 1, 1),
         min_blocks_per_mp=config.least_blocks,
         stream=stream,
-        use_pdl=config.chained,
+        use_pdl=True,
     )
 
 
@@ -169,8 +169,7 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
-            if const_expr(config.chained):
-                arch.griddepcontrol_wait()
+            arch.griddepcontrol_wait()
             if const_expr(not config.direct):
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
@@ -214,8 +213,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-    if const_expr(config.chained):
-        arch.griddepcontrol_wait()  # what `prepare` writes is there
+    arch.griddepcontrol_wait()  # what `prepare` writes is there
     if const_expr(config.dq_apart):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]
@@ -257,7 +255,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     """
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    before, before_turn = Int64(0), Int32(0)
+    before = Int64(0)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
@@ -275,10 +273,10 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                         now = turn_now(counter)
                         if before != 0:
                             arch.cp_async_bulk_wait_group(0)
-                            give_turn(before, before_turn, config)
+                            give_turn(before)
                         while now != turn:
                             now = turn_now(counter)
-                    before, before_turn = counter, turn
+                    before = counter
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     gSum = tensors.sum_dQ[block.batch, head, m_block, None]
@@ -293,7 +291,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
-            give_turn(before, before_turn, config)
+            give_turn(before)
 
 
 @cute.jit
@@ -317,7 +315,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                     arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     if before != 0:
-                        give_turn(before, Int32(0), config)
+                        give_turn(before)
                     while now != turn:
                         now = turn_now(counter)
                     sm.first[consumer] = Int32(turn == 0)
@@ -328,7 +326,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     if before != 0:
         arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
         if arch.lane_idx() == 0:
-            give_turn(before, Int32(0), config)
+            give_turn(before)
 
 
 @cute.jit
@@ -356,13 +354,8 @@ def turn_now(counter: Int64) -> Int32:
 
 
 @cute.jit
-def give_turn(counter: Int64, turn: Int32, config: Constexpr[Config]):
-    """What was added is there before the next one's turn is."""
-    if const_expr(config.release == "all" or config.direct):
-        arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
-    elif const_expr(config.release == "none"):
-        arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
-    elif turn == 0:
-        arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
-    else:
-        arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
+def give_turn(counter: Int64):
+    """What was added is there before the next one's turn is. Without the fence (relaxed) parts of what the second block adds are lost: the first
+    one's bulk copy says that it is complete before its last numbers are where additions are made.
+    """
+    arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])

@@ -24,12 +24,8 @@ class Config:
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
-    release: Literal["all", "first", "none"] = "all"  # which turns at dQ are passed on with a fence
+    ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     delta_in: bool = False  # -delta is in dP's registers before dP is
-    rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = True  # dK and dV leave by way of the copy engine
-    chained: bool = True  # a kernel starts while the one before it ends
-    early: bool = False  # dV is issued before dP is there
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
@@ -142,8 +138,9 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # and short sequences fill them badly.
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True)
 LONG = {
-    (128, 128): ({"all"}, 1024, dict(tile_m=80, dq_transposed=True)),
-    (64, 64): ({"all", "from"}, 2048, THREE),
+    ((128, 128), "all"): (1024, dict(tile_m=80, dq_transposed=True)),
+    ((64, 64), "all"): (2048, THREE),
+    ((64, 64), "from"): (256, THREE),
 }
 
 
@@ -152,13 +149,13 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
-    masks, least, larger = LONG.get(dims, ((), 0, {}))
-    return replace(config, **(larger | choice)) if sees in masks and seqlen_q >= least else config
+    least, larger = LONG.get((dims, sees), (0, {}))
+    return replace(config, **(larger | choice)) if seqlen_q >= least else config
 
 
 def lengths() -> list[int]:
     """Numbers of queries, one for each way that tiles depend on them."""
-    return [1, *sorted({least for _, least, _ in LONG.values()})]
+    return [1, *sorted({least for least, _ in LONG.values()})]
 
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:

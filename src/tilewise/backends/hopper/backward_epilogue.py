@@ -50,16 +50,10 @@ def write(
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
-    if const_expr(config.copied):
-        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
-        store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, config)
-        store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, config)
-        arch.cp_async_bulk_wait_group(0, read=True)
-    else:
-        cdK = mma.dk.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
-        cdV = mma.dv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim_v)))
-        parts.store_tile(gdV, acc_dV, cdV, block.n0, Float32(1.0))
-        parts.store_tile(gdK, acc_dK, cdK, block.n0, scale)
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
+    store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, config)
+    store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, config)
+    arch.cp_async_bulk_wait_group(0, read=True)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
         rows, share = place_of(thread // WARP, config)

@@ -22,9 +22,11 @@ from tilewise.backends.hopper.backward_tiles import (
     Smem,
     add_directly,
     add_to_rows,
+    exponentiate,
     hide,
     per_query,
     probabilities,
+    subtract,
     transposed,
 )
 from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
@@ -171,15 +173,15 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    if const_expr(not config.modified):
+    if const_expr(at_once(config)):
         probabilities(acc_S, lse, tile.scale_log2)
-    minus_delta = None if const_expr(config.delta_in) else per_query(tile.tdelta, stage)
+    minus_delta = None
+    if const_expr(not config.delta_in and config.sees == "runs"):
+        minus_delta = per_query(tile.tdelta, stage)
     P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
-    if const_expr(config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-    else:
-        warpgroup.wait_group(0)
+    if const_expr(not config.delta_in and config.sees != "runs"):
+        minus_delta = per_query(tile.tdelta, stage)  # which of the two spills is found by trying
+    warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
@@ -189,8 +191,7 @@ def step(
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
     values = cute.make_tensor(dS.iterator, acc_dP.layout)
     cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
-    if const_expr(not config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
@@ -240,7 +241,11 @@ def weights(
     left operand of dV. g: of the group's heads.
     """
     if const_expr(not config.modified):
-        hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        if const_expr(at_once(config)):
+            hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        else:
+            subtract(acc_S, lse, tile.scale_log2)
+            exponentiate_in_two(tile, acc_S, m_block, masked, config)
         return as_left_operand(tile.mma.dv, acc_S, config)
     at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
@@ -248,6 +253,25 @@ def weights(
     P = left_operand(tile.mma.dv, config)
     changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
     return P
+
+
+def at_once(config: Config) -> bool:
+    """Whether all of P is computed ahead of what hides some of it."""
+    return not config.modified and (config.ahead == 1 or config.sees == "runs")
+
+
+@cute.jit
+def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]):
+    """What is ahead of the second branch is computed under dP; the rest may wait for dP, and goes on while dS is computed: ptxas puts it there."""
+    columns = const_expr(cute.size(acc_S) // fragments.ROWS)
+    cut = const_expr(int(columns * config.ahead) // 2 * 2)
+    if const_expr(cut > 0):
+        if masked:
+            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), 0, cut)
+        exponentiate(acc_S, 0, cut)
+    if masked:
+        hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
+    exponentiate(acc_S, cut, columns)
 
 
 @cute.jit

@@ -127,8 +127,6 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     if const_expr(config.sees == "all"):
         free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
         start = (n0 // tile_n - block.first_mate) * m_blocks // (block.last_mate - block.first_mate)
-        if const_expr(not config.rotate):
-            start = Int32(0)
         return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
     if const_expr(config.sees == "runs"):
         return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))

@@ -43,8 +43,7 @@ def prepare(
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
-    if const_expr(config.chained):
-        arch.griddepcontrol_launch_dependents()
+    arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
     lane, row0 = thread % lanes, m_block * config.tile_m + thread // lanes
     totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], row0, lane, lanes, config)
@@ -119,8 +118,7 @@ def finish(
 ):
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
-    if const_expr(config.chained):
-        arch.griddepcontrol_wait()
+    arch.griddepcontrol_wait()
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))

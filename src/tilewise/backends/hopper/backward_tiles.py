@@ -178,24 +178,42 @@ def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Co
 
 
 @cute.jit
-def hide(tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0):
+def hide(
+    tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0,
+    first: Constexpr[int] = 0, last: Constexpr[int] = 0,
+):  # fmt: skip
     """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`).
 
-    `hidden`: -inf for what P is computed from.
+    `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
     """
     P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
+        for c in range_constexpr(first, last or cute.size(P, mode=[1])):
             P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
 
 
 @cute.jit
 def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
     """S becomes P = exp(S - LSE) (Eq. 24)."""
+    subtract(acc_S, lse, scale_log2)
+    exponentiate(acc_S)
+
+
+@cute.jit
+def subtract(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes the exponents of P, in powers of two."""
     S = fragments.by_rows(acc_S)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse[c], fastmath=True)
+            S[r, c] = S[r, c] * scale_log2 - lse[c]
+
+
+@cute.jit
+def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[int] = 0):
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(first, last or cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
 
 
 @cute.jit
