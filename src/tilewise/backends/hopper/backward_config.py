@@ -108,7 +108,8 @@ TILES = {
     (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
 }
 
-# Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both: what keeps registers from spilling.
+# Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
+# takes as much): what keeps registers from spilling.
 CHANGED = {
     "softcap": {(64, 64): dict(tile_m=64)},
     "natural": {(64, 64): dict(tile_m=64)},
@@ -163,7 +164,8 @@ def lengths() -> list[int]:
 
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:
-    how = "softcap" if not config.natural else "both" if config.softcap else "natural"
+    most = config.softcap or (config.bias is not None and config.diagonal)
+    how = "softcap" if not config.natural else "both" if most else "natural"
     with_dq = {}
     if config.sees in ("rows", "runs"):
         with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})

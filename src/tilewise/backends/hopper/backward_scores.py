@@ -149,7 +149,7 @@ def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, ls
     S, pairs = fragments.by_rows(acc_S), cute.recast_tensor(rounded, Int32)
     kind = const_expr("bf16x2" if rounded.element_type is BFloat16 else "f16x2")
     for c in range_constexpr(0, cute.size(S, mode=[1]), 2):  # two neighbouring columns
-        of = shared_pair(lse[None, c // 2]) if const_expr(config.natural) else (lse[c], lse[c + 1])
+        of = shared_pair(lse[None, c // 2]) if const_expr(short_of_registers(config)) else (lse[c], lse[c + 1])
         for r in range_constexpr(fragments.ROWS):
             x = S[r, c], S[r, c + 1]
             p = tuple(weight(x[i], of[i], scale_log2, config) for i in range(2))
@@ -168,9 +168,13 @@ def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, ls
 @cute.jit
 def lse_of(pairs: cute.Tensor, stage: Int32, config: Constexpr) -> cute.Tensor:
     """The log-sum-exps of a thread's columns: in registers, or, where these are short, in shared memory, (2, columns / 2)."""
-    if const_expr(config.natural):
+    if const_expr(short_of_registers(config)):
         return pairs[None, None, stage]
     return per_query(pairs, stage)
+
+
+def short_of_registers(config) -> bool:
+    return config.natural or (config.softcap and config.sees in ("rows", "runs"))
 
 
 def weight(x: Float32, lse: Float32, scale_log2: Float32, config) -> Float32:
