@@ -15,7 +15,19 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, load_row, products
+from tilewise.backends.hopper.backward_tiles import (
+    THREADS,
+    WARP,
+    Barrier,
+    Loads,
+    Mma,
+    Pipes,
+    Smem,
+    layouts_of,
+    load_row,
+    products,
+    shares_of,
+)
 from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
@@ -64,9 +76,8 @@ def launch(
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)
     ]  # (seqlen, dim, heads, batch)
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
-    shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
-    stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
+    stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
     of_queries = query_walks, query_visits, query_bands, query_bitmaps, query_spans
     tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)

@@ -60,6 +60,11 @@ class Config:
         return self.tile_n // 64 if self.split == "keys" else 2
 
     @property
+    def column_parts(self) -> int:
+        """Among how many warpgroups the columns of dK and dV are divided."""
+        return 1 if self.split == "keys" else self.consumers
+
+    @property
     def dq_grid(self) -> tuple[int, int]:
         """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
         if self.dq_transposed:

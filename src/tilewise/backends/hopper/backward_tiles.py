@@ -107,15 +107,20 @@ def layouts_of(config, dtype) -> Layouts:
     """
 
     dim, dim_v = config.head_dim, config.head_dim_v
-    parts = 1 if config.split == "keys" else config.consumers
-    keys_share = dim // parts if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width
+    of_K, of_V = shares_of(config)
     return Layouts(
-        swizzled(dtype, config.tile_n, dim, 1, keys_share),
-        swizzled(dtype, config.tile_n, dim_v, 1, dim_v // parts),
-        swizzled(dtype, config.tile_m, dim, config.stages, dim // parts),
-        swizzled(dtype, config.tile_m, dim_v, config.stages, dim_v // parts),
+        swizzled(dtype, config.tile_n, dim, 1, of_K),
+        swizzled(dtype, config.tile_n, dim_v, 1, of_V),
+        swizzled(dtype, config.tile_m, dim, config.stages, dim // config.column_parts),
+        swizzled(dtype, config.tile_m, dim_v, config.stages, of_V),
         swizzled(dtype, config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
     )
+
+
+def shares_of(config) -> tuple[int, int]:
+    """Columns of K and of V that no swizzled block reaches beyond: what a warpgroup has of dK and dV, or computes of dQ at a time."""
+    of_dK, of_dV = config.head_dim // config.column_parts, config.head_dim_v // config.column_parts
+    return of_dK if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width, of_dV
 
 
 def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.ComposedLayout:
