@@ -2,54 +2,17 @@
 
 import pytest
 import torch
+from hopper_problems import INNER, NEEDS_HOPPER, cumulated, held, packs
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward_config import TILES
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
-
-INNER = (
-    Full(),
-    Causal(),
-    Causal("top_left"),
-    SlidingWindow(30, 0),
-    SlidingWindow(10, 20, "top_left"),
-    Causal() & SlidingWindow(5, None, "top_left"),
-)
-
-
-def cumulated(lengths):
-    return (0, *torch.tensor(lengths).cumsum(0).tolist())
-
-
-def packs(seed=0):
-    """(queries' cu_seqlens, keys', total queries, total keys)"""
-    generator = torch.Generator().manual_seed(seed)
-    tiny = torch.randint(0, 9, (150,), generator=generator).tolist()
-    zipf = [max(1, int(700 / (rank + 1))) for rank in torch.randperm(40, generator=generator).tolist()]
-    long = [900, *([17] * 20), 0, 3]
-    pairs = {"tiny": (tiny, tiny), "zipf": (zipf, zipf), "long": (long, long), "long last": (long[::-1], long[::-1]), "one": ([257], [257])}
-    pairs["empty"] = ([0, 0, 0], [0, 0, 0])
-    pairs["crossed"] = (tiny[:60], tiny[60:120])  # absent queries here, absent keys there
-    pairs["far apart"] = ([0, 200, 0, 300, 5], [300, 5, 400, 0, 200])  # tiles of keys that nobody sees, between such as are seen
-    pairs["more keys"] = ([3, 100, 0, 40], [300, 160, 20, 41])
-    for q, k in pairs.values():
-        cu_q, cu_k = cumulated(q), cumulated(k)
-        beyond = int(torch.randint(0, 140, (1,), generator=generator))
-        yield cu_q, cu_k, max(1, cu_q[-1] + beyond), max(1, cu_k[-1] + beyond // 2)
-
-
-def _held(case, seed=0, run=conformance.run_hidden):
-    try:
-        run(Hopper(), case, seed=seed, device="cuda")
-    except AssertionError as failure:
-        raise AssertionError(f"{case.id}: {failure}") from None
+pytestmark = NEEDS_HOPPER
 
 
 def _case(pack, inner, **fields):
@@ -66,8 +29,8 @@ def _case(pack, inner, **fields):
 def test_packs(inner):
     for turn, pack in enumerate(packs()):
         fields = {"heads_q": 4, "heads_k": 2, "dtype": ("bf16", "fp16")[turn % 2], "lse_grad": turn % 3 == 1}
-        _held(_case(pack, inner, **fields), seed=turn)
-        _held(_case(pack, inner, **fields), seed=turn, run=conformance.run_case)
+        held(_case(pack, inner, **fields), seed=turn)
+        held(_case(pack, inner, **fields), seed=turn, run=conformance.run_case)
 
 
 @pytest.mark.parametrize("dims", [*TILES, (72, 40), (8, 8), (200, 136)], ids=str)
@@ -76,20 +39,20 @@ def test_head_dims_and_batches(dims):
     for turn, pack in enumerate(packs(1)):
         sizes = {"batch": 2, "heads_q": 6, "heads_k": (3, 6, 1)[turn % 3], "head_dim": dims[0], "head_dim_v": dims[1]}
         dtype = "fp16" if dims == (128, 128) and turn % 2 else "bf16"
-        _held(_case(pack, (Causal(), Full(), SlidingWindow(40, 0))[turn % 3], dtype=dtype, **sizes))
+        held(_case(pack, (Causal(), Full(), SlidingWindow(40, 0))[turn % 3], dtype=dtype, **sizes))
 
 
 def test_a_sink():
     for inner in (Full(), Causal()):
         for turn, pack in enumerate(packs(2)):
-            _held(_case(pack, inner, head_dim=64, sink=True, lse_grad=turn % 2 == 1))
+            held(_case(pack, inner, head_dim=64, sink=True, lse_grad=turn % 2 == 1))
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_a_hidden_nan_reaches_nobody(dims):
     for inner in (Full(), Causal(), SlidingWindow(9, 9)):
         for pack in packs(3):
-            _held(_case(pack, inner, head_dim=dims[0], head_dim_v=dims[1]), run=conformance.run_spoiled)
+            held(_case(pack, inner, head_dim=dims[0], head_dim_v=dims[1]), run=conformance.run_spoiled)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,7 +67,7 @@ def test_random_packs(seed):
         cu_q, cu_k = (cumulated([draw(0, largest) for _ in range(count)]) for _ in range(2))
         inner = (Full(), Causal(), SlidingWindow(draw(0, 100), draw(0, 100)))[draw(0, 3)]
         pack = cu_q, cu_k, max(1, cu_q[-1]), max(1, cu_k[-1])
-        _held(_case(pack, inner, head_dim=8 * draw(1, 17), heads_q=4, heads_k=(1, 2, 4)[draw(0, 3)]), seed=draw(0, 1 << 20))
+        held(_case(pack, inner, head_dim=8 * draw(1, 17), heads_q=4, heads_k=(1, 2, 4)[draw(0, 3)]), seed=draw(0, 1 << 20))
 
 
 def tensors(cu_q, cu_k, total_q, total_k, heads=(4, 2), dim=128):

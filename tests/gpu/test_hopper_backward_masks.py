@@ -2,53 +2,29 @@
 
 import pytest
 import torch
+from hopper_problems import LENGTHS_OF_TABLES, NEEDS_HOPPER, beyond_one_band, held
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward_config import TILES
 from tilewise.errors import UnsupportedError
-from tilewise.hopper.compile import why_not_here
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.masks import Causal, Dense, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
-from tilewise.testing.cases import QUICK, Case, masks, random_mask
+from tilewise.testing.cases import QUICK, Case, masks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
-
-LENGTHS = ((45, 70), (300, 1), (1, 300), (129, 260), (400, 385), (700, 900))
+pytestmark = NEEDS_HOPPER
 
 
-def _held(case, seed=0, run=conformance.run_hidden):
-    try:
-        run(Hopper(), case, seed=seed, device="cuda")
-    except AssertionError as failure:
-        raise AssertionError(f"{case.id}: {failure}") from None
-
-
-def _some(seqlen_q, seqlen_k):
-    n = min(seqlen_q, seqlen_k)
-    sparse = torch.rand(seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.01
-    return [
-        PrefixLM(n // 2),
-        Full() - SlidingWindow(30, 30),
-        Documents((0, n // 5, n // 5, n // 2, n)) | FirstKeys(3),
-        PerHead({(0, 1): Causal(), (1, 4): FirstKeys(n // 3)}),
-        random_mask(seqlen_q, seqlen_k, batch=2, heads=4),
-        random_mask(seqlen_q, seqlen_k) & Causal(),
-        Dense(sparse),
-        Dense(sparse) - Full(),
-    ]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS_OF_TABLES, ids=str)
 def test_every_mask(lengths):
     of_lengths = masks(*lengths) if min(lengths) >= 16 else []
-    for turn, mask in enumerate(of_lengths + _some(*lengths)):
+    for turn, mask in enumerate(of_lengths + beyond_one_band(*lengths)):
         case = Case(
             seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=128, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1
         )
-        _held(case, seed=turn)
-        _held(case, seed=turn, run=conformance.run_case)
+        held(case, seed=turn)
+        held(case, seed=turn, run=conformance.run_case)
 
 
 @pytest.mark.parametrize("heads_k", [1, 2, 4])
@@ -56,20 +32,20 @@ def test_every_mask(lengths):
 def test_head_dims_and_groups(dims, heads_k):
     """Heads of a group may have masks of their own, and some of them nothing to see."""
     other = PerHead({(0, 2): Dense(torch.zeros(1, 450, dtype=torch.bool)), (2, 3): Causal(), (3, 4): Slices([(0, 9)], [(130, 131)], [0])})
-    for mask in [*_some(300, 450), other]:
+    for mask in [*beyond_one_band(300, 450), other]:
         sizes = {"heads_q": 4, "heads_k": heads_k, "head_dim": dims[0], "head_dim_v": dims[1]}
-        _held(Case(seqlen_q=300, seqlen_k=450, mask=mask, dtype="fp16" if dims == (64, 64) else "bf16", **sizes))
+        held(Case(seqlen_q=300, seqlen_k=450, mask=mask, dtype="fp16" if dims == (64, 64) else "bf16", **sizes))
 
 
 def test_a_sink():
-    for turn, mask in enumerate(_some(260, 390)):
-        _held(Case(seqlen_q=260, seqlen_k=390, head_dim=64, mask=mask, dtype="bf16", sink=True, lse_grad=turn % 2 == 1))
+    for turn, mask in enumerate(beyond_one_band(260, 390)):
+        held(Case(seqlen_q=260, seqlen_k=390, head_dim=64, mask=mask, dtype="bf16", sink=True, lse_grad=turn % 2 == 1))
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_a_hidden_nan_reaches_nobody(dims):
-    for mask in [*_some(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
-        _held(Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16"), run=conformance.run_spoiled)
+    for mask in [*beyond_one_band(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
+        held(Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16"), run=conformance.run_spoiled)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,7 +65,7 @@ def test_random_slices(seed):
         if draw(0, 2):
             mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
         sizes = {"batch": draw(1, 3), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 8 * draw(1, 9)}
-        _held(Case(mask=mask, dtype="bf16", heads_q=4, heads_k=(1, 2, 4)[draw(0, 3)], **sizes), seed=draw(0, 1 << 20))
+        held(Case(mask=mask, dtype="bf16", heads_q=4, heads_k=(1, 2, 4)[draw(0, 3)], **sizes), seed=draw(0, 1 << 20))
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -100,7 +76,7 @@ def test_quick_cases(part):
         if case.mask.kind in ("full", "band"):
             continue
         try:
-            _held(case)
+            held(case)
             ran += 1
         except UnsupportedError:
             continue

@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 import torch
+from hopper_problems import NEEDS_HOPPER, held
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, bias_gradient
 from tilewise.backends.hopper.backward_config import TILES
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import FEATURES, FILLS, Case, make, random_mask, upstream
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+pytestmark = NEEDS_HOPPER
 
 EVERYTHING = {"softcap": 3.0, "bias": "hq", "alibi": "bh", "diagonal": True, "sink": True, "wide": True, "lse_grad": True}
 CHANGES = (
@@ -46,20 +46,13 @@ def _name(x):
     return text.translate(str.maketrans("", "", "'() "))
 
 
-def _held(case, seed=0, run=conformance.run_hidden):
-    try:
-        run(Hopper(), case, seed=seed, device="cuda")
-    except AssertionError as failure:
-        raise AssertionError(f"{case.id}: {failure}") from None
-
-
 @pytest.mark.parametrize(("change", "mask"), _in_turns(CHANGES, MASKS))
 def test_cases(change, mask):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         if change.get("bias_fill") and seqlen_k < 200:
             continue  # a filled row has to see keys that are not
         case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=128, mask=mask, dtype="bf16", **change)
-        _held(case, seed=turn, run=conformance.run_case if turn % 3 == 2 else conformance.run_hidden)
+        held(case, seed=turn, run=conformance.run_case if turn % 3 == 2 else conformance.run_hidden)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def test_cases(change, mask):
 def test_head_dims(dims, change, mask):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
-        _held(Case(heads_q=6, heads_k=2, mask=mask, dtype="fp16", **sizes, **change), seed=turn)
+        held(Case(heads_q=6, heads_k=2, mask=mask, dtype="fp16", **sizes, **change), seed=turn)
 
 
 MORE_MASKS = {
@@ -88,15 +81,15 @@ MORE_MASKS = {
 def test_masks_beyond_one_band(dims, change, mask):
     lengths = {"seqlen_q": 290, "seqlen_k": 280 if mask == "windows" else 290}
     case = Case(batch=2, heads_q=6, heads_k=2, head_dim=dims[0], mask=MORE_MASKS[mask], dtype="bf16", **lengths, **change)
-    _held(case)
-    _held(case, seed=1, run=conformance.run_case)
+    held(case)
+    held(case, seed=1, run=conformance.run_case)
 
 
 @pytest.mark.parametrize(
     ("change", "mask"), _in_turns([{"softcap": 2.0}, {"bias": "bhq"}, {"alibi": "h"}, EVERYTHING], [Causal(), SlidingWindow(50, 20)])
 )
 def test_a_hidden_nan_reaches_nobody(change, mask):
-    _held(Case(seqlen_q=300, seqlen_k=300, head_dim=128, mask=mask, dtype="bf16", **change), run=conformance.run_spoiled)
+    held(Case(seqlen_q=300, seqlen_k=300, head_dim=128, mask=mask, dtype="bf16", **change), run=conformance.run_spoiled)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -124,7 +117,7 @@ def test_random_problems(seed):
             wide=True,
             lse_grad=bool(draw(0, 2)),
         )
-        _held(case, seed=draw(0, 1 << 20))
+        held(case, seed=draw(0, 1 << 20))
 
 
 @pytest.mark.parametrize("bias", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
@@ -133,7 +126,7 @@ def test_every_shape_of_a_bias_and_however_its_sums_are_cut(bias, monkeypatch):
     for turn, parts in enumerate((1, 2, 3, 100)):
         monkeypatch.setattr(bias_gradient, "parts_of", lambda call, _, parts=parts: parts)
         mask = (*MASKS, PrefixLM(50))[turn]
-        _held(Case(batch=3, seqlen_q=200, seqlen_k=301, heads_q=4, heads_k=2, head_dim=64, mask=mask, dtype="bf16", bias=bias))
+        held(Case(batch=3, seqlen_q=200, seqlen_k=301, heads_q=4, heads_k=2, head_dim=64, mask=mask, dtype="bf16", bias=bias))
 
 
 def test_huge_biases():
