@@ -134,7 +134,7 @@ def make_tile(
     s, (dv, dk, dq) = mma.s.get_slice(0), (x.get_slice(consumer * THREADS) for x in (mma.dv, mma.dk, mma.dq))
     store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(not scores, 4), sm.dS.element_type), mma.s)
     store_factor = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), sm.dS.element_type), mma.s)
-    load = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(config.softcap, 4), sm.dS.element_type), mma.s)
+    load = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(config.own_factor, 4), sm.dS.element_type), mma.s)
     own = thread % THREADS
     tScS = mma.s.get_slice(own).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
     at = fragments.by_rows(tScS)
@@ -163,7 +163,7 @@ def make_tile(
         store=store,
         tOut=store.get_slice(own).partition_D(sm.P if const_expr(scores) else transposed(sm.dS)),
         load=load,
-        tIn=load.get_slice(own).partition_S(transposed(sm.dS) if const_expr(config.softcap) else sm.P),
+        tIn=load.get_slice(own).partition_S(transposed(sm.dS) if const_expr(config.own_factor) else sm.P),
         store_factor=store_factor,
         tFactor=store_factor.get_slice(own).partition_D(transposed(sm.dS)),
         statistics=cute.make_tensor((sm.lse if const_expr(scores) else sm.minus_delta).iterator + at[0, 0][1], pairs),
@@ -236,7 +236,7 @@ def issue_scores(tile: Tile, state: pipeline.PipelineState):
 def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk, scores: Constexpr[bool], config: Constexpr[Config]):
     """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is told.
 
-    Under a softcap the factor of dP - delta is not P, and lies where each warp of the second warpgroup will put dS in its place.
+    A factor of dP - delta that is not the rounded P lies where each warp of the second warpgroup will put dS in its place.
     """
     shape = tile.acc_S.layout
     rounded = cute.make_rmem_tensor(shape, tile.tOut.element_type)
@@ -248,7 +248,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
         for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= P[i].to(Float32)
+            tile.acc_S[i] *= P[i].to(Float32) if const_expr(config.enlarged == 1.0) else P[i].to(Float32) * (1.0 / config.enlarged)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -258,21 +258,24 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 @cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
-    """S becomes P, rounded as well; under a softcap the factor of dP - delta goes to shared memory."""
+    """S becomes P, rounded as well; a factor of dP - delta that is not the rounded P goes to shared memory."""
     lse = changed.lse_of(tile.statistics, stage, config)
     if const_expr(config.modified):
         m0 = located(tile, place, stage, config).m_block * config.tile_m
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
         hide_in(tile, stage, place, walk, -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, config)
-        if const_expr(config.softcap):
-            factor = cute.make_rmem_tensor_like(rounded)
-            fragments.round_into(factor, tile.acc_S)
-            cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
     else:
         probabilities(tile.acc_S, lse, tile.scale_log2)
         hide_in(tile, stage, place, walk, 0.0, config)
         fragments.round_into(rounded, tile.acc_S)
+    if const_expr(config.own_factor):
+        factor = cute.make_rmem_tensor_like(rounded)
+        if const_expr(config.enlarged != 1.0):
+            for i in range_constexpr(cute.size(tile.acc_S)):
+                tile.acc_S[i] *= config.enlarged
+        fragments.round_into(factor, tile.acc_S)
+        cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
 
 
 @cute.jit
@@ -353,7 +356,7 @@ def step_apart(
         cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
         add_to_rows(tile.acc_S, statistics)
         for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= P[i].to(Float32)
+            tile.acc_S[i] *= P[i].to(Float32) if const_expr(config.enlarged == 1.0) else P[i].to(Float32) * (1.0 / config.enlarged)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

@@ -36,6 +36,18 @@ class Config:
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
+    def enlarged(self) -> float:
+        """By what the factor of dP - delta in dS is multiplied, where columns are split and it goes through shared memory: fp16 has few bits for
+        probabilities below 6e-5, and none below 6e-8, as keys have that are far away or of a low bias.
+        """
+        return 4096.0 if self.dtype == torch.float16 and self.natural else 1.0
+
+    @property
+    def own_factor(self) -> bool:
+        """Whether that factor is not P as it is rounded for dV."""
+        return self.split == "columns" and (self.softcap or self.enlarged != 1.0)
+
+    @property
     def bias_pairs(self) -> bool:
         """A bias is read number by number: transposed, neighbours are no thread's own."""
         return False
