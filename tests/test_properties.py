@@ -7,65 +7,8 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.problem import Gradients
 from tilewise.testing import poison, tolerance
-from tilewise.testing.cases import DTYPES, LAYOUTS, Case, make, random_mask, upstream
-
-LENGTHS = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65]), st.integers(0, 150))
-HEAD_DIMS = st.one_of(st.sampled_from([1, 8, 64, 72, 128, 256]), st.integers(1, 256))
-
-
-def cumulative(draw, total: int, documents: int) -> list[int]:
-    return [0, *sorted(draw(st.lists(st.integers(0, total), min_size=documents, max_size=documents)))]
-
-
-@st.composite
-def band_masks(draw, seqlen_q: int, seqlen_k: int, depth: int = 2):
-    """A random expression: constructors joined by & | - ~."""
-    if depth and draw(st.integers(0, 2)) == 0:
-        a, b = (draw(band_masks(seqlen_q, seqlen_k, depth - 1)) for _ in range(2))
-        return draw(st.sampled_from([a & b, a | b, a - b, ~a]))
-    n, side = draw(st.integers(1, 40)), st.one_of(st.none(), st.integers(0, 80))
-    documents = draw(st.integers(1, 4))
-    cu_q, cu_k = cumulative(draw, seqlen_q, documents), cumulative(draw, seqlen_k, documents)
-    simple = [
-        tw.Full(),
-        tw.Causal(align=draw(st.sampled_from(["bottom_right", "top_left"]))),
-        tw.SlidingWindow(draw(side), draw(side)),
-        tw.PrefixLM(n),
-        tw.FirstKeys(n),
-        tw.ChunkedCausal(n),
-    ]
-    return draw(st.sampled_from([*simple, tw.Documents(cu_q, cu_k, inner=draw(st.sampled_from(simple)))]))
-
-
-@st.composite
-def cases(draw):
-    group, heads_k = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.integers(1, 3))
-    seqlen_q, seqlen_k, batch = draw(LENGTHS), draw(LENGTHS), draw(st.integers(0, 2))
-    heads = group * heads_k
-    mask = draw(band_masks(seqlen_q, seqlen_k))
-    if draw(st.integers(0, 4)) == 0:
-        mask = draw(st.sampled_from([random_mask(seqlen_q, seqlen_k), random_mask(seqlen_q, seqlen_k) & mask]))
-    if heads > 1 and draw(st.integers(0, 4)) == 0:
-        mask = tw.PerHead({(0, 1): mask, (1, heads): draw(band_masks(seqlen_q, seqlen_k, 0))})
-    return Case(
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=heads,
-        heads_k=heads_k,
-        head_dim=draw(HEAD_DIMS),
-        head_dim_v=draw(st.one_of(st.none(), HEAD_DIMS)),
-        mask=mask,
-        dtype=draw(st.sampled_from(list(DTYPES))),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        scale=draw(st.sampled_from([None, 0.3])),
-        softcap=draw(st.sampled_from([0.0, 0.0, 2.5])),
-        bias=draw(st.sampled_from([None, None, "", "q", "bhq"])),
-        alibi=draw(st.sampled_from([None, None, "h", "bh"])),
-        sink=draw(st.booleans()),
-        dropout=draw(st.sampled_from([0.0, 0.0, 0.25])),
-        lse_grad=draw(st.booleans()),
-    )
+from tilewise.testing.cases import Case, make, upstream
+from tilewise.testing.strategies import band_masks, cases
 
 
 def run(case: Case, backend: str | None) -> None:

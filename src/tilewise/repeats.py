@@ -8,7 +8,6 @@ The call before is tried first, by a check of tensors that torch's compiler has 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     if torch.compiler.is_compiling():
         return None
     last = _last
-    if last is not None and last.check(q, k, v) and all(map(is_, options, last.options)) and torch.is_grad_enabled() is last.grad_enabled:
+    if last is not None and last.check(q, k, v) and _same(options, last.options) and torch.is_grad_enabled() is last.grad_enabled:
         return last
     try:
         known = _KNOWN.get(_signature(q, k, v, options))
@@ -109,6 +108,13 @@ def forget() -> None:
     global _last
     _KNOWN.clear()
     _last = None
+
+
+def _same(options: tuple, others: tuple) -> bool:
+    """Whether all are the same objects; written out, it takes half the time of a loop."""
+    a, b, c, d, e, f, g, h = options
+    i, j, k, l, m, n, o, p = others
+    return a is i and b is j and c is k and d is l and e is m and f is n and g is o and h is p
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> Callable | None:

@@ -178,6 +178,14 @@ def test_every_table_can_be_written_even_from_nothing(name):
         assert re.search(r"\n\|---", text)
 
 
+def test_a_marker_names_a_set_and_a_direction():
+    back = [replace(row, case={**row.case, "direction": "bwd"}, median_s=3 * row.median_s) for row in ROWS if row.median_s is not None]
+    for direction, shown in (("fwd", ("| **2.000**",)), ("bwd", ("| **6.000**",)), ("", ("| **2.000**", "| **6.000**"))):
+        name = f"time:cpu:{direction}".rstrip(":")
+        text = report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", ROWS + back)
+        assert [number for number in ("| **2.000**", "| **6.000**") if number in text] == list(shown)
+
+
 def test_markers_that_make_no_sense():
     with pytest.raises(ValueError, match=r"page.md: speed is no table; there are time, throughput"):
         report.fill("<!-- tilewise:begin speed -->\n<!-- tilewise:end speed -->", ROWS, "page.md")

@@ -2,50 +2,26 @@
 
 import pytest
 import torch
+from hopper_problems import INNER, NEEDS_HOPPER, cumulated, held_forward, packs
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.errors import ShapeError
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import Causal, Documents, FirstKeys, Full, PrefixLM, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+pytestmark = NEEDS_HOPPER
 
-INNER = (Full(), Causal(), Causal("top_left"), SlidingWindow(30, 0), SlidingWindow(10, 20, "top_left"), Causal() & SlidingWindow(5, None, "top_left"),
-         PrefixLM(7), FirstKeys(3))  # fmt: skip
-
-
-def cumulated(lengths):
-    return (0, *torch.tensor(lengths).cumsum(0).tolist())
+NOT_ONE_BAND = PrefixLM(7), FirstKeys(3)
 
 
-def packs(seed=0):
-    """(queries' cu_seqlens, keys', total queries, total keys)"""
-    generator = torch.Generator().manual_seed(seed)
-    tiny = torch.randint(0, 9, (150,), generator=generator).tolist()
-    zipf = [max(1, int(700 / (rank + 1))) for rank in torch.randperm(40, generator=generator).tolist()]
-    long = [900, *([17] * 20), 0, 3]
-    pairs = {"tiny": (tiny, tiny), "zipf": (zipf, zipf), "long": (long, long), "long last": (long[::-1], long[::-1]), "one": ([257], [257])}
-    pairs["empty"] = ([0, 0, 0], [0, 0, 0])
-    pairs["crossed"] = (tiny[:60], tiny[60:120])  # absent queries here, absent keys there
-    pairs["more keys"] = ([3, 100, 0, 40], [300, 160, 20, 41])
-    for q, k in pairs.values():
-        cu_q, cu_k = cumulated(q), cumulated(k)
-        beyond = int(torch.randint(0, 140, (1,), generator=generator))
-        yield cu_q, cu_k, max(1, cu_q[-1] + beyond), max(1, cu_k[-1] + beyond // 2)
-
-
-@pytest.mark.parametrize("inner", INNER, ids=repr)
+@pytest.mark.parametrize("inner", [*INNER, *NOT_ONE_BAND], ids=repr)
 def test_packs(inner):
     for turn, (cu_q, cu_k, total_q, total_k) in enumerate(packs()):
         mask = Documents(cu_q, cu_k, inner=inner)
         case = Case(batch=1, seqlen_q=total_q, seqlen_k=total_k, heads_q=4, heads_k=2, head_dim=128, mask=mask, dtype="bf16")
-        try:
-            conformance.run_forward(Hopper(), case, device="cuda", seed=turn)
-        except AssertionError as failure:
-            raise AssertionError(f"{case.id}: {failure}") from None
+        held_forward(case, seed=turn)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
@@ -54,7 +30,7 @@ def test_head_dims_and_batches(dims):
     for cu_q, cu_k, total_q, total_k in packs(1):
         mask = Documents(cu_q, cu_k, inner=Causal())
         sizes = {"seqlen_q": total_q, "seqlen_k": total_k, "head_dim": dims[0], "head_dim_v": dims[1]}
-        conformance.run_forward(Hopper(), Case(batch=2, heads_q=3, heads_k=3, mask=mask, dtype="fp16", **sizes), device="cuda")
+        held_forward(Case(batch=2, heads_q=3, heads_k=3, mask=mask, dtype="fp16", **sizes))
 
 
 @pytest.mark.parametrize("change", [{"softcap": 3.0}, {"sink": True}, {"softcap": 3.0, "bias": "h", "alibi": "h", "diagonal": True, "sink": True}],
@@ -62,9 +38,7 @@ def test_head_dims_and_batches(dims):
 def test_with_changed_scores(change):
     for cu_q, cu_k, total_q, total_k in packs(2):
         mask = Documents(cu_q, cu_k, inner=SlidingWindow(40, 0))
-        conformance.run_forward(
-            Hopper(), Case(batch=1, seqlen_q=total_q, seqlen_k=total_k, head_dim=128, mask=mask, dtype="bf16", **change), device="cuda"
-        )
+        held_forward(Case(batch=1, seqlen_q=total_q, seqlen_k=total_k, head_dim=128, mask=mask, dtype="bf16", **change))
 
 
 def test_a_hidden_nan_reaches_nobody():
@@ -88,7 +62,7 @@ def test_random_packs(seed):
         inner = (Full(), Causal(), SlidingWindow(draw(0, 100), draw(0, 100)))[draw(0, 3)]
         sizes = {"seqlen_q": max(1, cu_q[-1]), "seqlen_k": max(1, cu_k[-1]), "head_dim": 128}
         mask = Documents(cu_q, cu_k, inner=inner)
-        conformance.run_forward(Hopper(), Case(batch=1, mask=mask, dtype="bf16", **sizes), device="cuda", seed=draw(0, 1 << 20))
+        held_forward(Case(batch=1, mask=mask, dtype="bf16", **sizes), seed=draw(0, 1 << 20))
 
 
 def tensors(cu_q, cu_k, total_q, total_k, heads=(4, 2), dim=128):

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
+from hopper_problems import LENGTHS_OF_TABLES, NEEDS_HOPPER, beyond_one_band, held_forward
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.errors import UnsupportedError
-from tilewise.hopper.compile import why_not_here
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.masks import Causal, Dense, FirstKeys, Full, PrefixLM, Slices, SlidingWindow
 from tilewise.testing import conformance
-from tilewise.testing.cases import QUICK, Case, masks, random_mask
+from tilewise.testing.cases import QUICK, Case, masks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+pytestmark = NEEDS_HOPPER
 
-LENGTHS = ((45, 70), (300, 1), (1, 300), (129, 260), (400, 385), (700, 900))
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 CHANGES = (
     {"softcap": 2.0},
@@ -24,50 +23,28 @@ CHANGES = (
 )
 
 
-def _held(case, seed=0):
-    try:
-        conformance.run_forward(Hopper(), case, seed=seed, device="cuda")
-    except AssertionError as failure:
-        raise AssertionError(f"{case.id}: {failure}") from None
-
-
-def _some(seqlen_q, seqlen_k):
-    n = min(seqlen_q, seqlen_k)
-    sparse = torch.rand(seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.01
-    return [
-        PrefixLM(n // 2),
-        Full() - SlidingWindow(30, 30),
-        Documents((0, n // 5, n // 5, n // 2, n)) | FirstKeys(3),
-        PerHead({(0, 1): Causal(), (1, 4): FirstKeys(n // 3)}),
-        random_mask(seqlen_q, seqlen_k, batch=2, heads=4),
-        random_mask(seqlen_q, seqlen_k) & Causal(),
-        Dense(sparse),
-        Dense(sparse) - Full(),
-    ]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS_OF_TABLES, ids=str)
 def test_every_mask(lengths):
     of_lengths = masks(*lengths) if min(lengths) >= 16 else []
-    for turn, mask in enumerate(of_lengths + _some(*lengths)):
-        _held(Case(seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=128, mask=mask, dtype="bf16"), seed=turn)
+    for turn, mask in enumerate(of_lengths + beyond_one_band(*lengths)):
+        held_forward(Case(seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=128, mask=mask, dtype="bf16"), seed=turn)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims):
-    for mask in _some(300, 450):
-        _held(Case(seqlen_q=300, seqlen_k=450, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="fp16"))
+    for mask in beyond_one_band(300, 450):
+        held_forward(Case(seqlen_q=300, seqlen_k=450, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="fp16"))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))
 def test_with_changed_scores(change):
-    for mask in _some(260, 390):
-        _held(Case(seqlen_q=260, seqlen_k=390, head_dim=128, mask=mask, dtype="bf16", **change))
+    for mask in beyond_one_band(260, 390):
+        held_forward(Case(seqlen_q=260, seqlen_k=390, head_dim=128, mask=mask, dtype="bf16", **change))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_a_hidden_nan_reaches_nobody(dims):
-    for mask in [*_some(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
+    for mask in [*beyond_one_band(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
         case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
         try:
             conformance.run_spoiled(Hopper(), case, device="cuda", backward=False)
@@ -91,7 +68,7 @@ def test_random_slices(seed):
         mask = Slices([span(seqlen_q) for _ in range(slices)], [span(seqlen_k) for _ in range(slices)], [draw(0, 4) for _ in range(slices)])
         if draw(0, 2):
             mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
-        _held(
+        held_forward(
             Case(batch=draw(1, 3), seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=8 * draw(1, 9), mask=mask, dtype="bf16"),
             seed=draw(0, 1 << 20),
         )
@@ -111,7 +88,7 @@ def test_quick_cases(part):
     """All of them but dropout, fp32, fp64 and odd head dims."""
     for case in covered(part):
         try:
-            _held(case)
+            held_forward(case)
         except UnsupportedError as refused:
             raise AssertionError(f"{case.id}: {refused}") from None
 

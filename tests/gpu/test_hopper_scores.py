@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from hopper_problems import NEEDS_HOPPER, held_forward
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import FEATURES, FILLS, Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+pytestmark = NEEDS_HOPPER
 
 EVERYTHING = {"softcap": 3.0, "bias": "hq", "alibi": "bh", "diagonal": True, "sink": True, "wide": True}
 CHANGES = (
@@ -27,20 +27,13 @@ LENGTHS = ((1, 1), (129, 65), (130, 257), (300, 700), (1, 300), (40, 400))
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
-def _held(case, seed=0):
-    try:
-        conformance.run_forward(Hopper(), case, seed=seed, device="cuda")
-    except AssertionError as failure:
-        raise AssertionError(f"{case.id}: {failure}") from None
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(map(str, change)))
 def test_cases(change, mask):
     for seqlen_q, seqlen_k in LENGTHS:
         if change.get("bias_fill") and seqlen_k < 200:
             continue  # a filled row has to see keys that are not
-        _held(Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=128, mask=mask, dtype="bf16", **change))
+        held_forward(Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=128, mask=mask, dtype="bf16", **change))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -48,7 +41,7 @@ def test_cases(change, mask):
 def test_head_dims(change, dims):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
-        _held(Case(heads_q=6, heads_k=2, mask=Causal(), dtype="fp16", **sizes, **change), seed=turn)
+        held_forward(Case(heads_q=6, heads_k=2, mask=Causal(), dtype="fp16", **sizes, **change), seed=turn)
 
 
 @pytest.mark.parametrize("change", [{"softcap": 2.0}, {"bias": "bhq"}, {"alibi": "h"}, {"sink": True}, EVERYTHING],
@@ -85,7 +78,7 @@ def test_random_problems(seed):
             sink=True,
             wide=True,
         )
-        _held(case, seed=draw(0, 1 << 20))
+        held_forward(case, seed=draw(0, 1 << 20))
 
 
 def test_huge_biases():
@@ -93,7 +86,7 @@ def test_huge_biases():
 
 
 def test_without_keys_the_sink_is_all_there_is():
-    _held(Case(seqlen_k=0, sink=True, dtype="bf16"))
+    held_forward(Case(seqlen_k=0, sink=True, dtype="bf16"))
 
 
 def test_the_public_call_takes_them():

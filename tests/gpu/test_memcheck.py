@@ -32,10 +32,13 @@ slopes, sink = torch.rand(4, device="cuda"), torch.randn(4, device="cuda", dtype
 bias = torch.randn(1, 4, 130, 257, device="cuda", dtype=torch.bfloat16)
 tw.attention(q, k, v, causal=True, softcap=20.0, backend="hopper")
 tw.attention(q, k, v, bias=bias, alibi_slopes=slopes, sink=sink, backend="hopper")
-for dim in (64, 128):
-    for mask in ways[:3]:
-        q, k, v = made(333, 4, dim, True), made(257, 2, dim, True), made(257, 2, dim, True)
+for dim in (64, 128, 256):
+    for mask in ways if dim == 128 else ways[:3]:
+        q, k, v = made(333, 4, dim, True), made(333, 2, dim, True), made(333, 2, dim, True)
         tw.attention(q, k, v, mask=mask, backend="hopper").backward(made(333, 4, dim))
+q, k, v, bias = made(130, 4, 128, True), made(257, 2, 128, True), made(257, 2, 128, True), bias.requires_grad_()
+tw.attention(q, k, v, causal=True, softcap=20.0, backend="hopper").backward(made(130, 4, 128))
+tw.attention(q, k, v, bias=bias, alibi_slopes=slopes, sink=sink, backend="hopper").backward(made(130, 4, 128))
 torch.cuda.synchronize()
 print("all ran")
 """

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tilewise.backends.hopper import _changes, _in_pairs
+from tilewise.backends.hopper.changes import in_pairs, operands
 from tilewise.masks import Full
 from tilewise.problem import Call
 
@@ -13,25 +13,25 @@ zeros = functools.partial(torch.zeros, dtype=torch.bfloat16)
 
 def copied(bias):
     q = zeros(1, 4, 2, 64)
-    return _changes(Call(q=q, k=q, v=q, mask=Full(), scale=1.0, bias=bias))[0]
+    return operands(Call(q=q, k=q, v=q, mask=Full(), scale=1.0, bias=bias)).bias
 
 
 def test_pairs():
     whole = zeros(2, 2, 4, 10)
-    assert _in_pairs(whole) and copied(whole) is whole
-    assert _in_pairs(whole[:, :, :1]) and _in_pairs(whole[:1].expand(5, 2, 4, 10))
-    assert not _in_pairs(whole[..., 1:9])  # begins at an odd number
-    assert not _in_pairs(zeros(2, 2, 4, 9))  # so does every second row
-    assert not _in_pairs(zeros(2, 2, 4, 11)[..., :10])
-    assert not _in_pairs(zeros(1, 1, 1, 9))  # the last number has no neighbour
-    assert _in_pairs(zeros(1, 1, 1, 11)[..., :10])  # there is but one row
+    assert in_pairs(whole) and copied(whole) is whole
+    assert in_pairs(whole[:, :, :1]) and in_pairs(whole[:1].expand(5, 2, 4, 10))
+    assert not in_pairs(whole[..., 1:9])  # begins at an odd number
+    assert not in_pairs(zeros(2, 2, 4, 9))  # so does every second row
+    assert not in_pairs(zeros(2, 2, 4, 11)[..., :10])
+    assert not in_pairs(zeros(1, 1, 1, 9))  # the last number has no neighbour
+    assert in_pairs(zeros(1, 1, 1, 11)[..., :10])  # there is but one row
 
 
 def test_fp32_has_none():
-    assert not _in_pairs(torch.zeros(2, 2, 4, 10))
+    assert not in_pairs(torch.zeros(2, 2, 4, 10))
 
 
 def test_pairs_of_a_bias_that_is_copied():
     strided = zeros(2, 2, 4, 20)[..., 1::2]
-    assert _in_pairs(strided) and _in_pairs(copied(strided))
-    assert not _in_pairs(zeros(1, 1, 4, 18)[..., ::2])
+    assert in_pairs(strided) and in_pairs(copied(strided))
+    assert not in_pairs(zeros(1, 1, 4, 18)[..., ::2])

@@ -1,5 +1,6 @@
 """Filling the cache ahead of time: which kernels, and what becomes of them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -47,7 +48,9 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     names = {warmup.describe(kernel)[0] for kernel in both}
     assert set(forward) <= set(both) and names == {"forward", "backward"}
     covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
-    assert len(both) - len(forward) == len({backward_config.tile_dims(*dims) for dims in covered}) * len(masks)
+    ways = itertools.product(covered, ("all", "from", "interval"), backward_config.lengths())
+    ships = {backward_config.configure(BF16, *dims, sees, seqlen) for dims, sees, seqlen in ways}
+    assert len(ships) > 3 * len(backward_config.TILES) and {each.config for each in both} - {each.config for each in forward} == ships
     monkeypatch.setattr(gradients, "why_not", lambda problem: ["it has no backward pass for that"])
     assert warmup.kernels(cells) == forward
 

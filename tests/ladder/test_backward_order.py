@@ -10,35 +10,60 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import pytest
 
-from tilewise.backends.hopper.band import band_of
+from tilewise.backends.hopper import documents
+from tilewise.backends.hopper.band import NOTHING, band_of
 from tilewise.hopper.compile import why_no_compiler
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
 
 
 @pytest.fixture(scope="module")
 def order():
-    """The module's functions and tuples."""
-    from tilewise.backends.hopper import backward_order
+    """The modules' functions and tuples."""
+    from tilewise.backends.hopper import backward_order, backward_visible
 
-    plain = dict(vars(backward_order), Int32=int, const_expr=bool, cute=SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
-    for name in ("queries_seeing", "visitors_of", "block_of", "walk_of", "turn_of", "next_tile"):
-        plain[name] = FunctionType(inspect.unwrap(plain[name]).__code__, plain)
-    return SimpleNamespace(**plain)
+    names = "interval_in", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
+    return plain(vars(backward_visible) | vars(backward_order), names)
+
+
+@pytest.fixture(scope="module")
+def documents_kernels():
+    from tilewise.backends.hopper import backward_intervals, intervals
+
+    return plain(vars(intervals) | vars(backward_intervals), ("interval", "settled", "settle"))
+
+
+def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
+    """A module with its functions of these names as functions of Python."""
+    ways = {
+        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), make_layout=tuple),
+        "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
+    }
+    found = dict(module, Int32=int, Boolean=bool, const_expr=bool, **ways)
+    for name in names:
+        found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
+    return SimpleNamespace(**found, everything=found)
 
 
 class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
 
-    def __init__(self, order, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, together):
-        sees = "all" if mask.kind == "full" else "from" if isinstance(mask, Causal) else "interval"
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, rotate=True)
-        self.order, self.band = order, order.Band(*band_of(mask, seqlen_q, seqlen_k))
-        self.lengths, self.heads, self.slots = (seqlen_q, seqlen_k), heads, slots
+    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together):
+        sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
+        if isinstance(mask, Causal):
+            sees = "from"
+        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees)
+        self.order, self.lengths, self.heads, self.slots = order, (seqlen_q, seqlen_k), heads, slots
+        if sees == "rows":
+            self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
+        else:
+            self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        numbers, how = range(n_blocks * heads), order.Order(slots, together)
-        self.blocks = [order.block_of(number, n_blocks, heads, heads, how, self.config) for number in numbers]
+        rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
+        divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
+        how = order.Order(slots, rising, together, *divisors)
+        self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
 
@@ -56,22 +81,58 @@ class Problem:
         return self.order.turn_of(m_block, self.m_blocks, block, self.band, self.lengths[1], self.config)
 
 
-def draw(order) -> Problem:
+class Columns:
+    """What the GPU makes of packed documents, for the backward pass; `found` is what intervals.kernel says of their transpose."""
+
+    def __init__(self, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n):
+        lo, hi, lo_left, hi_left = documents.offsets(mask.inner)
+        turned = kernels.Documents(np.array(mask.cu_seqlens_k), np.array(mask.cu_seqlens_q), seqlen_q, -hi, -lo, -hi_left, -lo_left)
+        self.queries = np.array([kernels.interval(key, turned) for key in range(seqlen_k)]).T
+        self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n), 4), -7)
+        found = np.array([self._needed(n0, tile_m, tile_n) for n0 in range(0, seqlen_k, tile_n)])
+        storage = SimpleNamespace(allocate_tensor=lambda *_: found.copy())
+        kernels.everything.update(
+            THREADS=1 << 20, SmemAllocator=lambda: storage
+        )  # all blocks of keys at once, as other threads have read them
+        for at in range(max(len(self.visitors), len(self.walks))):
+            kernels.everything["arch"] = SimpleNamespace(block_idx=lambda: (0,), thread_idx=lambda at=at: (at,), sync_threads=lambda: None)
+            kernels.settle(found, self.walks, self.visitors, seqlen_k, SimpleNamespace(tile_m=tile_n, tile_n=tile_m))
+
+    def _needed(self, n0, tile_m, tile_n):
+        begin, end = self.queries[:, n0 : n0 + tile_n]
+        any_sees = begin < end
+        if not any_sees.any():
+            return 0, 0, 0, 0
+        first, last = begin[any_sees].min() // tile_m, -(-end.max() // tile_m)
+        free_first = min(max(-(-begin.max() // tile_m), first), last)
+        return first, last, free_first, min(max(end.min() // tile_m, free_first), last)
+
+
+def packed(seqlen_q, seqlen_k, inner):
+    """Documents of random lengths; some have no queries, or no keys, and tokens may be left over."""
+    count = random.choice((1, 2, 5, 40))
+    ends_q, ends_k = (sorted(random.choices(range(seqlen + 1), k=count)) for seqlen in (seqlen_q, seqlen_k))
+    return Documents((0, *ends_q), (0, *ends_k), inner=inner)
+
+
+def draw(order, kernels) -> Problem:
     masks = (
         Full(),
         Causal(random.choice(("bottom_right", "top_left"))),
         SlidingWindow(random.choice((None, 0, 3, 50)), random.choice((None, 0, 3, 200)), random.choice(("bottom_right", "top_left"))),
     )
     lengths, tiles = (random.randint(1, 500), random.randint(1, 700)), (random.choice((64, 128)), random.choice((64, 128, 192)))
-    return Problem(
-        order, random.choice(masks), *lengths, *tiles, random.randint(1, 7), random.choice((1, 2, 3, 5, 7, 132)), random.randint(1, 5)
-    )
+    mask = random.choice(masks)
+    if random.random() < 0.4:
+        mask = packed(*lengths, mask)
+    machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
+    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine)
 
 
-def test_walks_and_turns(order):
+def test_walks_and_turns(order, documents_kernels):
     random.seed(0)
-    for _ in range(150):
-        problem = draw(order)
+    for _ in range(250):
+        problem = draw(order, documents_kernels)
         assert len({(block.n0, block.head_k, block.batch) for block in problem.blocks}) == len(problem.blocks)
         turns = {}
         for block in problem.blocks:
@@ -94,16 +155,16 @@ def check_walk(problem, block):
         if walk.free_first <= m_block < walk.free_last:
             assert tile.all() and columns.shape[1] == config.tile_n
     for key in range(columns.shape[1]):
-        begin, end = problem.order.queries_seeing(block.n0 + key, problem.band)
+        begin, end = problem.order.queries_of(block.n0 + key, problem.band, config)
         rows = np.arange(len(columns))
         assert (((rows >= begin) & (rows < end)) == columns[:, key]).all()
 
 
-def test_nobody_waits_for_ever(order):
+def test_nobody_waits_for_ever(order, documents_kernels):
     """Blocks start in the order of their numbers, `slots` at a time; each adds when it is its turn and starts the next tile only then."""
     random.seed(1)
-    for _ in range(100):
-        problem = draw(order)
+    for _ in range(150):
+        problem = draw(order, documents_kernels)
         waiting, added, running, progress = list(problem.blocks), {}, [], 0
         while waiting or running:
             while waiting and len(running) < problem.slots:
@@ -119,3 +180,25 @@ def test_nobody_waits_for_ever(order):
                     moved.append((block, iter([m_block, *rest])))
             assert len(moved) < len(running) or sum(added.values()) > progress, "all of them wait"
             running, progress = moved, sum(added.values())
+
+
+def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):
+    """Whatever is found for the blocks of keys: those that visit a tile are neighbours, and as many as `visitors` says."""
+    generator = np.random.default_rng(2)
+    for _ in range(200):
+        n_blocks, m_blocks = generator.integers(1, 9, 2)
+        found = generator.integers(0, m_blocks + 1, (n_blocks, 4))
+        walks = [settled(documents_kernels, n_block, found, m_blocks)[:2] for n_block in range(n_blocks)]
+        for m_block in range(m_blocks):
+            first, last = settled(documents_kernels, m_block, found, m_blocks)[2:]
+            assert [n for n, walk in enumerate(walks) if walk[0] <= m_block < walk[1]] == list(range(first, last))
+        for (needs_first, needs_last, *_), (first, last) in zip(found, walks, strict=True):
+            assert needs_first >= needs_last or first <= needs_first < needs_last <= last
+
+
+def settled(kernels, at, found, m_blocks):
+    """Three blocks of keys at a time."""
+    state = m_blocks, 0, len(found), 0
+    for begin in range(0, len(found), 3):
+        state = kernels.settled(at, begin, min(3, len(found) - begin), found[begin:], *state)
+    return state[0], max(state[:2]), state[2], max(state[2:])

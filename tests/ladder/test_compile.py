@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, backward_config, config, documents, gradients
+from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, bias_gradient, config, documents, gradients
 from tilewise.hopper.compile import build, compiled, why_no_compiler
 from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
+MOST_MOVED = 4  # numbers moved to uniform registers ahead of a group of products: a stage; each product's descriptor would be many
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 
 
@@ -156,16 +157,19 @@ def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
 
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
-    """The small kernel ahead of "rows"."""
-    kernel = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
-    check_nothing_spills(compile_and_inspect(lambda: build(*kernel, REMARKS), kernel[2], capfd))
+    """The small kernels ahead of "rows"."""
+    forward = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    backward = backward_tables.kernel(backward_config.configure(torch.bfloat16, 128, 128, "rows"))
+    for kernel in (forward, backward):
+        check_nothing_spills(compile_and_inspect(lambda kernel=kernel: build(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):
     found = compile_and_inspect(lambda: build(_launch(), arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
-    loops = 3 if shipped.sees in ("interval", "rows") else 2
+    check_descriptors(found)
+    loops = 1 if shipped.sees == "all" else 2
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
     assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 
@@ -181,30 +185,94 @@ def test_the_series_of_tanh():
     assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
 
 
+BACKWARD = [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from"), ((128, 128), "rows"), ((64, 64), "runs")]
+BACKWARD_TOO = [(dims, sees) for dims in backward_config.TILES for sees in ("all", "from", "interval", "rows", "runs")]
+
+
 @pytest.mark.parametrize(
     "dims, sees",
-    [((64, 64), "all"), ((96, 96), "from"), ((128, 128), "interval"), ((256, 256), "from")],
+    BACKWARD + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_TOO if case not in BACKWARD],
     ids=lambda x: str(x).replace(" ", ""),
 )
 def test_backward(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees), compile_and_inspect, capfd)
+
+
+def check_backward(shipped, compile_and_inspect, capfd):
     """Its three kernels; the products of a step stand in the code once for each role."""
-    shipped = backward_config.configure(torch.bfloat16, *dims, sees)
     found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
     assert len(found.usage) == 3
     check_nothing_spills(found)
     main = max(found.usage, key=lambda usage: usage["REG"])
-    check_registers(replace(found, usage=[main]), shipped)
+    check_registers(replace(found, usage=[main]), shipped, kernels=1 + shipped.dq_apart)
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
 
 
+@pytest.mark.parametrize("dims, sees", backward_config.LONG, ids=lambda x: str(x).replace(" ", ""))
+def test_backward_of_long_sequences(dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, 1 << 20), compile_and_inspect, capfd)
+
+
+BACKWARD_CHANGES = (
+    {"softcap": True},
+    {"alibi": True},
+    {"bias": torch.bfloat16},
+    {"bias": torch.float32, "alibi": True, "diagonal": True},
+    {"softcap": True, "alibi": True},
+    {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True},
+)
+BACKWARD_CHANGED = [
+    ((128, 128), "from", BACKWARD_CHANGES[0]),
+    ((64, 64), "interval", BACKWARD_CHANGES[3]),
+    ((128, 128), "interval", BACKWARD_CHANGES[5]),
+    ((256, 256), "from", BACKWARD_CHANGES[2]),
+]
+BACKWARD_CHANGED_TOO = [
+    (dims, sees, changes)
+    for dims in backward_config.TILES
+    for sees in ("all", "from", "interval", "rows", "runs")
+    for changes in BACKWARD_CHANGES
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"),
+    BACKWARD_CHANGED + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_CHANGED_TOO if case not in BACKWARD_CHANGED],
+)
+def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
+    """With what backward_scores.py does between the products."""
+    shipped = backward_config.configure(torch.bfloat16, *dims, sees, **changes)
+    found = compile_and_inspect(lambda: build(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
+    check_nothing_spills(found)
+    assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") > 0
+    producer, consumer = shipped.registers
+    assert producer + shipped.consumers * consumer <= max(usage["REG"] for usage in found.usage) * (1 + shipped.consumers)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("sees", ["band", "rows", "runs"])
+@pytest.mark.parametrize("changes", [{}, {"softcap": True, "alibi": True, "diagonal": True}], ids=["bias", "everything"])
+def test_gradient_of_a_bias(changes, sees, rows, compile_and_inspect, capfd):
+    """Its kernel has S and dP once each, by four instructions for the columns of a stage."""
+    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=rows, sees=sees, **changes)
+    found = compile_and_inspect(lambda: build(bias_gradient.LAUNCH, bias_gradient.arguments, shipped, REMARKS), shipped, capfd)
+    check_nothing_spills(found)
+    check_registers(found, shipped)
+    assert found.count("HGMMA") == 2 * 4 and found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == 2
+
+
 def backward_products(shipped) -> tuple[int, int]:
     """Groups and instructions of S, dP, dV, dK and dQ. Where columns are split, each of two roles has S or dP ahead of the loop and in it, and a
-    last step after it without.
+    last step after it without; where dQ has a kernel of its own, each role has a score, dV and dK, and that kernel S, dP and dQ.
     """
     over_m, over_n = shipped.tile_m // 16, shipped.tile_n // 16
     ahead = shipped.head_dim // 16, shipped.head_dim_v // 16
+    if shipped.dq_apart:
+        from tilewise.backends.hopper.backward_queries import KEYS
+
+        return 2 * 3 + 3, 2 * sum(ahead) + 4 * over_m + KEYS // 16
     if shipped.split == "columns":
         behind = 2 * over_m + shipped.dq_pieces * over_n
         return 2 * (2 + 2 * (2 + shipped.dq_pieces)), 2 * (sum(ahead) + 2 * behind)
@@ -219,7 +287,24 @@ def check_nothing_spills(found: Compiled):
     assert not re.findall(r"\(C7\d+\).*", found.remarks), "the compiler had to serialise, or to order, warpgroup products"
 
 
-def check_registers(found: Compiled, config):
+def check_descriptors(found: Compiled):
+    """Operands in shared memory are named by uniform registers that are ready before a group of products begins.
+
+    One branch on a number that ptxas takes for a thread's own, anywhere in the loop over units, puts the stages of the rings into vector registers,
+    and then each product waits for its descriptor to be moved over (R2UR): a tenth more instructions.
+    """
+    groups, in_group = [], False
+    for instruction in found.code:
+        if instruction.startswith("WARPGROUP.ARRIVE"):
+            groups.append(0)
+            in_group = True
+        elif in_group:
+            groups[-1] += instruction.startswith("R2UR")
+        in_group = in_group and not re.match("HGMMA.*gsb0", instruction)
+    assert max(groups) <= MOST_MOVED, groups
+
+
+def check_registers(found: Compiled, config, kernels: int = 1):
     """What setmaxnreg hands out is what Config says, and no more than the block was launched with, or it would wait for ever."""
     (usage,), (producer, consumer) = found.usage, config.registers
     launched = usage["REG"] * (1 + config.consumers)
@@ -227,7 +312,7 @@ def check_registers(found: Compiled, config):
     operands = [
         int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")
     ]
-    assert Counter(operands) == Counter([producer, consumer])
+    assert Counter(operands) == Counter([producer, consumer] * kernels)
 
 
 def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):

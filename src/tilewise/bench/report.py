@@ -312,7 +312,8 @@ _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewis
 def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
     """Write the tables between the markers of these markdown files; the files that changed.
 
-    A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +).
+    A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +);
+    `NAME:SET:DIRECTION` of those in one direction.
     Raises ValueError for a name that is no table, and for a begin without its end.
     """
     rows, changed = list(rows), []
@@ -335,10 +336,11 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
         raise ValueError(f"{where}: tilewise:begin {missing[0]} has no tilewise:end {missing[0]} after it, or no line of its own")
 
     def written(match: re.Match) -> str:
-        name, _, sets = match["name"].partition(":")
+        name, sets, direction = [*match["name"].split(":"), "", ""][:3]
         if name not in TABLES:
             raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
         chosen = [row for row in rows if not sets or row.name in sets.split("+")]
+        chosen = [row for row in chosen if direction in ("", row.case["direction"])]
         return f"{match[1]}\n{TABLES[name](chosen)}\n\n{match[3]}"
 
     return fill_ladder(_MARKED.sub(written, text), rows, where)

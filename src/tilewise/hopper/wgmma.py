@@ -20,11 +20,10 @@ def value_dim(config) -> int:
 def products(config, dtype=BFloat16) -> Mma:
     """64 rows a warpgroup; all of tile_n, and of the values' head_dim, in one instruction."""
     warpgroups = (config.tile_m // 64, 1, 1)
-    smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    k, mn = OperandMajorMode.K, OperandMajorMode.MN
+    k, smem = OperandMajorMode.K, warpgroup.OperandSource.SMEM
     return Mma(
         sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, warpgroups, (64, config.tile_n), smem),
-        sm90.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, warpgroups, (64, value_dim(config)), rmem),
+        product_of(config, value_dim(config), dtype),
     )
 
 
@@ -53,5 +52,17 @@ def layout_V(config, dtype=BFloat16) -> cute.ComposedLayout:
 
 
 def layout_O(config, dtype=BFloat16) -> cute.ComposedLayout:
-    """(tile_m, head_dim_v, 1): as Q's, so that a warpgroup's rows of O fit over its rows of Q."""
-    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, value_dim(config)), dtype, 1)
+    """(tile_m, head_dim_v, 1), or a piece of the columns: as Q's, so that a warpgroup's rows of O fit over its rows of Q."""
+    return sm90.make_smem_layout_a(K_MAJOR, (config.tile_m, config.tile_n, columns_of_O(config)), dtype, 1)
+
+
+def columns_of_O(config) -> int:
+    """How many of O's columns leave through shared memory at once."""
+    return value_dim(config) // max(getattr(config, "pieces_of_O", 1), 1)
+
+
+def product_of(config, columns: int, dtype=BFloat16) -> cute.TiledMma:
+    """O = P V, for some of V's columns: who of a warpgroup holds what of those columns of O."""
+    k, mn = OperandMajorMode.K, OperandMajorMode.MN
+    warpgroups = (config.tile_m // 64, 1, 1)
+    return sm90.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, warpgroups, (64, columns), warpgroup.OperandSource.RMEM)

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import documents, forecast, gradients, packing
+from tilewise.backends.hopper import changes, documents, forecast, gradients, packing
 from tilewise.backends.hopper.band import band_of
 from tilewise.backends.hopper.config import TILES, configure, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
@@ -22,7 +22,6 @@ from tilewise.problem import Call, Gradients, Problem
 __all__ = ["Hopper"]
 
 SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class Hopper:
@@ -59,10 +58,11 @@ class Hopper:
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
+        backward = gradients.lines(call) if call.grad else []
         if packed is None:
-            return forecast.lines(self._config(call), call, machine)
+            return [*forecast.lines(self._config(call), call, machine), *backward]
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
-        return [shared, *forecast.lines(self._config(packed), packed, machine)]
+        return [shared, *forecast.lines(self._config(packed), packed, machine), *backward]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
@@ -112,7 +112,7 @@ class Hopper:
         """What `compile.compiled` takes, for every kernel that the call launches."""
         config = self._config(packing.pack(call) or call)
         ahead = [documents.kernel(config)] if config.sees == "rows" else []
-        return [*ahead, (_launch(), arguments, config), *([gradients.kernel(call)] if call.grad else [])]
+        return [*ahead, (_launch(), arguments, config), *(gradients.kernels(call) if call.grad else [])]
 
     def _config(self, call: Call):
         sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
@@ -126,11 +126,8 @@ class Hopper:
             call.head_dim_v,
             sees,
             call.seqlen_q,
-            softcap=call.softcap > 0.0,
-            bias=None if call.bias is None else call.bias.dtype,
-            bias_pairs=call.bias is not None and _in_pairs(call.bias),
-            alibi=call.alibi_slopes is not None,
-            diagonal=call.alibi_slopes is not None and call.diagonal is not None,
+            **changes.fields(call),
+            bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
             sink=call.sink is not None,
         )
 
@@ -141,18 +138,15 @@ def _empty_lse(call: Call) -> Tensor:
 
 def arguments(config) -> list:
     """Stand-ins for `forward.launch`'s tensors, band and scale."""
-    from tilewise.hopper.dsl import Float32, Int32, Int64
+    from tilewise.hopper.dsl import Float32, Int32
 
-    dtype = _dsl(config.dtype)
+    dtype = changes.dsl(config.dtype)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (hopper.size() for _ in range(7))
     q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     counter = hopper.tensor(Int32, 1, aligned=False)
-    factors = [Float32(1.0), Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None]
-    bias = hopper.tensor(_dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
-    slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
-    diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
+    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
     m_blocks, heads = hopper.size(), (batch, heads_q)
     order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("rows", "runs") else None
@@ -163,14 +157,7 @@ def arguments(config) -> list:
     ends = [None] * 2
     if config.sees == "rows":
         ends = [hopper.tensor(Int32, *shape, aligned=False) for shape in ((2, seqlen_q), (m_blocks, 4))]
-    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), *factors, bias, slopes, diagonal, sink, order, *tables, *ends]
-
-
-def _dsl(dtype: torch.dtype):
-    """torch's dtype as the DSL calls it."""
-    from tilewise.hopper import dsl
-
-    return {torch.bfloat16: dsl.BFloat16, torch.float16: dsl.Float16, torch.float32: dsl.Float32}[dtype]
+    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0), *changed, sink, order, *tables, *ends]
 
 
 def _launch() -> str:
@@ -210,7 +197,8 @@ def _rest(call: Call, config, scale: float) -> tuple:
     if config.sees in ("until", "interval"):
         band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
     sizes = _section(call, config), _multiprocessors(call.q.device)
-    return *band, *sizes, *_factors(config, scale, call.softcap), *_changes(call), *_tables(call, config)
+    scale_log2 = changes.outer(config, scale, call.softcap) / math.log(2)
+    return *band, *sizes, scale_log2, *changes.factors(config, scale, call.softcap), *changes.operands(call), *_tables(call, config)
 
 
 def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
@@ -223,39 +211,6 @@ def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
     if config.sees == "rows":
         made[0], *made[6:] = documents.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
     return tuple(made)
-
-
-def _factors(config, scale: float, softcap: float) -> tuple[float | None, ...]:
-    """scale_log2, inner and factor of scores.py, as finite fp32."""
-    outer = softcap if config.softcap else scale
-    inner = max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)) if config.softcap else None
-    return outer / math.log(2), inner, outer if config.natural else None
-
-
-def _changes(call: Call) -> tuple[Tensor | None, ...]:
-    """What the kernel reads to change scores: bias, slopes, diagonal, sink."""
-    slopes, bias = call.alibi_slopes, call.bias
-    diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
-    sink = None if call.sink is None else call.sink.float().contiguous()
-    return (
-        bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
-        slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
-        diagonal,
-        sink,
-    )
-
-
-def _in_pairs(bias: Tensor) -> bool:
-    """Whether all rows of a bias of 16 bits have an even length and start at a multiple of 32 bits, as the kernel gets it.
-
-    Pairs of fp32 would take registers that there are not.
-    """
-    if bias.itemsize != 2 or bias.shape[-1] % 2:
-        return False
-    if bias.stride(-1) != 1:
-        return True  # `_changes` copies it, densely
-    steps = (step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1)
-    return bias.data_ptr() % 4 == 0 and not any(step % 2 for step in steps)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -8,19 +8,35 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_keys
+from tilewise.backends.hopper import backward_columns, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Band, Block, Order, Walk, block_of, next_tile, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Loads, Mma, Pipes, Smem, layouts_of, products
+from tilewise.backends.hopper.backward_scores import Changes
+from tilewise.backends.hopper.backward_tiles import (
+    THREADS,
+    WARP,
+    Barrier,
+    Loads,
+    Mma,
+    Pipes,
+    Smem,
+    layouts_of,
+    load_row,
+    products,
+    shares_of,
+)
+from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
     Constexpr,
     CUstream,
     Float32,
     Int32,
+    Int64,
     SmemAllocator,
     arch,
     const_expr,
@@ -34,12 +50,20 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, together: Int32, has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32,
-    lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32, q0: Int32, q1: Int32,
+    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
+    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
+    keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
+    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
+    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None, query_walks: cute.Tensor | None,
+    query_visits: cute.Tensor | None, query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the three of `Tensors` that `prepare` writes."""
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns)
+    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
+    q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
+    """
+    shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, Changes(inner, factor, bias, slopes, diagonal, shift))
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -52,23 +76,63 @@ def launch(
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)
     ]  # (seqlen, dim, heads, batch)
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
-    shares = 1 if config.split == "keys" else config.consumers
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
-    stores = Stores(*(describe_store(x, dim // shares) for x, dim in zip(gradients, (config.head_dim, config.head_dim_v), strict=True)))
-    band = Band(q0, q1, k0, k1, lo, hi)
+    stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
+    of_queries = query_walks, query_visits, query_bands, query_bitmaps, query_spans
+    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
+    band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
-        grid=queries, block=(parts.THREADS, 1, 1), stream=stream
+        grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
-    kernel(tensors, Outputs(mdK, mdV, stores), loads, band, Order(slots, together), scale, scale_log2, mma, *layouts, config).launch(
+    kernel(
+        tensors,
+        Outputs(mdK, mdV, stores),
+        loads,
+        band,
+        order_of(slots, rising, together, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        scale,
+        scale_log2,
+        mma,
+        *layouts,
+        config,
+    ).launch(
         grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=config.chained,
+        use_pdl=True,
     )
+    if const_expr(config.dq_apart):
+        launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
+        return
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=queries, block=(config.dq_consumers * THREADS, 1, 1), stream=stream, use_pdl=config.chained
+        grid=queries,
+        block=(config.dq_consumers * THREADS, 1, 1),
+        min_blocks_per_mp=config.least_blocks,
+        stream=stream,
+        use_pdl=True,
+    )
+
+
+@cute.jit
+def launch_dQ(
+    tensors: Tensors, mdQ: cute.Tensor, rows: list, band: Band, together: Int32, scale: Float32, scale_log2: Float32,
+    config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """rows: K, V, Q and dO as (seqlen, dim, heads, batch)."""
+    dtype, K, V, Q, dO = tensors.Q.element_type, *rows
+    layouts = backward_queries.layouts_of(config, dtype)
+    shapes = [tuple(cute.size(x, mode=[i]) for i in (0, 1)) for x in layouts]
+    loads = backward_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
+    blocks = cute.ceil_div(tensors.Q.shape[1], backward_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
+    mma = backward_queries.products(config, dtype)
+    backward_queries.kernel(tensors, mdQ, loads, band, together, scale, scale_log2, mma, *layouts, config).launch(
+        grid=(blocks, 1, 1),
+        block=((1 + backward_queries.CONSUMERS) * THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
     )
 
 
@@ -89,6 +153,9 @@ def kernel(
     if const_expr(not config.direct):
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
+    visits = None
+    if const_expr(config.sees == "runs"):
+        visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, config.stages)), 16)
     statistics = cute.make_layout((config.tile_m, config.stages))
     sm = Smem(
         sK,
@@ -101,21 +168,19 @@ def kernel(
         first,
         storage.allocate_tensor(Float32, statistics, 128),
         storage.allocate_tensor(Float32, statistics, 128),
+        visits,
     )
     pipes = make_pipes(storage, config)
-    heads_k = tensors.K.shape[2]
-    block = block_of(
-        arch.block_idx()[0], cute.ceil_div(tensors.K.shape[1], config.tile_n), heads_k, heads_k * tensors.K.shape[0], order, config
-    )
+    n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
+    block = block_of(arch.block_idx()[0], n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
-            produce(tensors, loads, sm, pipes, block, walk, config)
-        elif warp_idx <= config.dq_consumers:
-            if const_expr(config.chained):
-                arch.griddepcontrol_wait()
+            produce(tensors, loads, sm, pipes, block, band, walk, config)
+        elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
+            arch.griddepcontrol_wait()
             if const_expr(not config.direct):
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
@@ -139,10 +204,11 @@ def kernel(
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     statistics = 4 * config.tile_m
+    visit = 4 * FIELDS if config.sees == "runs" else 0
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim, warps),
         tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim_v, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics, warps),
+        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics + visit, warps),
         tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim_v + statistics, warps),
     )
     tma.barriers_ready()
@@ -150,7 +216,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, walk: Walk, config: Constexpr[Config]):
+def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, band: Band, walk: Walk, config: Constexpr[Config]):
     """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
     state, once = tma.at_first_empty(config.stages), tma.at_first_empty(1)
     n_block = block.n0 // config.tile_n
@@ -158,22 +224,28 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-    if const_expr(config.chained):
-        arch.griddepcontrol_wait()  # what `prepare` writes is there
+    arch.griddepcontrol_wait()  # what `prepare` writes is there
+    if const_expr(config.dq_apart):
+        arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            pipes.q.producer_acquire(state)
-            tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
-            load_rows(lse, sm.lse, pipes.q, state, m_block, config)
-            pipes.do.producer_acquire(state)
-            tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
-            load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
-            state.advance()
-            m_block = next_tile(m_block, walk)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        place = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                head = block.head_k * group + g
+                lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
+                pipes.q.producer_acquire(state)
+                tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
+                load_rows(lse, sm.lse, pipes.q, state, m_block, config)
+                if const_expr(config.sees == "runs"):
+                    load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
+                pipes.do.producer_acquire(state)
+                tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
+                load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
+                state.advance()
+            place = next_in(own, place, config)
 
 
 @cute.jit
@@ -182,16 +254,7 @@ def load_rows(
     config: Constexpr[Config],
 ):  # fmt: skip
     """One number for each row of tile m_block."""
-    with arch.elect_one():
-        arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[
-                sX[None, state.index].iterator.toint(),
-                (gX.iterator + m_block * config.tile_m).toint(),
-                Int32(4 * config.tile_m),
-                pipe.producer_get_barrier(state).toint(),
-            ],
-        )
+    load_row(cute.domain_offset((m_block * config.tile_m,), gX), sX, pipe, state, config.tile_m)
 
 
 @cute.jit
@@ -203,38 +266,43 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     """
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            gSum = tensors.sum_dQ[block.batch, head, m_block, None]
-            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+    before = Int64(0)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        place = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
             turn = Int32(-1)
             if const_expr(config.ordered):
-                turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
+                turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                head = block.head_k * group + g
+                arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+                if const_expr(config.ordered):
+                    counter = address_of(tensors.turns, block.batch, head, m_block, consumer)
+                    if arch.lane_idx() == 0:
+                        now = turn_now(counter)
+                        if before != 0:
+                            arch.cp_async_bulk_wait_group(0)
+                            give_turn(before)
+                        while now != turn:
+                            now = turn_now(counter)
+                    before = counter
+                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
-                    now = turn_now(gTurns, m_block)
-                    if before >= 0:
-                        arch.cp_async_bulk_wait_group(0)
-                        give_turn(gTurns, before, config)
-                    while now != turn:
-                        now = turn_now(gTurns, m_block)
-                before = m_block
-            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                if turn == 0:
-                    bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
-                else:
-                    bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
-                arch.cp_async_bulk_commit_group()
-                arch.cp_async_bulk_wait_group(0, read=True)
-            arch.sync_warp()
-            m_block = next_tile(m_block, walk)
-        if arch.lane_idx() == 0:
-            arch.cp_async_bulk_wait_group(0)
-            if const_expr(config.ordered) and before >= 0:
-                give_turn(gTurns, before, config)
+                    gSum = tensors.sum_dQ[block.batch, head, m_block, None]
+                    if turn == 0:
+                        bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
+                    else:
+                        bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
+                    arch.cp_async_bulk_commit_group()
+                    arch.cp_async_bulk_wait_group(0, read=True)
+                arch.sync_warp()
+            place = next_in(own, place, config)
+    if arch.lane_idx() == 0:
+        arch.cp_async_bulk_wait_group(0)
+        if const_expr(config.ordered) and before != 0:
+            give_turn(before)
 
 
 @cute.jit
@@ -242,31 +310,34 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
     m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        head = block.head_k * group + g
-        gTurns = tensors.turns[block.batch, head, None, consumer]
-        m_block, before = walk.start, Int32(-1)
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            turn = turn_of(m_block, m_blocks, block, band, tensors.K.shape[1], config)
-            now = Int32(0)
-            if arch.lane_idx() == 0:
-                now = turn_now(gTurns, m_block)
-            if before >= 0:
-                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                if before >= 0:
-                    give_turn(gTurns, before, config)
-                while now != turn:
-                    now = turn_now(gTurns, m_block)
-                sm.first[consumer] = Int32(turn == 0)
-            arch.sync_warp()
-            arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
-            before = m_block
-            m_block = next_tile(m_block, walk)
-        if before >= 0:
-            arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-            if arch.lane_idx() == 0:
-                give_turn(gTurns, before, config)
+    before = Int64(0)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        place = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            m_block = tile_at(place, band, config)
+            turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                counter = address_of(tensors.turns, block.batch, block.head_k * group + g, m_block, consumer)
+                now = Int32(0)
+                if arch.lane_idx() == 0:
+                    now = turn_now(counter)
+                if before != 0:
+                    arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+                if arch.lane_idx() == 0:
+                    if before != 0:
+                        give_turn(before)
+                    while now != turn:
+                        now = turn_now(counter)
+                    sm.first[consumer] = Int32(turn == 0)
+                arch.sync_warp()
+                arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
+                before = counter
+            place = next_in(own, place, config)
+    if before != 0:
+        arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+        if arch.lane_idx() == 0:
+            give_turn(before)
 
 
 @cute.jit
@@ -284,14 +355,18 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int
 
 
 @cute.jit
-def turn_now(gTurns: cute.Tensor, m_block: Int32) -> Int32:
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+def address_of(turns: cute.Tensor, batch: Int32, head: Int32, m_block: Int32, consumer: Int32) -> Int64:
+    return (turns.iterator + cute.crd2idx((batch, head, m_block, consumer), turns.layout)).toint()
 
 
 @cute.jit
-def give_turn(gTurns: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
-    """What was added is there before the next one's turn is."""
-    address = (gTurns.iterator + cute.crd2idx(m_block, gTurns.layout)).toint()
-    how = const_expr("release" if config.release else "relaxed")
-    arch.inline_ptx(f"red.{how}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[address])
+def turn_now(counter: Int64) -> Int32:
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
+
+
+@cute.jit
+def give_turn(counter: Int64):
+    """What was added is there before the next one's turn is. Without the fence (relaxed) parts of what the second block adds are lost: the first
+    one's bulk copy says that it is complete before its last numbers are where additions are made.
+    """
+    arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])

@@ -1,6 +1,6 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,36 +15,79 @@ class Config:
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval"]  # a key is seen by: all queries, those from a beginning on, those from a beginning to an end
+    sees: Literal["all", "from", "interval", "rows", "runs"]  # backward_visible.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
+    dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
-
-    release: bool = True
-    delta_in: bool = True  # -delta is in dP's registers before dP is
-    rotate: bool = True  # where all keys are seen, walks begin evenly spread
-    copied: bool = False  # dK and dV leave by way of the copy engine
-    chained: bool = False  # a kernel starts while the one before it ends
-    early: bool = False  # dV is issued before dP is there
+    ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
+    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
+
+    @property
+    def enlarged(self) -> float:
+        """By what the factor of dP - delta in dS is multiplied, where columns are split and it goes through shared memory: fp16 has few bits for
+        probabilities below 6e-5, and none below 6e-8, as keys have that are far away or of a low bias.
+        """
+        return 4096.0 if self.dtype == torch.float16 and self.natural else 1.0
+
+    @property
+    def own_factor(self) -> bool:
+        """Whether that factor is not P as it is rounded for dV."""
+        return self.split == "columns" and (self.softcap or self.enlarged != 1.0)
+
+    @property
+    def bias_pairs(self) -> bool:
+        """A bias is read number by number: transposed, neighbours are no thread's own."""
+        return False
+
+    @property
+    def natural(self) -> bool:
+        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
+
+    def __post_init__(self) -> None:
+        if self.sees == "runs" and self.direct and self.split == "keys":
+            raise ValueError(
+                "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
+            )
 
     @property
     def consumers(self) -> int:
         return self.tile_n // 64 if self.split == "keys" else 2
 
     @property
+    def column_parts(self) -> int:
+        """Among how many warpgroups the columns of dK and dV are divided."""
+        return 1 if self.split == "keys" else self.consumers
+
+    @property
     def dq_grid(self) -> tuple[int, int]:
         """How the warpgroups that compute dQ share it: blocks of 64 rows times blocks of columns; of every piece."""
+        if self.dq_transposed:
+            return self.dq_consumers, 1
         return self.tile_m // 64, self.dq_consumers // (self.tile_m // 64)
 
     @property
     def dq_width(self) -> int:
-        """Columns of dQ that a warpgroup computes at a time."""
+        """Columns of dQ, or of dQ^T, that a warpgroup computes at a time."""
+        if self.dq_transposed:
+            return self.tile_m
         return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property
@@ -53,18 +96,58 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def delta_ahead(self) -> bool:
+        """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
+        return self.sees == "runs" and not (self.delta_in or self.modified)
+
+    @property
+    def least_blocks(self) -> int:
+        """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
+        return 1 if self.modified or self.sees in ("rows", "runs") else 0
+
+    @property
+    def numbers_of_sum(self) -> int:
+        """Of a tile of dQ in global memory."""
+        return 4 if self.dq_apart else self.tile_m * self.head_dim
+
+    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
 
 # (head_dim, head_dim_v): fields of Config.
 TILES = {
-    (64, 64): dict(tile_m=128, tile_n=128),
+    (64, 64): dict(tile_m=128, tile_n=128, ahead=0.25),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
-    (128, 128): dict(tile_m=64, tile_n=128),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2),
+    (128, 128): dict(tile_m=64, tile_n=128, ahead=0.25),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
+}
+
+# Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
+# takes as much): what keeps registers from spilling.
+CHANGED = {
+    "softcap": {(64, 64): dict(tile_m=64)},
+    "natural": {(64, 64): dict(tile_m=64)},
+    "both": {
+        (64, 64): dict(tile_m=64, change_parts=4),
+        (96, 96): dict(change_parts=4),
+        (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (256, 256): dict(change_parts=4),
+    },
+}
+
+# Besides, where dQ is not computed apart.
+CHANGED_WITH_DQ = {
+    "softcap": {},
+    "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
+    "both": {
+        (128, 128): dict(dq_apart=False, change_parts=2),
+        (192, 128): dict(dq_pieces=3, change_parts=4),
+        (192, 192): dict(dq_pieces=3, change_parts=4),
+        (256, 256): dict(dq_pieces=4),
+    },
 }
 
 
@@ -73,6 +156,34 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **choice) -> Config:
+# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product,
+# and short sequences fill them badly.
+THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
+LONG = {
+    ((128, 128), "all"): (1024, dict(tile_m=80, dq_transposed=True)),
+    ((64, 64), "all"): (2048, THREE),
+    ((64, 64), "from"): (256, THREE),
+}
+
+
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **TILES[dims], **choice)
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
+    if config.modified:
+        return replace(config, **_instead(config, dims))
+    least, larger = LONG.get((dims, sees), (0, {}))
+    return replace(config, **(larger | choice)) if seqlen_q >= least else config
+
+
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that tiles depend on them."""
+    return [1, *sorted({least for least, _ in LONG.values()})]
+
+
+def _instead(config: Config, dims: tuple[int, int]) -> dict:
+    most = config.softcap or (config.bias is not None and config.diagonal)
+    how = "softcap" if not config.natural else "both" if most else "natural"
+    with_dq = {}
+    if config.sees in ("rows", "runs"):
+        with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})
+    return CHANGED[how].get(dims, {}) | with_dq

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, Block
+from tilewise.backends.hopper.backward_order import Block
 from tilewise.backends.hopper.backward_parts import Tensors
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, shares_of
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -49,16 +50,11 @@ def write(
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
-    if const_expr(config.copied):
-        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
-        store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, config)
-        store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, config)
-        arch.cp_async_bulk_wait_group(0, read=True)
-    else:
-        cdK = mma.dk.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim)))
-        cdV = mma.dv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim_v)))
-        parts.store_tile(gdV, acc_dV, cdV, block.n0, Float32(1.0))
-        parts.store_tile(gdK, acc_dK, cdK, block.n0, scale)
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
+    of_K, of_V = shares_of(config)
+    store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
+    store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)
+    arch.cp_async_bulk_wait_group(0, read=True)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
         rows, share = place_of(thread // WARP, config)
@@ -80,9 +76,12 @@ def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
 
 @cute.jit
 def store(
-    acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, config: Constexpr[Config]
-):
-    """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows."""
+    acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, columns: Constexpr[int],
+    config: Constexpr[Config],
+):  # fmt: skip
+    """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows, `columns` at a time, as
+    many as a swizzled block of sX has.
+    """
     thread = arch.thread_idx()[0] - THREADS
     r = cute.make_rmem_tensor_like(acc, sX.element_type)
     for i in range_constexpr(cute.size(acc)):
@@ -94,9 +93,8 @@ def store(
     arch.sync_warp()
     number = arch.make_warp_uniform(thread // WARP)
     rows, share = place_of(number, config)
-    shares = const_expr(1 if config.split == "keys" else config.consumers)
-    width = const_expr(cute.size(sX, mode=[1]) // shares)
-    box = const_expr((ROWS, box_columns(width)))
+    width = const_expr(cute.size(sX, mode=[1]) // config.column_parts)
+    box = const_expr((ROWS, columns))
     gX = target.gmem[None, None, block.head_k, block.batch]
     if block.n0 + rows * ROWS < gX.shape[0]:
         for c in range_constexpr(width // box[1]):

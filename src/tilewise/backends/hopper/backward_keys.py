@@ -7,9 +7,10 @@ dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Band, Block, Walk, next_tile, queries_seeing
+from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -21,11 +22,15 @@ from tilewise.backends.hopper.backward_tiles import (
     Smem,
     add_directly,
     add_to_rows,
+    exponentiate,
     hide,
     per_query,
     probabilities,
+    subtract,
     transposed,
 )
+from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
     Boolean,
@@ -53,8 +58,8 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
+    tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
+    tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
     tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
@@ -64,10 +69,14 @@ class Tile(NamedTuple):
     tScS: cute.Tensor  # (key, query) of each number of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
+    visits: cute.Tensor | None  # (FIELDS, stages)
+    n0: Int32
+    band: Band
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
     consumer: Int32
+    thread: changed.Thread
 
 
 @cute.jit
@@ -77,27 +86,29 @@ def consume(
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
-    tile = make_tile(sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
+    tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
     tile.acc_dK.fill(0.0)
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     state = tma.at_first(config.stages)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for g in cutlass.range(group, unroll=1):
-        gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, None, None]
-        m_block = walk.start
-        for _i in cutlass.range(walk.last - walk.first, unroll=1):
-            masked = m_block < walk.free_first or m_block >= walk.free_last
-            state = step(tile, pipes, state, gSum[m_block, None], m_block, masked, has_dQ, config)
-            m_block = next_tile(m_block, walk)
+    for first in cutlass.range(apart(group, config), unroll=1):
+        own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        m_block = own.start
+        for _i in cutlass.range(own.last - own.first, unroll=1):
+            masked = m_block < own.free_first or m_block >= own.free_last
+            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+                state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
+            m_block = next_in(own, m_block, config)
     epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
 
 
 @cute.jit
 def make_tile(
-    sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32, has_dQ: Constexpr[bool],
-    config: Constexpr[Config],
+    tensors: Tensors, sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
 ) -> Tile:  # fmt: skip
     s, dv, dk, dq = (x.get_slice(consumer * THREADS) for x in mma)
     copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), sm.dS.element_type), mma.s)
@@ -105,10 +116,13 @@ def make_tile(
     at = fragments.by_rows(tScS)
     begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
     for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_seeing(block.n0 + at[r, 0][0], band)
+        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
         if begin[r] >= end[r]:
             begin[r], end[r] = Int32(FAR), Int32(0)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
+    left, right = sm.dS, transposed(sm.K)
+    if const_expr(config.dq_transposed):
+        left, right = right, left
     tlse, tdelta = (cute.make_tensor(x.iterator + at[0, 0][1], pairs) for x in (sm.lse, sm.minus_delta))
     return Tile(
         mma=mma,
@@ -118,8 +132,8 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
-        tQrdS=dq.make_fragment_A(dq.partition_A(sm.dS)),
-        tQrK=dq.make_fragment_B(dq.partition_B(transposed(sm.K)))[None, None, None, 0],
+        tQrA=dq.make_fragment_A(dq.partition_A(left)),
+        tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
         tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
@@ -129,19 +143,23 @@ def make_tile(
         tScS=tScS,
         begin=begin,
         end=end,
+        visits=sm.visits,
+        n0=block.n0,
+        band=band,
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
         scale_log2=scale_log2,
         consumer=consumer,
+        thread=changed.thread_of(tensors, block, tScS, config),
     )
 
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean,
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, g: Int32, m_block: Int32, masked: Boolean,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
-    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK."""
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
     if const_expr(config.delta_in):
@@ -153,19 +171,17 @@ def step(
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
-    lse = per_query(tile.tlse, stage)
+    lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
-    probabilities(acc_S, lse, tile.scale_log2)
-    if masked:
-        hide(tile, acc_S, m_block * config.tile_m, config)
-    P = as_left_operand(tile.mma.dv, acc_S, config)
-    if const_expr(config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
-        warpgroup.wait_group(1)
-    else:
-        warpgroup.wait_group(0)
+    if const_expr(at_once(config)):
+        probabilities(acc_S, lse, tile.scale_log2)
+    minus_delta = per_query(tile.tdelta, stage) if const_expr(config.delta_ahead) else None
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
+    if const_expr(not (config.delta_in or config.delta_ahead)):
+        minus_delta = per_query(tile.tdelta, stage)
+    warpgroup.wait_group(0)
     if const_expr(not config.delta_in):
-        add_to_rows(acc_dP, per_query(tile.tdelta, stage))
+        add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
     dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
@@ -173,12 +189,14 @@ def step(
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
     values = cute.make_tensor(dS.iterator, acc_dP.layout)
     cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
-    if const_expr(not config.early):
-        fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
     if const_expr(has_dQ):
-        acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, ds_stage], tile.tQrK)
+        stage_A, stage_B, shape_dQ = ds_stage, 0, (config.tile_m, config.head_dim)
+        if const_expr(config.dq_transposed):
+            stage_A, stage_B, shape_dQ = 0, ds_stage, (config.head_dim, config.tile_m)
+        acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         pipes.do.consumer_release(state)
@@ -214,6 +232,58 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def weights(
+    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+) -> cute.Tensor:
+    """P, or S where it is changed, becomes what hidden pairs leave of P, or what stands in for it in `differentiate`; returns P, rounded, as the
+    left operand of dV. g: of the group's heads.
+    """
+    if const_expr(not config.modified):
+        if const_expr(at_once(config)):
+            hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+        else:
+            subtract(acc_S, lse, tile.scale_log2)
+            exponentiate_in_two(tile, acc_S, m_block, masked, config)
+        return as_left_operand(tile.mma.dv, acc_S, config)
+    at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+    rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
+    hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
+    P = left_operand(tile.mma.dv, config)
+    changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
+    return P
+
+
+def at_once(config: Config) -> bool:
+    """Whether all of P is computed ahead of what hides some of it."""
+    return not config.modified and (config.ahead == 1 or config.sees == "runs")
+
+
+@cute.jit
+def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]):
+    """What is ahead of the second branch is computed under dP; the rest may wait for dP, and goes on while dS is computed: ptxas puts it there."""
+    columns = const_expr(cute.size(acc_S) // fragments.ROWS)
+    cut = const_expr(int(columns * config.ahead) // 2 * 2)
+    if const_expr(cut > 0):
+        if masked:
+            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), 0, cut)
+        exponentiate(acc_S, 0, cut)
+    if masked:
+        hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
+    exponentiate(acc_S, cut, columns)
+
+
+@cute.jit
+def hide_in(
+    tile: Tile, acc: cute.Tensor, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr[Config]
+):  # fmt: skip
+    """What this tile of queries hides."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
+    elif masked:
+        hide(tile, acc, m_block * config.tile_m, config, hidden)
+
+
+@cute.jit
 def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
     """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
     for i in range_constexpr(cute.size(acc_dP)):
@@ -223,10 +293,14 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
 @cute.jit
 def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
     """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
-    mma = tiled_mma.get_slice(0)
-    rounded = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
+    rounded = left_operand(tiled_mma, config)
     fragments.round_into(rounded, acc)
     return rounded
+
+
+def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
+    mma = tiled_mma.get_slice(0)
+    return mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
 
 
 @cute.jit

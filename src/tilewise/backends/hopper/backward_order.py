@@ -7,25 +7,30 @@ and chosen such that hardly anybody waits: `turn_of`.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.hopper.dsl import Constexpr, Int32, const_expr, cute
-
-
-class Band(NamedTuple):
-    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none."""
-
-    q0: Int32
-    q1: Int32
-    k0: Int32
-    k1: Int32
-    lo: Int32
-    hi: Int32
+from tilewise.backends.hopper.visible import Band
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
 
 
 class Order(NamedTuple):
-    """Of the thread blocks."""
+    """Of the thread blocks. Divisors divide by a multiplication and a shift."""
 
     slots: Int32  # how many the machine runs at a time
-    together: Int32  # heads that take turns
+    rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
+    together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
+    per_wave: object  # divisors: slots,
+    per_head: object  # blocks of a head,
+    per_section: object  # and of `together` heads,
+    width: object  # `together`,
+    last_width: object  # heads of the last section where it has fewer,
+    heads_k: object
+
+
+@cute.jit
+def order_of(slots: Int32, rising: Int32, together: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+    """On the host."""
+    last = (heads_k * batch - rising) % together
+    divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
+    return Order(slots, rising, together, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
 class Block(NamedTuple):
@@ -34,37 +39,23 @@ class Block(NamedTuple):
     n0: Int32
     head_k: Int32
     batch: Int32
+    rising: Boolean  # it walks from its first tile of queries to its last; under a band
     first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
     last_mate: Int32
 
 
 class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask."""
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask.
+
+    For "runs" these are the visits of one query head (backward_visible.walk_of_head).
+    """
 
     start: Int32
-    step: Int32  # 1, or -1 where it begins at the last
+    step: Int32  # 1, or -1 where it goes down
     first: Int32
     last: Int32
     free_first: Int32
     free_last: Int32
-
-
-@cute.jit
-def keys_seen(row: Int32, band: Band):
-    """[begin, end) of the keys that a query sees."""
-    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
-    if row < band.q0 or row >= band.q1:
-        end = begin
-    return begin, end
-
-
-@cute.jit
-def queries_seeing(key: Int32, band: Band):
-    """[begin, end) of the queries that see a key."""
-    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
-    if key < band.k0 or key >= band.k1:
-        end = begin
-    return begin, end
 
 
 class Visitors(NamedTuple):
@@ -79,6 +70,8 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
     """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
     if const_expr(config.sees == "all"):
         return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
+    if const_expr(config.sees == "rows"):
+        return Visitors(band.tables.visitors[m_block, 0], band.tables.visitors[m_block, 1])
     top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
     begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
     first, last = max(begin, 0) // config.tile_n, cute.ceil_div(max(end, 0), config.tile_n)
@@ -88,20 +81,39 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
 
 
 @cute.jit
-def block_of(number: Int32, n_blocks: Int32, heads_k: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
-    """The block's share of `heads` (of all sequences): `together` heads take turns, each with its first keys first.
+def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Boolean:
+    """Whether any block of keys adds to a tile of dQ."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.visited[band.tables.planes[batch, head], m_block] > 0
+    visitors = visitors_of(m_block, band, seqlen_k, config)
+    return visitors.first < visitors.last
+
+
+@cute.jit
+def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
+    """The block's share of `heads` (of all sequences).
 
     Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
     wait for each other.
     """
-    first_head = number // (order.together * n_blocks) * order.together
-    begin, together = first_head * n_blocks, min(order.together, heads - first_head)
-    n_block, head = (number - begin) // together, (number - begin) % together
-    first_of_wave = number // order.slots * order.slots
-    before = max(first_of_wave - begin - head + together - 1, 0) // together  # blocks of this head that start in earlier waves
-    until = max(first_of_wave + order.slots - begin - head + together - 1, 0) // together
-    head += first_head
-    return Block(n_block * config.tile_n, head % heads_k, head // heads_k, before, min(until, n_blocks))
+    rising, before, until = Boolean(False), Int32(0), n_blocks
+    head, n_block = divmod(number, order.per_head)
+    if const_expr(config.sees == "all"):
+        wave, _ = divmod(number, order.per_wave)
+        first_of_wave = wave * order.slots + n_block - number  # as a block of this head
+        before, until = max(first_of_wave, 0), min(first_of_wave + order.slots, n_blocks)
+    else:
+        rising, n_block = head < order.rising, n_blocks - 1 - n_block
+        section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
+        turn, member = divmod(within, order.width)
+        last_turn, last_member = divmod(within, order.last_width)
+        first_head = order.rising + section * order.together
+        if first_head + order.together > heads:
+            turn, member = last_turn, last_member
+        if not rising:
+            n_block, head = turn, first_head + member
+    batch, head_k = divmod(head, order.heads_k)
+    return Block(n_block * config.tile_n, head_k, batch, rising, before, until)
 
 
 @cute.jit
@@ -115,9 +127,12 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     if const_expr(config.sees == "all"):
         free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
         start = (n0 // tile_n - block.first_mate) * m_blocks // (block.last_mate - block.first_mate)
-        if const_expr(not config.rotate):
-            start = Int32(0)
         return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+    if const_expr(config.sees == "runs"):
+        return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
+    if const_expr(config.sees == "rows"):
+        first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
+        return begun(block, first, last, free_first, free_last)
     left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the keys that anybody sees
     begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of them
     first = max(begin, 0) // tile_m
@@ -131,12 +146,21 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     free_last = max(end, 0) // tile_m
     if end >= seqlen_q:
         free_last = last
-    return Walk(last - 1, Int32(-1), first, last, free_first, min(max(free_last, free_first), last))
+    return begun(block, first, last, free_first, min(max(free_last, free_first), last))
 
 
 @cute.jit
-def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
-    """How many blocks of keys add to a tile of dQ before this one, in an order that keeps nobody waiting.
+def begun(block: Block, first: Int32, last: Int32, free_first: Int32, free_last: Int32) -> Walk:
+    """From the first on where the block is rising, else from the last on."""
+    start, step = last - 1, Int32(-1)
+    if block.rising:
+        start, step = first, Int32(1)
+    return Walk(start, step, first, last, free_first, free_last)
+
+
+@cute.jit
+def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+    """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps nobody waiting.
 
     All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
     that began at this tile or before it the last comes first, and then the others, again the last first.
@@ -144,10 +168,12 @@ def turn_of(m_block: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k:
     Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
     from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
     """
-    n_block = block.n0 // config.tile_n
+    if const_expr(config.sees == "runs"):
+        return band.tables.visits[place, 2]
+    m_block, n_block = place, block.n0 // config.tile_n
     visitors = visitors_of(m_block, band, seqlen_k, config)
     if const_expr(config.sees != "all"):
-        return n_block - visitors.first
+        return visitors.last - 1 - n_block if block.rising else n_block - visitors.first
     mates = block.last_mate - block.first_mate
     begun = block.first_mate + min(cute.ceil_div((m_block + 1) * mates, m_blocks), mates)
     return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)

@@ -7,14 +7,17 @@
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Band, keys_seen, queries_seeing, visitors_of
+from tilewise.backends.hopper.backward_order import is_visited
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
+from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 THREADS = 256  # of a block of `prepare`
-LANES = 8  # that share a row in `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
+QUAD = 4  # threads that share a row of an accumulator
 LOG2_E = 1.4426950408889634
 
 
@@ -25,10 +28,11 @@ class Tensors(NamedTuple):
     K: cute.Tensor
     V: cute.Tensor
     dO: cute.Tensor
-    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two, +inf for a row without keys
+    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row without keys
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
+    changes: changed.Changes
 
 
 @cute.kernel
@@ -39,33 +43,31 @@ def prepare(
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
-    if const_expr(config.chained):
-        arch.griddepcontrol_launch_dependents()
-    lane = thread % LANES
-    for i in range_constexpr(config.tile_m * LANES // THREADS):
-        row = m_block * config.tile_m + i * (THREADS // LANES) + thread // LANES
-        base, total = Float32.inf, Float32(0.0)
+    arch.griddepcontrol_launch_dependents()
+    lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
+    lane, row0 = thread % lanes, m_block * config.tile_m + thread // lanes
+    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], row0, lane, lanes, config)
+    for i in range_constexpr(config.tile_m * lanes // THREADS):
+        row = row0 + i * (THREADS // lanes)
+        base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
         if row < gO.shape[0]:
-            for c in cutlass.range(lane, gO.shape[1] // VECTOR, LANES, unroll=1):
-                total += dot(gO[row, None], gdO[row, None], c)
-        total = arch.warp_reduction_sum(total, threads_in_group=LANES)
-        if row < gO.shape[0]:
-            natural = mL[batch, head, row]
+            natural = naturals[i]
             if const_expr(config.sees != "all"):
-                begin, end = keys_seen(row, band)
-                total = total if begin < end else Float32(0.0)  # with a sink its log-sum-exp is finite
+                total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]
             if natural == -Float32.inf:
                 total = Float32(0.0)
             else:
-                base = natural * LOG2_E
+                base = natural if const_expr(config.natural) else natural * LOG2_E
         else:
             total = Float32(0.0)
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    if const_expr(config.ordered):
+    if const_expr(config.dq_apart):
+        pass
+    elif const_expr(config.ordered):
         if thread < config.dq_consumers:
             turns[batch, head, m_block, thread] = 0
     else:
@@ -83,15 +85,31 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 
 @cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor, i: Int32) -> Float32:
-    """Of the 8 numbers from 8 i on."""
-    x, y = (cute.make_rmem_tensor(VECTOR, g.element_type) for g in (a, b))
-    cute.autovec_copy(vector(a, i, VECTOR), x)
-    cute.autovec_copy(vector(b, i, VECTOR), y)
-    total = Float32(0.0)
-    for j in range_constexpr(VECTOR):
-        total += x[j].to(Float32) * y[j].to(Float32)
-    return total
+def parts_of_delta(
+    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, row0: Int32, lane: Int32, lanes: Constexpr[int], config: Constexpr[Config]
+):  # fmt: skip
+    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of its rows. All is asked for before any of it is used: reading row by row
+    would wait for memory at every row. What lies beyond the last row or column is read at the last.
+    """
+    rows, steps = const_expr(config.tile_m * lanes // THREADS), const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
+    o, d_o = (cute.make_rmem_tensor((VECTOR, steps, rows), x.element_type) for x in (gO, gdO))
+    totals, naturals = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
+    vectors = gO.shape[1] // VECTOR
+    for i in range_constexpr(rows):
+        row = min(row0 + i * (THREADS // lanes), gO.shape[0] - 1)
+        naturals[i] = gL[row]
+        for j in range_constexpr(steps):
+            at = min(lane + j * lanes, vectors - 1)
+            cute.autovec_copy(vector(gO[row, None], at, VECTOR), o[None, j, i])
+            cute.autovec_copy(vector(gdO[row, None], at, VECTOR), d_o[None, j, i])
+    for i in range_constexpr(rows):
+        totals[i] = Float32(0.0)
+        for j in range_constexpr(steps):
+            total = Float32(0.0)
+            for x in range_constexpr(VECTOR):
+                total += o[x, j, i].to(Float32) * d_o[x, j, i].to(Float32)
+            totals[i] += total if lane + j * lanes < vectors else Float32(0.0)
+    return totals, naturals
 
 
 @cute.kernel
@@ -100,10 +118,10 @@ def finish(
 ):
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
-    if const_expr(config.chained):
-        arch.griddepcontrol_wait()
+    arch.griddepcontrol_wait()
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
-    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
+    shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
+    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
     numbers = cute.size(acc)
     flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
@@ -111,24 +129,71 @@ def finish(
     for i in range_constexpr(numbers // 4):
         cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
     if const_expr(config.ordered and config.sees != "all"):
-        visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         for i in range_constexpr(numbers):
-            acc[i] = acc[i] if visitors.first < visitors.last else Float32(0.0)  # nobody has written the sum
-    store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not all_finite(acc)):
+            acc[i] = acc[i] if written else Float32(0.0)
+    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+    if const_expr(config.dq_transposed):
+        store_transposed_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    else:
+        store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
 
 
 @cute.jit
 def store_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
-    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc."""
-    pair = cute.make_rmem_tensor(2, gX.element_type)
-    for i in range_constexpr(0, cute.size(acc), 2):
-        row, column = row0 + at[i][0], at[i][1]
+    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc.
+
+    A thread has two neighbours of every eight columns, for two rows. The four threads that share a row exchange theirs, four times eight columns at
+    a time, so that each stores 16 bytes.
+    """
+    member = arch.lane_idx() % QUAD
+    words = cute.make_rmem_tensor(QUAD, Int32)
+    pair = cute.recast_tensor(words, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 4 * QUAD):
+        for r in range_constexpr(2):
+            for c in range_constexpr(QUAD):
+                for j in range_constexpr(2):
+                    pair[2 * c + j] = (acc[i + 4 * c + 2 * r + j] * scale).to(gX.element_type)
+            exchange(words, member)
+            row, column = row0 + at[i + 2 * r][0], at[i][1] + 6 * member
+            if row < gX.shape[0] and column < gX.shape[1]:
+                cute.autovec_copy(pair, cute.make_tensor((gX[row, None].iterator + column).align(16), cute.make_layout(2 * QUAD)))
+
+
+@cute.jit
+def store_transposed_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
+    """Likewise of a tile (head_dim, tile_m): blocks of 8 x 8 are transposed, and a thread's two times two of them exchanged."""
+    lane = arch.lane_idx()
+    member, behind = lane % QUAD, lane // QUAD
+    words = cute.make_rmem_tensor(QUAD, Int32)
+    pair = cute.recast_tensor(words, gX.element_type)
+    for i in range_constexpr(0, cute.size(acc), 2 * QUAD):
+        for b in range_constexpr(QUAD):
+            for j in range_constexpr(2):
+                pair[2 * b + j] = (acc[i + 2 * b + j] * scale).to(gX.element_type)
+            words[b] = arch.inline_ptx(
+                "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[b]]
+            )
+        exchange(words, member)
+        column, row = at[i][0] - behind + 8 * (member % 2), row0 + at[i][1] - 2 * member + 8 * (member // 2) + behind
         if row < gX.shape[0] and column < gX.shape[1]:
-            pair[0], pair[1] = (acc[i] * scale).to(gX.element_type), (acc[i + 1] * scale).to(gX.element_type)
-            target = cute.make_tensor((gX[row, None].iterator + column).align(4), cute.make_layout(2))
-            cute.autovec_copy(pair, target)
+            cute.autovec_copy(pair, cute.make_tensor((gX[row, None].iterator + column).align(16), cute.make_layout(2 * QUAD)))
+
+
+@cute.jit
+def exchange(words: cute.Tensor, member: Int32):
+    """Between four neighbouring threads: thread i gets the others' words i, in the order of the threads; a 4 x 4 transposition in two steps."""
+    for step in range_constexpr(2):
+        distance = const_expr(2 >> step)
+        upper = (member & distance) != 0
+        for i in range_constexpr(QUAD):
+            if const_expr(i & distance == 0):
+                low, high = words[i], words[i + distance]
+                other = arch.shuffle_sync_bfly(low if upper else high, distance)
+                words[i] = other if upper else low
+                words[i + distance] = high if upper else other
 
 
 @cute.jit
@@ -148,6 +213,8 @@ class Head(NamedTuple):
     dO: cute.Tensor
     lse: cute.Tensor
     minus_delta: cute.Tensor
+    changes: changed.Changes
+    which: changed.Head
 
 
 @cute.jit
@@ -156,30 +223,49 @@ def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
     Q, dO = rows
     keys = (x[batch, None, head_k, None] for x in (tensors.K, tensors.V))
     K, V = keys
-    return Head(Q, K, V, dO, tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None])
+    statistics = tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None]
+    return Head(Q, K, V, dO, *statistics, tensors.changes, changed.Head(batch, head))
 
 
 @cute.jit
-def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32):
+def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Constexpr[Config]):
     """P and dS of query i and key j, which sees it."""
     s, dp = Float32(0.0), Float32(0.0)
     for c in cutlass.range(at.Q.shape[1], unroll=4):
         s += at.Q[i, c].to(Float32) * at.K[j, c].to(Float32)
     for c in cutlass.range(at.dO.shape[1], unroll=4):
         dp += at.dO[i, c].to(Float32) * at.V[j, c].to(Float32)
+    if const_expr(config.modified):
+        p, factor = changed.pair_weights(s, i, j, at.lse[i], at.changes, at.which, scale_log2, config)
+        return p, factor * (dp + at.minus_delta[i])
     p = cute.math.exp2(s * scale_log2 - at.lse[i], fastmath=True)
     return p, p * (dp + at.minus_delta[i])
 
 
 @cute.jit
-def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32):
-    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on."""
+def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32, shown: Int32):
+    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on.
+
+    shown: a bit for each of these rows, which takes part if it is set.
+    """
     column = column0 + arch.lane_idx()
     for t in cutlass.range(count, unroll=1):
         w = arch.shuffle_sync(weight, t)
-        for x in range_constexpr(cute.size(total)):
-            if x * WARP + column < gX.shape[1]:
-                total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+        if (shown >> t) & 1 != 0:
+            for x in range_constexpr(cute.size(total)):
+                if x * WARP + column < gX.shape[1]:
+                    total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+
+
+@cute.jit
+def shown_to(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
+    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval it is visible."""
+    if const_expr(config.sees != "runs"):
+        return there, Int32(-1)
+    seen = Boolean(False)
+    if there:
+        seen = shows(query, key, head, batch, band, config)
+    return seen, arch.vote_ballot_sync(seen)
 
 
 @cute.jit
@@ -195,26 +281,38 @@ def repair_dQ(
     tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup. Rare, so it is short rather than fast: a lane a key
-    for dS, a lane a column for the sum.
+    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup."""
+    warp, (over_rows, over_columns) = arch.thread_idx()[0] // WARP, config.dq_grid
+    row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
+    for piece in range_constexpr(config.dq_pieces):
+        column0 = (piece * over_columns + warp // (4 * over_rows)) * config.dq_width
+        repair_rows(tensors, gdQ, row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
+
+
+@cute.jit
+def repair_rows(
+    tensors: Tensors, gdQ: cute.Tensor, row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """16 rows from row0 on, `width` columns from column0 on, by the warp that has written them. Rare, so it is short rather than fast: a lane a
+    key for dS, a lane a column for the sum.
     """
     at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
-    lane, warp = arch.lane_idx(), arch.thread_idx()[0] // WARP
-    over_rows, over_columns = config.dq_grid
-    row0, column0 = m_block * config.tile_m + warp % (4 * over_rows) * 16, warp // (4 * over_rows) * config.dq_width
+    lane = arch.lane_idx()
     arch.sync_warp()
-    for i in cutlass.range(16 * config.dq_pieces, unroll=1):
-        row, column = row0 + i % 16, column0 + i // 16 * over_columns * config.dq_width
+    for i in cutlass.range(16, unroll=1):
+        row = row0 + i
         if row < gdQ.shape[0]:
-            begin, end = keys_seen(row, band)
-            dq = cute.make_rmem_tensor(config.dq_width // WARP, Float32)
+            begin, end = keys_of(row, band, config)
+            dq = cute.make_rmem_tensor(width // WARP, Float32)
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
-                if j0 + lane < end:
-                    _, ds = pair_weights(at, row, j0 + lane, scale_log2)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column)
-            write_row(gdQ, row, dq, scale, column)
+                seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
+                if seen:
+                    _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
+                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
+            write_row(gdQ, row, dq, scale, column0)
 
 
 @cute.jit
@@ -233,18 +331,20 @@ def repair_dKV(
     for i in cutlass.range(16, unroll=1):
         key = n0 + i
         if key < gdK.shape[0]:
-            begin, end = queries_seeing(key, band)
+            begin, end = queries_of(key, band, config)
             dk = cute.make_rmem_tensor(width_k // WARP, Float32)
             dv = cute.make_rmem_tensor(width_v // WARP, Float32)
             dk.fill(0.0)
             dv.fill(0.0)
             for g in cutlass.range(group, unroll=1):
-                at = head_of(tensors, batch, head_k * group + g, head_k)
+                head = head_k * group + g
+                at = head_of(tensors, batch, head, head_k)
                 for i0 in cutlass.range(begin, end, WARP, unroll=1):
                     p, ds = Float32(0.0), Float32(0.0)
-                    if i0 + lane < end:
-                        p, ds = pair_weights(at, i0 + lane, key, scale_log2)
-                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v)
-                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k)
+                    seen, shown = shown_to(i0 + lane, key, head, batch, band, i0 + lane < end, config)
+                    if seen:
+                        p, ds = pair_weights(at, i0 + lane, key, scale_log2, config)
+                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)
+                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k, shown)
             write_row(gdK, key, dk, scale, share * width_k)
             write_row(gdV, key, dv, Float32(1.0), share * width_v)

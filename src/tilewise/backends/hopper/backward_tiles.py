@@ -32,6 +32,7 @@ class Barrier(IntEnum):
     DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
     DQ_FULL = 5  # likewise: it is written, or added
     P = 8  # P is in shared memory
+    S = 12  # S has been computed
     OWN = 9  # and the following, one a warpgroup: all of its threads are here
 
 
@@ -46,6 +47,7 @@ class Smem(NamedTuple):
     first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
     lse: cute.Tensor  # (tile_m, stages) fp32
     minus_delta: cute.Tensor  # (tile_m, stages) fp32
+    visits: cute.Tensor | None  # (backward_visible.FIELDS, stages) int32
 
 
 class Layouts(NamedTuple):
@@ -78,7 +80,7 @@ class Mma(NamedTuple):
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
     dv: cute.TiledMma  # dV += P^T dO, registers
     dk: cute.TiledMma  # dK += dS^T Q, registers
-    dq: cute.TiledMma  # dQ = dS K, shared memory
+    dq: cute.TiledMma  # dQ = dS K or dQ^T = K^T dS^T, shared memory
 
 
 def products(config, dtype) -> Mma:
@@ -94,7 +96,7 @@ def products(config, dtype) -> Mma:
         product(k, k, alone, config.tile_m),
         product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
         product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
-        product(k, mn, (*config.dq_grid, 1), config.dq_width),
+        product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
     )
 
 
@@ -104,19 +106,44 @@ def layouts_of(config, dtype) -> Layouts:
     The columns that a warpgroup computes begin where a swizzled block of columns does.
     """
 
-    def tile(rows, columns, stages, share):
-        kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
-
     dim, dim_v = config.head_dim, config.head_dim_v
-    parts = 1 if config.split == "keys" else config.consumers
+    of_K, of_V = shares_of(config)
     return Layouts(
-        tile(config.tile_n, dim, 1, dim // parts),
-        tile(config.tile_n, dim_v, 1, dim_v // parts),
-        tile(config.tile_m, dim, config.stages, dim // parts),
-        tile(config.tile_m, dim_v, config.stages, dim_v // parts),
-        tile(config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
+        swizzled(dtype, config.tile_n, dim, 1, of_K),
+        swizzled(dtype, config.tile_n, dim_v, 1, of_V),
+        swizzled(dtype, config.tile_m, dim, config.stages, dim // config.column_parts),
+        swizzled(dtype, config.tile_m, dim_v, config.stages, of_V),
+        swizzled(dtype, config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
     )
+
+
+def shares_of(config) -> tuple[int, int]:
+    """Columns of K and of V that no swizzled block reaches beyond: what a warpgroup has of dK and dV, or computes of dQ at a time."""
+    of_dK, of_dV = config.head_dim // config.column_parts, config.head_dim_v // config.column_parts
+    return of_dK if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width, of_dV
+
+
+def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.ComposedLayout:
+    """Columns contiguous; blocks of them do not reach from one part of `share` columns into the next."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
+
+
+@cute.jit
+def load_row(
+    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
+):  # fmt: skip
+    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
+    with arch.elect_one():
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                sX[None, state.index].iterator.toint(),
+                gX.iterator.toint(),
+                Int32(4 * numbers),
+                pipe.producer_get_barrier(state).toint(),
+            ],
+        )
 
 
 def box_columns(share: int) -> int:
@@ -156,21 +183,42 @@ def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Co
 
 
 @cute.jit
-def hide(tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config]):
-    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`)."""
+def hide(
+    tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0,
+    first: Constexpr[int] = 0, last: Constexpr[int] = 0,
+):  # fmt: skip
+    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (`repair_dKV`).
+
+    `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
+    """
     P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
-            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(0.0)
+        for c in range_constexpr(first, last or cute.size(P, mode=[1])):
+            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
 
 
 @cute.jit
 def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
     """S becomes P = exp(S - LSE) (Eq. 24)."""
+    subtract(acc_S, lse, scale_log2)
+    exponentiate(acc_S)
+
+
+@cute.jit
+def subtract(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes the exponents of P, in powers of two."""
     S = fragments.by_rows(acc_S)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse[c], fastmath=True)
+            S[r, c] = S[r, c] * scale_log2 - lse[c]
+
+
+@cute.jit
+def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[int] = 0):
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(first, last or cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
 
 
 @cute.jit

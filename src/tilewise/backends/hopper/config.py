@@ -38,10 +38,19 @@ class Config:
         return self.tile_m // 64
 
     @property
-    def own_O(self) -> bool:
-        """Whether O has shared memory of its own; otherwise it takes Q's, and the next tile's Q has to wait for it."""
+    def pieces_of_O(self) -> int:
+        """In how many pieces, a part of the columns each, O leaves through shared memory of its own; 0: there is none, and it takes Q's.
+
+        Then the next unit's Q has to wait for it.
+        """
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (operands + self.tile_m * self.head_dim_v) <= SHARED_BYTES
+        sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
+        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= SHARED_BYTES), 0)
+
+    @property
+    def smem_of_O(self) -> int:
+        """Numbers of O that its own shared memory holds."""
+        return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
     def natural(self) -> bool:
@@ -70,8 +79,13 @@ def any_length(**fields) -> tuple[Choice, ...]:
 
 
 def pairs(**fields) -> tuple[Choice, ...]:
-    """Thread blocks in pairs where there is more than one tile of queries; otherwise half of them would have nothing to do."""
-    return Choice(most_queries=fields["tile_m"], fields=fields), Choice(fields={**fields, "cluster": 2, "draws": False})
+    """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
+    paired = {**fields, "cluster": 2, "draws": False}
+    return (
+        Choice(most_queries=fields["tile_m"], fields=fields),
+        Choice(most_queries=2048, fields=paired),
+        Choice(fields={**paired, "pingpong": False}),
+    )
 
 
 # (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
@@ -82,7 +96,10 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
 #   full at 1k. With intervals, three warpgroups of 160 registers a thread would spill 150 bytes.
 # (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 606 / 628.
+#   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
+#   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
+#   478 / 461 at 1k, 620 / 602 at 2k.
 # (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
@@ -108,7 +125,12 @@ TILES = {
         "until": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
-    (256, 256): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=80, late=True)),
+    (256, 256): {
+        "all": (Choice(most_queries=512, fields={"tile_m": 128, "tile_n": 64, "pingpong": True, "late": True}),
+                *any_length(tile_m=128, tile_n=80, late=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 64, "late": True}), *any_length(tile_m=128, tile_n=80, late=True)),
+        "interval": any_length(tile_m=128, tile_n=80, late=True),
+    },
 }  # fmt: skip
 
 

@@ -31,6 +31,15 @@ class RowsConfig:
 
     tile_m: int
     tile_n: int
+    least: int = 1  # tiles of keys that a tile of queries visits, whatever it sees
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsConfig:
+    """Of the kernels that find what the backward pass reads: tiles of the kernel that walks over keys and, turned round, of the one over queries."""
+
+    rows: RowsConfig
+    columns: RowsConfig
 
 
 class Rows(NamedTuple):

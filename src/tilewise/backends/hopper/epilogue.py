@@ -6,10 +6,11 @@ Each warp stores its own 16 rows, so no warp waits for another here, and the nex
 from typing import NamedTuple
 
 from tilewise.backends.hopper import scores, visible
+from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.schedule import Block
 from tilewise.backends.hopper.scores import Scores
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper import fragments
+from tilewise.hopper import fragments, wgmma
 from tilewise.hopper.dsl import (
     Boolean,
     Constexpr,
@@ -54,24 +55,37 @@ def describe(mO: cute.Tensor, config) -> Tma:
 
 
 @cute.jit
-def store(acc_O: cute.Tensor, sO: cute.Tensor, target: Tma, pv: cute.TiledMma, thread: Int32, block: Block, config: Constexpr):
-    """O in its dtype to shared memory and on its way to global memory; rows and columns that do not exist are left out. sO: (tile_m, head_dim_v)."""
+def store(acc_O: cute.Tensor, sO: cute.Tensor, target: Tma, thread: Int32, block: Block, config: Constexpr[Config]):
+    """O in its dtype to shared memory and on its way to global memory; rows and columns that do not exist are left out.
+
+    sO: (tile_m, columns), as many columns as there is room for at once.
+    """
     r = cute.make_rmem_tensor_like(acc_O, sO.element_type)
     r.store(acc_O.load().to(sO.element_type))
     atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, sO.element_type, Float32)
-    copy = cute.make_tiled_copy_C(atom, pv).get_slice(thread)
-    arch.cp_async_bulk_wait_group(0, read=True)  # the rows of the tile before have left
-    arch.sync_warp()
-    cute.copy(atom, copy.retile(r), copy.partition_D(sO))
-    arch.fence_proxy("async.shared", space="cta")
-    arch.sync_warp()
-    warp = arch.make_warp_uniform(thread // WARP)
+    width = wgmma.columns_of_O(config)
+    part = wgmma.product_of(config, width, sO.element_type)
+    copy = cute.make_tiled_copy_C(atom, part).get_slice(thread)
+    held = part.get_slice(thread).make_fragment_C(part.partition_shape_C((config.tile_m, width)))
+    for piece in range_constexpr(config.head_dim_v // width):
+        arch.cp_async_bulk_wait_group(0, read=True)  # the rows of the tile, or the piece, before have left
+        arch.sync_warp()
+        numbers = cute.make_tensor(r.iterator + piece * cute.size(held), held.layout)
+        cute.copy(atom, copy.retile(numbers), copy.partition_D(sO))
+        arch.fence_proxy("async.shared", space="cta")
+        arch.sync_warp()
+        send(sO, target, piece * width, arch.make_warp_uniform(thread // WARP), block, config)
+
+
+@cute.jit
+def send(sO: cute.Tensor, target: Tma, column: Constexpr[int], warp: Int32, block: Block, config: Constexpr[Config]):
+    """A warp's rows of sO to the columns of O from `column` on."""
     box = ROWS, columns(config)
     gO = target.gmem[None, None, block.head, block.batch]
     if block.m0 + warp * ROWS < gO.shape[0]:
-        for c in range_constexpr(config.head_dim_v // box[1]):
+        for c in range_constexpr(wgmma.columns_of_O(config) // box[1]):
             piece = cute.local_tile(sO, box, (warp, c))
-            place = cute.local_tile(gO, box, (block.m0 // ROWS + warp, c))
+            place = cute.local_tile(gO, box, (block.m0 // ROWS + warp, column // box[1] + c))
             s, g = cpasync.tma_partition(target.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2))
             cute.copy(target.atom, s, g)
     arch.cp_async_bulk_commit_group()
@@ -102,6 +116,7 @@ def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: In
     """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
 
     Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
+    `warp` has to be a number that ptxas knows to be the whole warp's: by one branch on another it gives up the uniform registers of all loops.
     """
     lane = arch.lane_idx()
     gO = tensors.O[block.batch, None, block.head, None]

@@ -45,8 +45,8 @@ def clocks(config: Config) -> Clocks:
 
 def smem_bytes(config: Config) -> int:
     """Of Q, the stages of K and V, and O where it has memory of its own; barriers come on top."""
-    q, o = config.q_stages * config.tile_m * config.head_dim, config.tile_m * config.head_dim_v * config.own_O
-    return 2 * (q + o + config.kv_stages * config.tile_n * (config.head_dim + config.head_dim_v))
+    q = config.q_stages * config.tile_m * config.head_dim
+    return 2 * (q + config.smem_of_O + config.kv_stages * config.tile_n * (config.head_dim + config.head_dim_v))
 
 
 @dataclass(frozen=True)

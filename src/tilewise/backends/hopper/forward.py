@@ -51,7 +51,7 @@ class Smem(NamedTuple):
     Q: cute.Tensor  # (tile_m, head_dim, q_stages)
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
-    O: cute.Tensor  # (tile_m, head_dim_v); Q's memory, where there is no room for its own
+    O: cute.Tensor  # (tile_m, head_dim_v), or a piece of its columns; Q's memory, where there is no room for its own
 
 
 class Pipes(NamedTuple):
@@ -127,7 +127,7 @@ def kernel(
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
     sQ, sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     layout_O = wgmma.layout_O(config, dtype)
-    if const_expr(config.own_O):
+    if const_expr(config.pieces_of_O > 0):
         sO = storage.allocate_tensor(dtype, layout_O.outer, 1024, swizzle=layout_O.inner)
     else:
         sO = cute.make_tensor(sQ.iterator, layout_O.outer)
@@ -300,7 +300,7 @@ def attend(
     pipes.q.consumer_wait(once)
     visit = const_expr(walk_runs if config.sees == "runs" else walk_tiles)
     state = visit(tile, pipes, state, walk, config)
-    if const_expr(config.own_O):
+    if const_expr(config.pieces_of_O > 0):
         pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
     state.advance()
@@ -309,7 +309,7 @@ def attend(
     block = schedule.told(queue, done, config)
     schedule.forget(queue, done, config)
     store(copies, tensors, sm, tile, lse, block, config)
-    if const_expr(not config.own_O):
+    if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
         pipes.q.consumer_release(once)
@@ -320,14 +320,31 @@ def attend(
 def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
     """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
     first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
-    unmasked = min(walk.free_last, walk.last - 1)  # the first tile is done
-    for i in cutlass.range(walk.last - 1 - unmasked, unroll=1):
-        state = step(tile, pipes, state, walk.last - 2 - i, Int32(0), True, config)
-    for i in cutlass.range(unmasked - min(walk.free_first, unmasked), unroll=1):
-        state = step(tile, pipes, state, unmasked - 1 - i, Int32(0), False, config)
-    if const_expr(config.sees in ("interval", "rows")):
-        for i in cutlass.range(min(walk.free_first, unmasked) - walk.first, unroll=1):
-            state = step(tile, pipes, state, min(walk.free_first, unmasked) - 1 - i, Int32(0), True, config)
+    last = walk.last - 1  # the first tile is done
+    if const_expr(config.sees == "all"):
+        return steps(tile, pipes, state, walk.first, last, False, config)
+    unmasked = min(walk.free_last, last)
+    if const_expr(config.sees == "until" and not config.pingpong):  # the code as it runs, which ptxas schedules 2 % better without turns
+        state = steps(tile, pipes, state, unmasked, last, True, config)
+        return steps(tile, pipes, state, min(walk.free_first, unmasked), unmasked, False, config)
+    masked = min(walk.free_first, unmasked)
+    for end in cutlass.range(2, unroll=1):
+        low = unmasked if end == 0 else masked
+        high = unmasked
+        state = steps(tile, pipes, state, low, high, False, config)
+        high = last if end == 0 else masked
+        low = unmasked if end == 0 else walk.first
+        state = steps(tile, pipes, state, low, high, True, config)
+    return state
+
+
+@cute.jit
+def steps(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:
+    """The tiles [first, last), the last one first."""
+    for i in cutlass.range(last - first, unroll=1):
+        state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
 
 
@@ -364,13 +381,13 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, config: Constexpr[Config]):
     thread = arch.thread_idx()[0] - THREADS
-    if const_expr(not config.own_O):
+    if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
-    epilogue.store(tile.acc_O, sm.O, copies.O, tile.mma.pv, thread, block, config)
+    epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
     if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
-        epilogue.repair(tensors, block, tile.band, tile.changes, thread // WARP, config)
+        epilogue.repair(tensors, block, tile.band, tile.changes, arch.make_warp_uniform(thread // WARP), config)
 
 
 @cute.jit
@@ -380,8 +397,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, True, config)
-    visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+    change(tile, acc_S, n_block, seen, config)
     scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
 
@@ -414,9 +430,7 @@ def step(
     seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
-    scores.modify(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.changes, tile.terms, masked, config)
-    if const_expr(masked):
-        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+    change(tile, acc_S, n_block, seen, config)
     rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
@@ -426,6 +440,15 @@ def step(
     else:
         fragments.scale_rows(tile.acc_O, rescale)
     return state
+
+
+@cute.jit
+def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, config: Constexpr[Config]):
+    """What is done to the scores of a tile before the softmax; `seen`: what its rows see, None where that is everything."""
+    n0 = n_block * config.tile_n
+    scores.modify(acc_S, tile.tScS, tile.m0, n0, tile.changes, tile.terms, seen is not None, config)
+    if const_expr(seen is not None):
+        visible.hide(acc_S, tile.tScS, tile.m0, n0, tile.band, seen, config)
 
 
 @cute.jit

@@ -6,15 +6,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
-from tilewise.masks import Causal
+from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
+RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-CACHE = 32 << 20  # bytes of Q, dO and dQ's sum that heads computed together may have: they stay in the L2 cache, which has 50 MB
+CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -24,20 +26,46 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    if problem.mask not in ("full", "band"):
-        wrong.append(f"its backward pass takes full masks and single bands (causal, window), not {problem.mask}")
-    missing = [name for name in ("softcap", "bias", "alibi", "dropout") if getattr(problem, name)]
-    return wrong + [f"its backward pass has no {name} yet" for name in missing]
+    if problem.dropout:
+        wrong.append("its backward pass has no dropout yet")
+    return wrong
 
 
 def config_of(call: Call) -> Config:
-    sees = "all" if call.mask.kind == "full" else "from" if isinstance(call.mask, Causal) else "interval"
-    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees)
+    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+    if isinstance(call.mask, Causal):
+        sees = "from"
+    elif documents.by_rows(call.mask):
+        sees = "rows"
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, **changes.fields(call))
 
 
-def kernel(call: Call) -> tuple:
-    """What `compile.compiled` takes, for the one launch function of all three kernels."""
-    return LAUNCH, arguments, config_of(call)
+WALKS = {
+    "all": "over all tiles of {} queries",
+    "from": "over tiles of {} queries, from those that begin to see them on",
+    "interval": "over tiles of {} queries, from the first to the last that see them",
+    "rows": "over tiles of {} queries, which the GPU finds from cu_seqlens",
+    "runs": "over tiles of {} queries, from tables",
+}
+
+
+def lines(call: Call) -> list[str]:
+    """What the backward pass will do, in sentences."""
+    config = config_of(call)
+    walk = WALKS[config.sees].format(config.tile_m)
+    sums = "dQ by a kernel of its own"
+    if not config.dq_apart:
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.tile_m * config.head_dim
+        sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
+    bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
+    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
+
+
+def kernels(call: Call) -> list[tuple]:
+    """What `compile.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
+    config = config_of(call)
+    ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
+    return [*ahead, (LAUNCH, arguments, config), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -45,31 +73,73 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     batch, seqlen_q, heads_q, _ = call.q.shape
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
     if d_q.numel() == 0 or d_k.numel() == 0:
-        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), None, _sink_alone(call, d_lse))
+        d_bias = torch.zeros_like(call.bias) if bias_grad else None
+        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
     config = config_of(call)
     m_blocks = -(-seqlen_q // config.tile_m)
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.tile_m * config.head_dim), **new)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    slots = _multiprocessors(call.q.device)
-    per_head = seqlen_q * (2 * config.head_dim + 2 * config.head_dim_v + 4 * config.head_dim)
-    together = max(1, CACHE // per_head)
+    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    numbers = *band_of(call.mask, seqlen_q, call.seqlen_k), call.scale, call.scale / math.log(2)
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
+    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
+    numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
+    changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
+        tables, apart = backward_tables.of_call(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
             given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            compute(*given, slots, together, int(d_lse is not None), *numbers)
-    return Gradients(d_q, d_k, d_v, None, None if call.sink is None else _sink(call.sink, *statistics))
+            of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
+            compute(
+                *given,
+                *order,
+                int(d_lse is not None),
+                *numbers,
+                *of_part,
+                changed.diagonal,
+                *backward_tables.of_batch(tables, part),
+                *apart,
+            )
+        if bias_grad:
+            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
+    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
-    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L in powers of two, and -delta."""
-    weights = torch.exp2(sink.float()[:, None] / math.log(2) - lse)
+def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
+    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
+    if config.sees == "all":
+        return slots, 0, 1, 1
+    heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
+    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
+    fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
+    if config.sees in RISING and not config.dq_apart and fits:
+        together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+        rising = heads - together
+    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
+
+
+def _as_much_as_the_longest(blocks: int, slots: int) -> int:
+    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `slots` of the longest. If as many take turns at the end,
+    longest first, all multiprocessors come to an end at about the same time.
+    """
+    return -(-2 * slots // (blocks + 1))
+
+
+def _evenly(heads: int, most: int) -> int:
+    """How many take turns, about `most`, so that the last section has as many as the others."""
+    return -(-heads // max(1, heads // most))
+
+
+def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
+    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
+    sink_of_row = sink.float()[:, None]
+    weights = torch.exp(sink_of_row - lse) if natural else torch.exp2(sink_of_row / math.log(2) - lse)
     return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
 
 
@@ -82,9 +152,9 @@ def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
 
 def arguments(config: Config) -> list:
     """Stand-ins for `backward.launch`'s tensors, flag, band and scales."""
-    from tilewise.hopper.dsl import BFloat16, Float16, Float32, Int32
+    from tilewise.hopper.dsl import Float32, Int32
 
-    dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[config.dtype]
+    dtype = changes.dsl(config.dtype)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows, m_blocks = (hopper.size() for _ in range(9))
     q, d_q = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim) for _ in range(2))
     o, d_o = (hopper.tensor(dtype, batch, seqlen_q, heads_q, dim_v) for _ in range(2))
@@ -92,10 +162,30 @@ def arguments(config: Config) -> list:
     v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.tile_m * config.head_dim)
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
-    return [q, k, v, o, given[0], d_o, given[1], d_q, d_k, d_v, *made, sum_dq, turns, *numbers]
+    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
+    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
+    return [
+        q,
+        k,
+        v,
+        o,
+        given[0],
+        d_o,
+        given[1],
+        d_q,
+        d_k,
+        d_v,
+        *made,
+        sum_dq,
+        turns,
+        *numbers,
+        *changed,
+        *tables,
+        *backward_tables.query_arguments(config),
+    ]
 
 
 def _readable(x: Tensor) -> Tensor:

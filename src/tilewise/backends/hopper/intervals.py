@@ -68,7 +68,7 @@ def kernel(documents: Documents, ends: cute.Tensor, walks: cute.Tensor, config: 
         first = min(begin, documents.seqlen_k - 1) // tile_n
         if end == 0:
             first = Int32(0)
-        last = max(cute.ceil_div(end, tile_n), first + 1)
+        last = max(cute.ceil_div(end, tile_n), first + config.least)
         free_first = min(max(cute.ceil_div(last_begin, tile_n), first), last)
         walks[m_block, 0], walks[m_block, 1] = first, last
         walks[m_block, 2], walks[m_block, 3] = free_first, min(max(first_end // tile_n, free_first), last)

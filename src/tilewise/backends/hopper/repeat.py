@@ -14,6 +14,7 @@ from tilewise.problem import Call
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+DEFAULT_STREAM = 0  # which cannot be captured
 KEPT_BYTES = 1 << 16  # a larger LSE that nobody asked for is allocated anew; its kernel takes longer than that
 
 
@@ -36,22 +37,24 @@ class Repeat:
         self.empty = _allocator(call.q.device)
         self.o, self.lse = (shape, _strides(shape), call.q.dtype), (lse_shape, _strides(lse_shape), torch.float32)
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
-        self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # LSE and what the kernel takes after it, by stream
+        self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after O
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
         """O and LSE, which may be looked at only where it is wanted."""
         if current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, with_lse)
-        kept = None if capturing() else self.kept.get(current_stream(self.device))
-        lse, rest = self._begin() if kept is None else kept
+        stream = current_stream(self.device)
+        kept = self.kept.get(stream) if stream == DEFAULT_STREAM or not capturing() else None
+        lse, rest = kept or self._begin()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
+            rest = (lse, *rest[1:])
         o = self.empty(*self.o)
         try:
-            self.kernel(q, k, v, o, lse, *rest)
+            self.kernel(q, k, v, o, *rest)
         except ValueError:  # where one does not begin at a multiple of 16 bytes: the kernel's function looks, before it launches anything
-            self.kernel(aligned(q), aligned(k), aligned(v), o, lse, *rest)
+            self.kernel(aligned(q), aligned(k), aligned(v), o, *rest)
         return o, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,10 +63,22 @@ class Repeat:
 
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""
-        fresh = self.empty(*self.lse) if self.keeps else None, (*self.workspace(), *self.rest)
-        if not capturing():
-            self.kept[current_stream(self.device)] = fresh
+        lse = self.empty(*self.lse) if self.keeps else None
+        written = lse, *self.workspace()
+        if capturing():
+            return lse, (*written, *self.rest)
+        fresh = lse, (*map(as_operand, written), *self.rest)
+        self.kept[current_stream(self.device)] = fresh
         return fresh
+
+
+def as_operand(x: Tensor | None) -> object:
+    """x as the kernel's function takes it with least ado, for more than one call; it keeps x's memory."""
+    if x is None or not x.is_cuda:
+        return x
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(x)
 
 
 def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

@@ -43,8 +43,8 @@ class Tables:
     regions: tuple  # kept alive, because others find these tables by their identities
 
 
-class _Lowered(NamedTuple):
-    """One plane; a run each row of `runs`: m_block, masked, n0, n1, ref."""
+class Lowered(NamedTuple):
+    """One plane; a run each row of `runs`: m_block, masked, n0, n1, ref; those of a query tile that are masked first, then the last tiles first."""
 
     runs: ndarray
     bands: ndarray
@@ -71,13 +71,13 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     bitmaps, spans, runs, work = [np.zeros((1, tile_m, WORDS), np.int32)], [], [], np.zeros(m_blocks, np.int64)
     used = np.zeros((batch, heads), np.int32)
     for number, plane in enumerate(planes):
-        lowered = _lowered(lower(plane.region, tile_m, tile_n), sum(map(len, bands)), sum(map(len, bitmaps)))
-        bands.append(lowered.bands)
-        bitmaps.append(lowered.bitmaps)
-        m_block, masked, n0, n1, _ = lowered.runs.T
+        made = lowered(lower(plane.region, tile_m, tile_n), sum(map(len, bands)), sum(map(len, bitmaps)))
+        bands.append(made.bands)
+        bitmaps.append(made.bitmaps)
+        m_block, masked, n0, n1, _ = made.runs.T
         start = sum(map(len, runs)) + np.searchsorted(m_block, np.arange(m_blocks + 1))
         spans.append(np.stack([start[:-1], start[:-1] + np.bincount(m_block[masked == 1], minlength=m_blocks), start[1:]], axis=1))
-        runs.append(np.column_stack([lowered.runs[:, 2:], np.zeros(len(n0), np.int64)]))
+        runs.append(np.column_stack([made.runs[:, 2:], np.zeros(len(n0), np.int64)]))
         work += np.bincount(m_block, weights=n1 - n0, minlength=m_blocks).astype(np.int64) * len(plane.batch) * len(plane.heads)
         used[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = number
     order = np.argsort(work, kind="stable").astype(np.int32)
@@ -85,10 +85,14 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     return order, np.stack(spans).astype(np.int32), *whole, used
 
 
-def _lowered(runs: Runs, bands_before: int, bitmaps_before: int) -> _Lowered:
+def lowered(runs: Runs, bands_before: int, bitmaps_before: int, words: int = WORDS, blind: bool = True) -> Lowered:
+    """What is to be visited of `runs`, for tables that have so many bands and bitmaps already; bitmaps of `words` words a row.
+
+    blind: with a tile for query tiles that see nothing.
+    """
     m_block = np.repeat(np.arange(runs.m_blocks), np.diff(runs.row_ptr))
     n0, n1, kind, ref = (x.astype(np.int64) for x in (runs.n0, runs.n1, runs.kind, runs.ref))
-    table, bitmaps = np.zeros((0, 6), np.int64), _repacked(runs.bitmaps)
+    table, bitmaps = np.zeros((0, 6), np.int64), _repacked(runs.bitmaps, words)
     rows = []
 
     def add(which: ndarray, masked: bool, first: ndarray, last: ndarray, ref: ndarray | int) -> None:
@@ -112,23 +116,24 @@ def _lowered(runs: Runs, bands_before: int, bitmaps_before: int) -> _Lowered:
         add(alone, True, n0[alone], n1[alone], -1 - (bands_before + ref[alone]))
         first = np.flatnonzero(shared & ~follows)
         add(first, True, n0[first], n1[first], bitmaps_before + np.arange(len(first)))
-        bitmaps = _drawn(runs, m_block, np.flatnonzero(shared), np.cumsum((shared & ~follows)[shared]) - 1, len(first))
-    blind = np.flatnonzero(np.diff(runs.row_ptr) == 0)
-    rows.append(np.stack(np.broadcast_arrays(blind, 1, 0, 1, -1 - NOTHING), axis=1))
+        bitmaps = _drawn(runs, m_block, np.flatnonzero(shared), np.cumsum((shared & ~follows)[shared]) - 1, len(first), words)
+    if blind:
+        nothing = np.flatnonzero(np.diff(runs.row_ptr) == 0)
+        rows.append(np.stack(np.broadcast_arrays(nothing, 1, 0, 1, -1 - NOTHING), axis=1))
     found = np.concatenate(rows)
-    return _Lowered(found[np.lexsort((-found[:, 2], -found[:, 1], found[:, 0]))], table, bitmaps)
+    return Lowered(found[np.lexsort((-found[:, 2], -found[:, 1], found[:, 0]))], table, bitmaps)
 
 
-def _repacked(bits: ndarray) -> ndarray:
-    """Bits (tiles, tile_m, ceil(tile_n / 8)) in numpy's order as int32 (tiles, tile_m, WORDS)."""
-    wide = np.zeros((*bits.shape[:2], 4 * WORDS), np.uint8)
+def _repacked(bits: ndarray, words: int) -> ndarray:
+    """Bits (tiles, tile_m, ceil(tile_n / 8)) in numpy's order as int32 (tiles, tile_m, words)."""
+    wide = np.zeros((*bits.shape[:2], 4 * words), np.uint8)
     wide[..., : bits.shape[2]] = LITTLE[bits]
     return wide.view("<i4")
 
 
-def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, count: int) -> ndarray:
+def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, count: int, words: int) -> ndarray:
     """The union of the bands of the runs `which` in each of `count` key tiles; tile[i] is that of which[i], ascending."""
-    out = np.zeros((count, runs.tile_m, 4 * WORDS), np.uint8)
+    out = np.zeros((count, runs.tile_m, 4 * words), np.uint8)
     q0, q1, k0, k1, lo, hi = (column[:, None] for column in runs.region.table[runs.ref[which]].T)
     row, n0 = m_block[which, None] * runs.tile_m + np.arange(runs.tile_m), runs.n0[which, None] * runs.tile_n
     begin, end = np.maximum(k0, row + lo) - n0, np.minimum(k1, row + hi + 1) - n0

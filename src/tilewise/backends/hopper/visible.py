@@ -67,11 +67,11 @@ class Run(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a thread knows of its two rows: for "rows" the keys of each, [begin, end); for "runs" the bits of the tile at hand."""
+    """What a thread knows of its two rows: for "rows" the keys of each, [begin, end); for "runs" what they see of the tile at hand."""
 
     begin: cute.Tensor | None  # (ROWS,) int32
     end: cute.Tensor | None
-    words: cute.Tensor | None  # (ROWS, WORDS) int32: the thread's first column in the lowest bit of each
+    bits: cute.Tensor | None  # (ROWS,) int32: a bit for each of the thread's numbers of a row
 
 
 @cute.jit
@@ -153,23 +153,31 @@ def rows_of(band: Band, tScS: cute.Tensor, m0: Int32, config) -> Seen:
 
 @cute.jit
 def bits_of(band: Band, ref: Int32, tScS: cute.Tensor, m0: Int32, n0: Int32, config) -> Seen:
-    """For "runs": what the tile's rows see, a bit a key."""
-    words = cute.make_rmem_tensor(cute.make_layout((fragments.ROWS, WORDS), stride=(WORDS, 1)), Int32)
+    """For "runs": what the tile's rows see."""
+    bits = cute.make_rmem_tensor(fragments.ROWS, Int32)
     at = fragments.by_rows(tScS)
     if ref >= 0:
+        words = cute.make_rmem_tensor(WORDS, Int32)
         for r in range_constexpr(fragments.ROWS):
             row = band.tables.bitmaps[ref, at[r, 0][0], None]
-            cute.autovec_copy(cute.make_tensor(row.iterator.align(16), cute.make_layout(WORDS)), words[r, None])
+            cute.autovec_copy(cute.make_tensor(row.iterator.align(16), cute.make_layout(WORDS)), words)
+            bits[r] = gathered([words[w] >> at[r, 0][1] for w in range(WORDS)])
     else:
         for r in range_constexpr(fragments.ROWS):
             begin, end = interval(m0 + at[r, 0][0], band_of(ref, band))
-            for w in range_constexpr(WORDS):
-                first = min(max(begin - n0 - 32 * w, 0), 32)
-                words[r, w] = mask_of(first, min(max(end - n0 - 32 * w, first), 32) - first)
-    for r in range_constexpr(fragments.ROWS):
-        for w in range_constexpr(WORDS):
-            words[r, w] = words[r, w] >> at[r, 0][1]
-    return Seen(None, None, words)
+            first = n0 + at[r, 0][1]
+            bits[r] = places_of(begin - first, end - first)
+    return Seen(None, None, bits)
+
+
+def gathered(words: list[Int32]) -> Int32:
+    """The thread's numbers out of words of 32 columns each, of which its first is the lowest bit (`fragments.column`)."""
+    bits = Int32(0)
+    for w, word in enumerate(words):
+        pairs = word & 0x03030303
+        pairs = pairs | pairs >> 6
+        bits = bits | ((pairs | pairs >> 12) & 0xFF) << 8 * w
+    return bits
 
 
 @cute.jit
@@ -212,19 +220,32 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band
     """-inf for the keys that a row does not see, or that do not exist. tScS: (row, column) of each number of S."""
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
-        begin, end = Int32(0), band.k1
-        if const_expr(config.sees == "rows"):
-            begin, end = seen.begin[r], seen.end[r]
-        elif const_expr(config.sees not in ("all", "runs")):
-            begin, end = interval(m0 + at[r, 0][0], band)
-        first_column = n0 + at[r, 0][1]
-        begin, end = begin - first_column, end - first_column  # as distances from it, which are constants for the other columns
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            column = fragments.column(c)
-            if const_expr(config.sees == "runs"):
-                visible = seen.words[r, c // 8] & (1 << column % 32) != 0
-            else:
-                visible = column < end
-                if const_expr(config.sees in ("interval", "rows")):
-                    visible = visible and column >= begin
-            S[r, c] = S[r, c] if visible else -Float32.inf
+        bits = places_seen(r, m0 + at[r, 0][0], n0 + at[r, 0][1], band, seen, config)
+        for c in range_constexpr(cute.size(S, mode=[1])):  # ptxas moves bits to predicates, seven at a time
+            S[r, c] = S[r, c] if bits & (1 << c) != 0 else -Float32.inf
+
+
+@cute.jit
+def places_seen(r: Constexpr[int], row: Int32, first: Int32, band: Band, seen: Seen, config: Constexpr) -> Int32:
+    """Which of the thread's numbers of its row r are seen, a bit each; `first` is the key of its first."""
+    if const_expr(config.sees == "runs"):
+        return seen.bits[r]
+    if const_expr(config.sees == "all"):
+        return places_of(None, band.k1 - first)
+    if const_expr(config.sees == "rows"):
+        return places_of(seen.begin[r] - first, seen.end[r] - first)
+    begin, end = interval(row, band)
+    return places_of(None if const_expr(config.sees == "until") else begin - first, end - first)
+
+
+@cute.jit
+def places_of(begin: Int32 | None, end: Int32) -> Int32:
+    """Which of the thread's numbers of a row are seen, where the distance from its first lies in [begin, end); None: from it on."""
+    low = Int32(0) if const_expr(begin is None) else places_before(begin)
+    return mask_of(low, max(places_before(end) - low, 0))
+
+
+@cute.jit
+def places_before(distance: Int32) -> Int32:
+    """How many of the thread's numbers of a row, of 32, lie within a distance from the first (`fragments.column`)."""
+    return min(max((distance >> 3) * 2 + min(distance & 7, 2), 0), 32)

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import Hopper, gradients
-from tilewise.backends.hopper.config import lengths
+from tilewise.backends.hopper import Hopper, backward_config, config, gradients
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
@@ -57,7 +56,8 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     Raises:
         UnsupportedError: the backend does not cover one of them.
     """
-    calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths())
+    lengths = sorted({*config.lengths(), *backward_config.lengths()})
+    calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths)
     return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in Hopper().kernels(call)))
 
 

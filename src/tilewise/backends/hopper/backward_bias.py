@@ -1,0 +1,361 @@
+"""The gradient of an additive bias on Hopper: dB = dS, summed over what B is broadcast over (Eq. 32). One thread block a tile of dB.
+
+S and dP of a tile are computed once more, for one head and batch entry after the other, and P (dP - delta) is summed up in registers: every number
+of dB has one owner and one order, and there is no memory but dB's own. A bias that is broadcast over queries has its owners sum over these
+too. Where there are too few tiles to occupy the machine, each sum is cut into parts, which the host adds up.
+
+Operands come by 64 columns at a time, so one kernel serves all heads. Equations: 21, 24, 25, 29, 31.
+Predicted bottleneck: L2; a tile of 128 x 128 reads 32 KB for 2 MFLOP.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward_scores import Changes, Head, weigh_rows
+from tilewise.backends.hopper.backward_visible import UNMASKED, Tables, keys_of
+from tilewise.backends.hopper.bias_gradient import COLUMNS, WARPS, Config
+from tilewise.backends.hopper.schedule import Block
+from tilewise.backends.hopper.tables import NOTHING
+from tilewise.backends.hopper.visible import Band, band_of, interval
+from tilewise.hopper import fragments, tma, wgmma
+from tilewise.hopper.dsl import (
+    Constexpr,
+    CUstream,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+    sm90,
+    warpgroup,
+)
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+WORD = 32  # queries in a word of a bitmap
+
+
+class Tensors(NamedTuple):
+    """(batch, seqlen, heads, head_dim), but for what says otherwise."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    lse: cute.Tensor  # (batch, heads_q, at least seqlen_q) fp32, in natural units, +inf for a row without keys
+    minus_delta: cute.Tensor  # likewise
+    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts * WARPS, batch, heads_q, 1, seqlen_k)
+
+
+class Loads(NamedTuple):
+    Q: tma.Tma
+    K: tma.Tma
+    dO: tma.Tma
+    V: tma.Tma
+
+
+class Smem(NamedTuple):
+    A: cute.Tensor  # (tile_m, COLUMNS, stages): of Q or dO
+    B: cute.Tensor  # (tile_n, COLUMNS, stages): of K or V
+
+
+class Sum(NamedTuple):
+    """What a thread block sums up: items [first, last), each a tile of queries of one head."""
+
+    part: Int32
+    batch: Int32  # of dB
+    head: Int32
+    m_block: Int32  # without rows: the first; for "runs" it is a visit (backward_visible.py)
+    n0: Int32
+    heads: Int32  # summed over, in each of the batch entries
+    first: Int32
+    last: Int32
+
+
+class Item(NamedTuple):
+    block: Block
+    ref: Int32  # for "runs": how it is masked, as in backward_visible.Visit
+    chunks: Int32  # of COLUMNS columns, of Q and K
+    chunks_v: Int32  # of dO and V
+
+
+@cute.jit
+def launch(
+    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, mB: cute.Tensor,
+    q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, inner: Float32 | None, factor: Float32,
+    bias: cute.Tensor, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
+    keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
+    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
+    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None,
+    config: Constexpr[Config], stream: CUstream,
+):  # fmt: skip
+    """Tensors as in `Tensors`; lse and minus_delta as `backward_parts.prepare` leaves them; the changes of scores as in `Changes`; keys
+    and the following: `backward_visible.Tables`.
+    """
+    dtype, k_major = mQ.element_type, OperandMajorMode.K
+    tile = config.tile_m, config.tile_n, COLUMNS
+    layouts = (
+        sm90.make_smem_layout_a(wgmma.K_MAJOR, tile, dtype, config.stages),
+        sm90.make_smem_layout_b(wgmma.K_MAJOR, tile, dtype, config.stages),
+    )
+    mma = sm90.make_trivial_tiled_mma(
+        dtype, dtype, k_major, k_major, Float32, (config.consumers, 1, 1), (64, config.tile_n), warpgroup.OperandSource.SMEM
+    )
+    rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mdO, mV)]
+    shapes = ((config.tile_m, COLUMNS), (config.tile_n, COLUMNS)) * 2
+    loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts * 2, shapes, strict=True)))
+    shift = mK.shape[1] - mQ.shape[1]
+    parts = mB.shape[0] if const_expr(config.rows) else mB.shape[0] // WARPS
+    tiles = cute.ceil_div(mK.shape[1], config.tile_n)
+    if const_expr(config.rows):
+        tiles = tiles * cute.ceil_div(mQ.shape[1], config.tile_m)
+    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes)
+    kernel(
+        Tensors(mQ, mK, lse, minus_delta, mB), loads, Band(q0, q1, k0, k1, lo, hi, tables),
+        Changes(inner, factor, bias, slopes, diagonal, shift), mma, *layouts, config,
+    ).launch(
+        grid=(tiles * mB.shape[1] * mB.shape[2] * parts, 1, 1), block=((1 + config.consumers) * THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+    )  # fmt: skip
+
+
+@cute.kernel
+def kernel(
+    tensors: Tensors, loads: Loads, band: Band, changes: Changes, mma: cute.TiledMma,
+    layout_A: cute.ComposedLayout, layout_B: cute.ComposedLayout, config: Constexpr[Config],
+):  # fmt: skip
+    storage = SmemAllocator()
+    sm = Smem(*(storage.allocate_tensor(tensors.Q.element_type, x.outer, 1024, swizzle=x.inner) for x in (layout_A, layout_B)))
+    warps = config.consumers * THREADS // WARP
+    pipe = tma.make_pipe(storage, config.stages, 2 * COLUMNS * (config.tile_m + config.tile_n), warps)
+    tma.barriers_ready()
+    total = sum_of(arch.block_idx()[0], tensors, band, config)
+    warp = arch.make_warp_uniform(arch.warp_idx())
+    if warp < THREADS // WARP:
+        arch.setmaxregister_decrease(config.registers[0])
+        if warp == 0:
+            produce(tensors, loads, sm, pipe, total, band, config)
+    else:
+        arch.setmaxregister_increase(config.registers[1])
+        consume(tensors, loads, sm, pipe, total, band, changes, mma, config)
+
+
+@cute.jit
+def sum_of(number: Int32, tensors: Tensors, band: Band, config: Constexpr[Config]) -> Sum:
+    """What thread block `number` does; nothing, where no query of its tile sees a key of it."""
+    n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), cute.ceil_div(tensors.Q.shape[1], config.tile_m)
+    n_block, number = number % n_blocks, number // n_blocks
+    heads_b, batch_b = tensors.dB.shape[2], tensors.dB.shape[1]
+    if const_expr(config.rows):
+        m_block, number = number % m_blocks, number // m_blocks
+    head, rest = number % heads_b, number // heads_b
+    batch, part = rest % batch_b, rest // batch_b
+    if const_expr(config.rows):
+        heads = tensors.Q.shape[2] // heads_b
+        items = heads * (tensors.Q.shape[0] // batch_b)
+        if const_expr(config.sees != "runs"):
+            first, last = visiting(n_block, batch, head, band, config)
+            if m_block < first or m_block >= last:
+                items = Int32(0)
+        parts = tensors.dB.shape[0]
+    else:
+        m_block, last = visiting(n_block, batch, head, band, config)
+        items, heads = last - m_block, Int32(1)
+        parts = tensors.dB.shape[0] // WARPS
+    some = cute.ceil_div(items, parts)
+    return Sum(part, batch, head, m_block, n_block * config.tile_n, heads, min(part * some, items), min((part + 1) * some, items))
+
+
+@cute.jit
+def visiting(n_block: Int32, batch: Int32, head: Int32, band: Band, config: Constexpr[Config]):
+    """[first, last) of the tiles of queries, some of which see keys of a block; for "runs" of the visits of that head."""
+    if const_expr(config.sees == "runs"):
+        spans, plane = band.tables.spans, band.tables.planes[batch, head]
+        return spans[plane, n_block, 0], spans[plane, n_block, 1]
+    if const_expr(config.sees == "rows"):
+        first, last = band.tables.walks[n_block, 0], band.tables.walks[n_block, 1]
+        return first, max(first, last)
+    n0 = n_block * config.tile_n
+    left, right = max(n0, band.k0), min(n0 + config.tile_n, band.k1) - 1  # the keys that anybody sees
+    begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)
+    first = max(begin, 0) // config.tile_m
+    last = max(cute.ceil_div(max(end, 0), config.tile_m), first)
+    if left > right or begin >= end:
+        last = first
+    return first, last
+
+
+@cute.jit
+def item(i: Int32, total: Sum, tensors: Tensors, loads: Loads, band: Band, config: Constexpr[Config]) -> Item:
+    """The tile of queries, and whose it is; one that no query sees a key in has nothing to load, and says so in `ref`."""
+    group = tensors.Q.shape[2] // tensors.K.shape[2]
+    batch, head, m_block, ref = total.batch, total.head, total.m_block, Int32(UNMASKED)
+    if const_expr(config.rows):
+        batch, head = total.batch + i // total.heads, total.head + i % total.heads
+        if const_expr(config.sees == "runs"):
+            ref = ref_of(m_block, total.n0 // config.tile_n, batch, head, band)
+    else:
+        m_block += i
+        if const_expr(config.sees == "runs"):
+            m_block, ref = band.tables.visits[total.m_block + i, 0], band.tables.visits[total.m_block + i, 1]
+    chunks, chunks_v = (cute.ceil_div(x.gmem.shape[1], COLUMNS) for x in (loads.Q, loads.dO))
+    if ref == -1 - NOTHING:
+        chunks, chunks_v = Int32(0), Int32(0)
+    return Item(Block(m_block * config.tile_m, head, head // group, batch), ref, chunks, chunks_v)
+
+
+@cute.jit
+def ref_of(m_block: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band) -> Int32:
+    """How a tile is masked, found in the visits of its block of keys, which are in the order of the tiles of queries."""
+    tables = band.tables
+    plane = tables.planes[batch, head]
+    low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
+    high = end
+    while low < high:  # the first visit of this tile or of one behind it
+        middle = (low + high) // 2
+        if tables.visits[middle, 0] < m_block:
+            low = middle + 1
+        else:
+            high = middle
+    ref, there = Int32(-1 - NOTHING), min(low, tables.visits.shape[0] - 1)
+    if low < end and tables.visits[there, 0] == m_block:
+        ref = tables.visits[there, 1]
+    return ref
+
+
+@cute.jit
+def produce(
+    tensors: Tensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, config: Constexpr[Config]
+):  # fmt: skip
+    """One warp asks for Q and K, then for dO and V of every item."""
+    state, n_block = tma.at_first_empty(config.stages), total.n0 // config.tile_n
+    for i in cutlass.range(total.first, total.last, unroll=1):
+        its = item(i, total, tensors, loads, band, config)
+        block = its.block
+        for of_queries, of_keys, chunks in ((loads.Q, loads.K, its.chunks), (loads.dO, loads.V, its.chunks_v)):
+            for c in cutlass.range(chunks, unroll=1):
+                pipe.producer_acquire(state)
+                at = block.m0 // config.tile_m, c, block.head, block.batch
+                tma.load(of_queries, sm.A, pipe, state, (config.tile_m, COLUMNS), at)
+                tma.load(of_keys, sm.B, pipe, state, (config.tile_n, COLUMNS), (n_block, c, block.head_k, block.batch))
+                state.advance()
+
+
+@cute.jit
+def consume(
+    tensors: Tensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, changes: Changes,
+    mma: cute.TiledMma, config: Constexpr[Config],
+):  # fmt: skip
+    """64 queries a warpgroup: S, dP and what they add to dB, item by item; then dB."""
+    thread = arch.thread_idx()[0] - THREADS
+    of_warpgroup = wgmma.of_warpgroup(mma, arch.make_warp_uniform(thread // THREADS))
+    tSrA, tSrB = (make(part(x)) for make, part, x in ((of_warpgroup.make_fragment_A, of_warpgroup.partition_A, sm.A),
+                                                      (of_warpgroup.make_fragment_B, of_warpgroup.partition_B, sm.B)))  # fmt: skip
+    tScS = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
+    acc_dB = cute.make_rmem_tensor(tScS.shape, Float32)
+    acc_dB.fill(0.0)
+    state = tma.at_first(config.stages)
+    for i in cutlass.range(total.first, total.last, unroll=1):
+        its = item(i, total, tensors, loads, band, config)
+        acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
+        for acc, chunks in ((acc_S, its.chunks), (acc_dP, its.chunks_v)):
+            acc.fill(0.0)
+            for _c in cutlass.range(chunks, unroll=1):
+                pipe.consumer_wait(state)
+                fragments.product(mma, acc, tSrA[None, None, None, state.index], tSrB[None, None, None, state.index], True)
+                warpgroup.wait_group(0)
+                pipe.consumer_release(state)
+                state.advance()
+        block = its.block
+        lse, minus_delta = statistics_of(fragments.by_rows(tScS), tensors, block)
+        head, seqlen_k = Head(block.batch, block.head), tensors.K.shape[1]
+        weigh_rows(acc_S, tScS, changes, head, block.m0, total.n0, seqlen_k, lse, Float32(1.0), False, config)
+        differentiate(acc_S, acc_dP, minus_delta)
+        hide(acc_S, tScS, its, total.n0, tensors.Q.shape[1], band, config)
+        for n in range_constexpr(cute.size(acc_dB)):
+            acc_dB[n] += acc_S[n]
+    if const_expr(config.rows):
+        store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
+    else:
+        warp = thread // WARP
+        store_sums(tensors.dB[total.part * WARPS + warp, total.batch, total.head, 0, None], acc_dB, tScS, total.n0)
+
+
+@cute.jit
+def statistics_of(at: cute.Tensor, tensors: Tensors, block: Block) -> tuple[cute.Tensor, cute.Tensor]:
+    """Log-sum-exp and -delta of this thread's queries. at: (query, key) of each of its numbers."""
+    lse, minus_delta = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
+    for r in range_constexpr(fragments.ROWS):
+        row = block.m0 + at[r, 0][0]
+        lse[r], minus_delta[r] = Float32.inf, Float32(0.0)
+        if row < tensors.Q.shape[1]:
+            lse[r], minus_delta[r] = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
+    return lse, minus_delta
+
+
+@cute.jit
+def differentiate(acc_P: cute.Tensor, acc_dP: cute.Tensor, minus_delta: cute.Tensor):
+    """P becomes dS = P (dP - delta) (Eq. 25)."""
+    P, dP = fragments.by_rows(acc_P), fragments.by_rows(acc_dP)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(P, mode=[1])):
+            P[r, c] *= dP[r, c] + minus_delta[r]
+
+
+@cute.jit
+def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, seqlen_q: Int32, band: Band, config: Constexpr[Config]):
+    """dS = 0 for the pairs that are hidden or do not exist."""
+    dS, at, m0 = fragments.by_rows(acc_dS), fragments.by_rows(tScS), its.block.m0
+    if const_expr(config.sees != "runs"):
+        for r in range_constexpr(fragments.ROWS):
+            row = m0 + at[r, 0][0]
+            begin, end = keys_of(min(row, seqlen_q - 1), band, config)
+            if row >= seqlen_q:
+                end = begin
+            for c in range_constexpr(cute.size(dS, mode=[1])):
+                column = at[r, c][1]
+                dS[r, c] = dS[r, c] if column >= begin - n0 and column < end - n0 else Float32(0.0)
+    else:
+        if its.ref >= 0:
+            for r in range_constexpr(fragments.ROWS):
+                row = at[r, 0][0]
+                for c in range_constexpr(cute.size(dS, mode=[1])):
+                    word = band.tables.bitmaps[its.ref, at[r, c][1], row // WORD]
+                    dS[r, c] = dS[r, c] if (word >> (row % WORD)) & 1 != 0 else Float32(0.0)
+        elif its.ref != UNMASKED:
+            edges = band_of(its.ref, band)
+            for c in range_constexpr(cute.size(dS, mode=[1])):
+                begin, end = interval(n0 + at[0, c][1], edges)
+                for r in range_constexpr(fragments.ROWS):
+                    row = m0 + at[r, 0][0]
+                    dS[r, c] = dS[r, c] if row >= begin and row < end else Float32(0.0)
+        for r in range_constexpr(fragments.ROWS):
+            if m0 + at[r, 0][0] >= seqlen_q:
+                dS[r, None].fill(0.0)
+
+
+@cute.jit
+def store(gB: cute.Tensor, acc_dB: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, config: Constexpr[Config]):
+    """gB: (seqlen_q, seqlen_k)."""
+    dB, at = fragments.by_rows(acc_dB), fragments.by_rows(tScS)
+    for r in range_constexpr(fragments.ROWS):
+        row = m0 + at[r, 0][0]
+        if row < gB.shape[0]:
+            for c in range_constexpr(cute.size(dB, mode=[1])):
+                key = n0 + at[r, c][1]
+                if key < gB.shape[1]:
+                    gB[row, key] = dB[r, c].to(gB.element_type)
+
+
+@cute.jit
+def store_sums(gB: cute.Tensor, acc_dB: cute.Tensor, tScS: cute.Tensor, n0: Int32):
+    """This warp's sums over its queries. gB: (seqlen_k,)."""
+    dB, at = fragments.by_rows(acc_dB), fragments.by_rows(tScS)
+    for c in range_constexpr(cute.size(dB, mode=[1])):
+        x = dB[0, c] + dB[1, c]
+        for distance in (4, 8, 16):
+            x += arch.shuffle_sync_bfly(x, distance)
+        key = n0 + at[0, c][1]
+        if arch.lane_idx() < fragments.QUAD and key < gB.shape[0]:
+            gB[key] = x.to(gB.element_type)

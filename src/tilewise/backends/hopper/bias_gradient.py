@@ -1,0 +1,110 @@
+"""The gradient of an additive bias on Hopper, seen from torch: the call of backward_bias.py, and the last sum."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import backward_tables, changes, documents
+from tilewise.backends.hopper.band import band_of
+from tilewise.hopper import compile as hopper
+from tilewise.masks import Full
+from tilewise.problem import Call
+
+LAUNCH = "tilewise.backends.hopper.backward_bias:launch"
+TILE = 128  # queries, and keys
+COLUMNS = 64  # of a stage
+WARPS = 8  # that sum over queries, each for itself
+WAVES = 2  # of thread blocks that there should be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
+
+    dtype: torch.dtype
+    sees: Literal["band", "rows", "runs"]  # as in backward_visible.py, but any single band
+    bias: torch.dtype
+    bias_pairs: bool
+    rows: bool  # the bias has a row for each query
+    whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up
+    softcap: bool = False
+    alibi: bool = False
+    diagonal: bool = False
+    tile_m: int = TILE
+    tile_n: int = TILE
+    stages: int = 6
+    registers: tuple[int, int] = (24, 240)  # of a producer's and a consumer's thread
+    natural: bool = True
+    modified: bool = True
+    sink: bool = False
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+
+def parts_of(call: Call, multiprocessors: int) -> int:
+    """Into how many parts each sum is cut, so that there is work for the whole machine."""
+    bias, m_blocks, n_blocks = call.bias, -(-call.seqlen_q // TILE), -(-call.seqlen_k // TILE)
+    if by_rows(call):
+        owners = bias.shape[0] * bias.shape[1]
+        blocks, items = m_blocks * n_blocks * owners, call.batch * call.heads_q // owners
+    else:
+        blocks, items = n_blocks * call.batch * call.heads_q, m_blocks
+    return max(1, min(WAVES * multiprocessors // blocks, items))
+
+
+def by_rows(call: Call) -> bool:
+    """Whether the bias has a row for each query."""
+    return call.bias.shape[2] > 1 or call.seqlen_q == 1
+
+
+def config_of(call: Call, rows: bool, whole: bool) -> Config:
+    """`whole`: dB needs no last sum."""
+    sees = "rows" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "runs"
+    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), rows=rows, whole=whole, **changes.fields(call))
+
+
+def kernels(call: Call) -> list[tuple]:
+    """What `compile.compiled` takes, for every shape that the bias may have."""
+    configs = [config_of(call, rows, whole) for rows, whole in ((True, True), (True, False), (False, False))]
+    ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
+    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+
+
+def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
+    """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
+    parts, bias = parts_of(call, multiprocessors), call.bias
+    config = config_of(call, by_rows(call), by_rows(call) and parts == 1)
+    ahead = (parts, *bias.shape[:2]) if config.rows else (parts * WARPS, call.batch, call.heads_q)
+    sums = torch.empty((*ahead, *bias.shape[2:]), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
+    changed = changes.operands(call)
+    band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
+    tables = backward_tables.tables(call, config)
+    factors = changes.factors(config, call.scale, call.softcap)
+    kernel = hopper.compiled(LAUNCH, arguments, config)
+    kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal, *tables)
+    if config.whole:
+        return sums[0]
+    over = [0, *(axis + 1 for axis in (0, 1) if bias.shape[axis] < sums.shape[axis + 1])]
+    return sums.sum(over, keepdim=True)[0].to(bias.dtype)
+
+
+def arguments(config) -> list:
+    """Stand-ins for `backward_bias.launch`'s tensors, band and changes."""
+    from tilewise.hopper.dsl import Float32, Int32
+
+    dtype = changes.dsl(config.dtype)
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows = (hopper.size() for _ in range(8))
+    q, k = (hopper.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
+    v, d_o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
+    statistics = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
+    kept = seqlen_q if config.rows else hopper.size()
+    sums = hopper.tensor(
+        changes.dsl(config.bias if config.whole else torch.float32), *(hopper.size() for _ in range(3)), kept, seqlen_k, aligned=False
+    )
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, hopper.size())
+    numbers = [Int32(0) for _ in range(6)]
+    return [q, k, v, d_o, *statistics, sums, *numbers, *changes.stand_ins(config, seqlen_q, seqlen_k, heads_q), *tables]

@@ -1,0 +1,84 @@
+"""What changes a call's scores, seen from torch: the fields of a kernel's configuration and the operands of its launch (scores.py)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.hopper import compile as hopper
+from tilewise.problem import Call
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class Operands(NamedTuple):
+    """None is what a call has not."""
+
+    bias: Tensor | None
+    slopes: Tensor | None
+    diagonal: Tensor | None
+    sink: Tensor | None
+
+
+def fields(call: Call) -> dict:
+    """Of a configuration, besides the sink and whether a bias comes in pairs."""
+    return {
+        "softcap": call.softcap > 0.0,
+        "bias": None if call.bias is None else call.bias.dtype,
+        "alibi": call.alibi_slopes is not None,
+        "diagonal": call.alibi_slopes is not None and call.diagonal is not None,
+    }
+
+
+def factors(config, scale: float, softcap: float) -> tuple[float | None, float | None]:
+    """inner and factor of scores.py, as finite fp32."""
+    inner = max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)) if config.softcap else None
+    return inner, outer(config, scale, softcap) if config.natural else None
+
+
+def outer(config, scale: float, softcap: float) -> float:
+    """What multiplies a product of Q and K, or its tanh."""
+    return softcap if config.softcap else scale
+
+
+def operands(call: Call) -> Operands:
+    """The tensors, as the kernels can read them."""
+    slopes, bias = call.alibi_slopes, call.bias
+    diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
+    sink = None if call.sink is None else call.sink.float().contiguous()
+    return Operands(
+        bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
+        slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
+        diagonal,
+        sink,
+    )
+
+
+def in_pairs(bias: Tensor) -> bool:
+    """Whether all rows of a bias of 16 bits have an even length and start at a multiple of 32 bits, as the kernel gets it.
+
+    Pairs of fp32 would take registers that there are not.
+    """
+    if bias.itemsize != 2 or bias.shape[-1] % 2:
+        return False
+    if bias.stride(-1) != 1:
+        return True  # `operands` copies it, densely
+    steps = (step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1)
+    return bias.data_ptr() % 4 == 0 and not any(step % 2 for step in steps)
+
+
+def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> list:
+    """For the compiler: inner, factor, bias, slopes, diagonal. The lengths are symbols."""
+    from tilewise.hopper.dsl import Float32, Int64
+
+    bias = hopper.tensor(dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
+    slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
+    diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
+    return [Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None, bias, slopes, diagonal]
+
+
+def dsl(dtype: torch.dtype):
+    """torch's dtype as the DSL calls it."""
+    from tilewise.hopper import dsl as names
+
+    return {torch.bfloat16: names.BFloat16, torch.float16: names.Float16, torch.float32: names.Float32}[dtype]

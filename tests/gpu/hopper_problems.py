@@ -1,0 +1,82 @@
+"""Problems that the forward and the backward pass of the Hopper backend are both held to on a GPU."""
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import Hopper
+from tilewise.hopper.compile import why_not_here
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow
+from tilewise.testing import conformance
+from tilewise.testing.cases import random_mask
+
+NEEDS_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
+
+ONE_BAND = (
+    Full(),
+    Causal(),
+    Causal(align="top_left"),
+    SlidingWindow(50, 0),
+    SlidingWindow(20, 30),
+    SlidingWindow(None, 3),
+    SlidingWindow(2, None),
+)
+LENGTHS = ((1, 1), (1, 300), (300, 1), (129, 65), (130, 257), (400, 400), (31, 700))
+LENGTHS_OF_TABLES = ((45, 70), (300, 1), (1, 300), (129, 260), (400, 385), (700, 900))
+INNER = (
+    Full(),
+    Causal(),
+    Causal("top_left"),
+    SlidingWindow(30, 0),
+    SlidingWindow(10, 20, "top_left"),
+    Causal() & SlidingWindow(5, None, "top_left"),
+)
+"""Masks inside a document that leave it one band."""
+
+
+def held(case, seed=0, run=conformance.run_hidden):
+    """The case through `run`, on the GPU; a failure says which case it was."""
+    try:
+        run(Hopper(), case, seed=seed, device="cuda")
+    except AssertionError as failure:
+        raise AssertionError(f"{case.id}: {failure}") from None
+
+
+def held_forward(case, seed=0):
+    held(case, seed, conformance.run_forward)
+
+
+def beyond_one_band(seqlen_q, seqlen_k):
+    """Masks that need tables: several bands, bitmaps, masks that differ by head or batch entry."""
+    n = min(seqlen_q, seqlen_k)
+    sparse = torch.rand(seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.01
+    return [
+        PrefixLM(n // 2),
+        Full() - SlidingWindow(30, 30),
+        Documents((0, n // 5, n // 5, n // 2, n)) | FirstKeys(3),
+        PerHead({(0, 1): Causal(), (1, 4): FirstKeys(n // 3)}),
+        random_mask(seqlen_q, seqlen_k, batch=2, heads=4),
+        random_mask(seqlen_q, seqlen_k) & Causal(),
+        Dense(sparse),
+        Dense(sparse) - Full(),
+    ]
+
+
+def cumulated(lengths):
+    return (0, *torch.tensor(lengths).cumsum(0).tolist())
+
+
+def packs(seed=0):
+    """(queries' cu_seqlens, keys', total queries, total keys)"""
+    generator = torch.Generator().manual_seed(seed)
+    tiny = torch.randint(0, 9, (150,), generator=generator).tolist()
+    zipf = [max(1, int(700 / (rank + 1))) for rank in torch.randperm(40, generator=generator).tolist()]
+    long = [900, *([17] * 20), 0, 3]
+    pairs = {"tiny": (tiny, tiny), "zipf": (zipf, zipf), "long": (long, long), "long last": (long[::-1], long[::-1]), "one": ([257], [257])}
+    pairs["empty"] = ([0, 0, 0], [0, 0, 0])
+    pairs["crossed"] = (tiny[:60], tiny[60:120])  # absent queries here, absent keys there
+    pairs["far apart"] = ([0, 200, 0, 300, 5], [300, 5, 400, 0, 200])  # tiles of keys that nobody sees, between such as are seen
+    pairs["more keys"] = ([3, 100, 0, 40], [300, 160, 20, 41])
+    for q, k in pairs.values():
+        cu_q, cu_k = cumulated(q), cumulated(k)
+        beyond = int(torch.randint(0, 140, (1,), generator=generator))
+        yield cu_q, cu_k, max(1, cu_q[-1] + beyond), max(1, cu_k[-1] + beyond // 2)

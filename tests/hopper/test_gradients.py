@@ -1,0 +1,48 @@
+"""What the Hopper backward pass takes, and by which kernels; without a GPU."""
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import Hopper, backward_config, gradients
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
+from tilewise.problem import Call
+
+CU = torch.tensor([0, 3, 9], dtype=torch.int32)
+SEES = {
+    Full(): "all",
+    SlidingWindow(None, None): "all",
+    Causal(): "from",
+    SlidingWindow(5, 0): "interval",
+    Documents((0, 3, 9)): "rows",
+    Documents((0, 3, 9), inner=Causal() & SlidingWindow(2, None, "top_left")): "rows",
+    Unread(CU, CU, SlidingWindow(4, 4)): "rows",
+    Documents((0, 3, 9), inner=PrefixLM(2)): "runs",
+    Unread(CU, CU, FirstKeys(1)): "runs",
+    PrefixLM(4): "runs",
+    Dense(torch.ones(9, 9, dtype=torch.bool)): "runs",
+    PerHead({(0, 2): Causal(), (2, 4): FirstKeys(3)}): "runs",
+}
+
+
+def _call(mask, **changes):
+    q, k = (torch.empty(1, 9, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    return Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True, **changes)
+
+
+@pytest.mark.parametrize("mask", SEES, ids=repr)
+def test_every_mask_is_taken(mask):
+    call = _call(mask)
+    assert gradients.why_not(call.problem) == []
+    assert gradients.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
+    launched = [launch for launch, *_ in Hopper().kernels(call)]
+    assert launched[-1] == gradients.LAUNCH
+    (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
+    assert ("cu_seqlens" in line) == (SEES[mask] == "rows") and ("tables" in line) == (SEES[mask] == "runs")
+    assert (launched.count("tilewise.backends.hopper.backward_intervals:launch") == 1) == (SEES[mask] == "rows")
+
+
+def test_a_visit_is_too_late_for_dQ_from_registers():
+    fields = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "tile_m": 64, "tile_n": 128, "direct": True}
+    with pytest.raises(ValueError, match="directly"):
+        backward_config.Config(sees="runs", **fields)
+    backward_config.Config(sees="rows", **fields)
