@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
 def _commit() -> dict[str, str | bool | None]:
     """As TILEWISE_COMMIT says, or of the checkout that holds this package; all None when it is installed without either."""
     if said := os.environ.get(COMMIT):
-        return {"commit": said, "dirty": None}
+        return {"commit": said[:12], "dirty": None}
     here = Path(__file__).parent
     tracked = _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD") if tracked else None

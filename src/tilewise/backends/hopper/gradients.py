@@ -55,7 +55,7 @@ def lines(call: Call) -> list[str]:
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ by a kernel of its own"
     if not config.dq_apart:
-        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.tile_m * config.head_dim
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
     return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
