@@ -5,7 +5,7 @@ import torch
 
 from tilewise.backends.hopper import Hopper
 from tilewise.hopper.compile import why_not_here
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import random_mask
 
@@ -80,3 +80,30 @@ def packs(seed=0):
         cu_q, cu_k = cumulated(q), cumulated(k)
         beyond = int(torch.randint(0, 140, (1,), generator=generator))
         yield cu_q, cu_k, max(1, cu_q[-1] + beyond), max(1, cu_k[-1] + beyond // 2)
+
+
+def drawing(seed):
+    """draw(low, high): a random integer of [low, high), the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda low, high: int(torch.randint(low, high, (1,), generator=generator))
+
+
+def random_shape(draw, longest=700):
+    """Fields of a `Case`: batch, heads in groups, lengths below `longest`."""
+    group, heads_k, batch = draw(1, 5), draw(1, 4), draw(1, 4)
+    lengths = {"seqlen_q": draw(1, longest), "seqlen_k": draw(1, longest)}
+    return {"batch": batch, "heads_q": group * heads_k, "heads_k": heads_k, **lengths}
+
+
+def random_slices(draw):
+    """Fields of a `Case` under rectangles of bands, sometimes without a window."""
+    seqlen_q, seqlen_k, slices = draw(1, 900), draw(1, 900), draw(1, 12)
+
+    def span(length):
+        a, b = sorted((draw(0, length + 1), draw(0, length + 1)))
+        return a, b
+
+    mask = Slices([span(seqlen_q) for _ in range(slices)], [span(seqlen_k) for _ in range(slices)], [draw(0, 4) for _ in range(slices)])
+    if draw(0, 2):
+        mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
+    return {"mask": mask, "batch": draw(1, 3), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 8 * draw(1, 9)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, held
+from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, drawing, held
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
@@ -52,11 +52,7 @@ def test_quick_cases_that_it_covers():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_problems(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        return int(torch.randint(low, high, (1,), generator=generator))
-
+    draw = drawing(seed)
     for _ in range(12):
         group, heads_k = draw(1, 5), draw(1, 4)
         window = SlidingWindow(draw(0, 200), draw(0, 200), align=("bottom_right", "top_left")[draw(0, 2)])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hopper_problems import NEEDS_HOPPER, held
+from hopper_problems import NEEDS_HOPPER, drawing, held, random_shape
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, bias_gradient
@@ -95,19 +95,10 @@ def test_a_hidden_nan_reaches_nobody(change, mask):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems(seed):
     """Two configurations, so that there is time for many problems."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        return int(torch.randint(low, high, (1,), generator=generator))
-
+    draw = drawing(seed)
     for _ in range(10):
-        group, heads_k, batch = draw(1, 5), draw(1, 4), draw(1, 4)
         case = Case(
-            batch=batch,
-            seqlen_q=draw(1, 700),
-            seqlen_k=draw(1, 700),
-            heads_q=group * heads_k,
-            heads_k=heads_k,
+            **random_shape(draw),
             head_dim=8 * draw(9, 13),
             mask=Causal() if seed % 2 else SlidingWindow(draw(0, 200), draw(0, 200)),
             dtype="bf16",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper_problems import INNER, NEEDS_HOPPER, cumulated, held_forward, packs
+from hopper_problems import INNER, NEEDS_HOPPER, cumulated, drawing, held_forward, packs
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
@@ -51,11 +51,7 @@ def test_a_hidden_nan_reaches_nobody():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_packs(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        return int(torch.randint(low, high, (1,), generator=generator))
-
+    draw = drawing(seed)
     for _ in range(15):
         count, largest = draw(1, 40), draw(1, 200)
         cu_q, cu_k = (cumulated([draw(0, largest) for _ in range(count)]) for _ in range(2))

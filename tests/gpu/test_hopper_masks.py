@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hopper_problems import LENGTHS_OF_TABLES, NEEDS_HOPPER, beyond_one_band, held_forward
+from hopper_problems import LENGTHS_OF_TABLES, NEEDS_HOPPER, beyond_one_band, drawing, held_forward, random_slices
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Dense, FirstKeys, Full, PrefixLM, Slices, SlidingWindow
+from tilewise.masks import Causal, Dense, FirstKeys, Full, PrefixLM, Slices
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case, masks
 
@@ -54,24 +54,9 @@ def test_a_hidden_nan_reaches_nobody(dims):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_slices(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        return int(torch.randint(low, high, (1,), generator=generator))
-
-    def span(length):
-        a, b = sorted((draw(0, length + 1), draw(0, length + 1)))
-        return a, b
-
+    draw = drawing(seed)
     for _ in range(15):
-        seqlen_q, seqlen_k, slices = draw(1, 900), draw(1, 900), draw(1, 12)
-        mask = Slices([span(seqlen_q) for _ in range(slices)], [span(seqlen_k) for _ in range(slices)], [draw(0, 4) for _ in range(slices)])
-        if draw(0, 2):
-            mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
-        held_forward(
-            Case(batch=draw(1, 3), seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=8 * draw(1, 9), mask=mask, dtype="bf16"),
-            seed=draw(0, 1 << 20),
-        )
+        held_forward(Case(**random_slices(draw), dtype="bf16"), seed=draw(0, 1 << 20))
 
 
 def covered(part):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper_problems import NEEDS_HOPPER, held_forward
+from hopper_problems import NEEDS_HOPPER, drawing, held_forward, random_shape
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
@@ -55,19 +55,10 @@ def test_a_hidden_nan_reaches_nobody(mask, change):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems(seed):
     """Two configurations, so that there is time for many problems."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        return int(torch.randint(low, high, (1,), generator=generator))
-
+    draw = drawing(seed)
     for _ in range(25):
-        group, heads_k, batch = draw(1, 5), draw(1, 4), draw(1, 4)
         case = Case(
-            batch=batch,
-            seqlen_q=draw(1, 700),
-            seqlen_k=draw(1, 700),
-            heads_q=group * heads_k,
-            heads_k=heads_k,
+            **random_shape(draw),
             head_dim=8 * draw(9, 17),
             mask=Causal() if seed % 2 else SlidingWindow(draw(0, 200), draw(0, 200)),
             dtype="bf16",
