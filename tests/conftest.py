@@ -1,10 +1,13 @@
-"""Settings of every test: one thread a worker (pytest runs one worker a core), and hypothesis without deadlines on a shared machine."""
+"""Settings of every test: one thread a worker (pytest runs one worker a core), the architecture that the DSL compiles for where there is no GPU,
+and hypothesis without deadlines on a shared machine.
+"""
 
 import os
 
 import torch
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when the DSL is first imported, by whichever test comes first
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
