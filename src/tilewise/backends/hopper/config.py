@@ -26,12 +26,18 @@ class Config:
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
+    lean: bool = True
+    rounds: bool | None = None
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
     sink: bool = False
+
+    def __post_init__(self):
+        if self.rounds is None:
+            object.__setattr__(self, "rounds", self.sees != "until" or self.pingpong)
 
     @property
     def consumers(self) -> int:
