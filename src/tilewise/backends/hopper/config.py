@@ -9,6 +9,8 @@ import torch
 SHARED_BYTES = 227 * 1024 - 1024  # of a thread block, less what barriers and alignment take
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 
+SHARED_REGISTERS = {(1, 2): (24, 232), (1, 3): (24, 136)}  # by consumers and by blocks that share a multiprocessor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -27,6 +29,7 @@ class Config:
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     lean: bool = True
+    blocks: int = 1  # thread blocks on a multiprocessor at once
     rounds: bool | None = None
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
@@ -51,7 +54,7 @@ class Config:
         """
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
-        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= SHARED_BYTES), 0)
+        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= SHARED_BYTES // self.blocks - 1024 * (self.blocks - 1)), 0)
 
     @property
     def smem_of_O(self) -> int:
@@ -69,7 +72,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
+        return REGISTERS[self.consumers] if self.blocks == 1 else SHARED_REGISTERS[self.consumers, self.blocks]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,10 +94,11 @@ def launch(
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
     units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order)
     kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
+        grid=(min(units.count, blocks * config.blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=config.blocks,
+        preferred_smem_carveout=100 if config.blocks > 1 else None,
         stream=stream,
     )
 
