@@ -21,7 +21,8 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time: at least, and at most twice as much
+MORE_HEADS = 16  # than fit that are considered
 
 
 class Hopper:
@@ -184,11 +185,20 @@ def _counter(device: torch.device) -> Tensor:
 
 
 def _section(call: Call, config) -> int:
-    """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
-    if not isinstance(call.mask, Causal) and config.sees not in ("rows", "runs"):
+    """Heads whose tiles are mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, whose first
+    tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
+    """
+    if config.sees == "all":
         return 1
-    a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
-    return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
+    heads, keys = call.batch * call.heads_k, call.seqlen_k
+    if config.sees == "interval":
+        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+        keys = min(keys, 2 * (hi - lo + 1))
+    a_head = 2 * keys * (config.head_dim + config.head_dim_v)
+    least = max(2 if config.sees == "rows" else 1, SECTION_BYTES // a_head)  # documents are shorter than all of them
+    if least >= heads:
+        return heads * call.group
+    return min(range(least, min(2 * least, least + MORE_HEADS) + 1), key=lambda width: (-heads % width, width)) * call.group
 
 
 def _rest(call: Call, config, scale: float) -> tuple:

@@ -29,6 +29,7 @@ class Config:
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     lean: bool = True
+    prefetch: bool = False
     blocks: int = 1  # thread blocks on a multiprocessor at once
     rounds: bool | None = None
     softcap: bool = False
@@ -40,7 +41,7 @@ class Config:
 
     def __post_init__(self):
         if self.rounds is None:
-            object.__setattr__(self, "rounds", self.sees != "until" or self.pingpong)
+            object.__setattr__(self, "rounds", self.pingpong)
 
     @property
     def consumers(self) -> int:
@@ -116,7 +117,7 @@ TILES = {
         "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
         "until": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2, "kv_stages": 3, "pingpong": True}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
-        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
     },
     (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
     (128, 128): {

@@ -29,6 +29,7 @@ from tilewise.hopper.dsl import (
     SmemAllocator,
     arch,
     const_expr,
+    cpasync,
     cute,
     cutlass,
     pipeline,
@@ -108,6 +109,9 @@ def kernel(
     copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
+    if const_expr(config.prefetch) and arch.make_warp_uniform(arch.warp_idx()) == 0:
+        for each in (copies.Q, copies.K, copies.V, copies.O):
+            cpasync.prefetch_descriptor(each.atom)
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
     queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)

@@ -75,9 +75,10 @@ def shapes(shipped: Config) -> tuple[list[Config], Counter]:
 
 
 def manners(leaders: Iterable[Config]) -> list[Config]:
-    """The leaders, each in all manners."""
+    """The leaders, each in all manners that fit."""
     names = {name: values for name, values in choices().items() if name in MANNERS}
-    return [replace(config, **dict(zip(names, values, strict=True))) for config in leaders for values in product(*names.values())]
+    found = (replace(config, **dict(zip(names, values, strict=True))) for config in leaders for values in product(*names.values()))
+    return [config for config in found if not why_not(config)]
 
 
 def _promise(config: Config) -> tuple:
