@@ -34,7 +34,7 @@ def test_shapes_fit(dims, sees):
     assert found[0] == shipped(dims, sees) and len(set(found)) == len(found) > 2
     kept = {each.name for each in fields(config.Config)} - set(tune.SHAPES)
     for each in found[1:]:
-        assert forecast.smem_bytes(each) <= config.SHARED_BYTES and tune.registers(each) <= each.registers[1]
+        assert forecast.smem_bytes(each) <= each.shared_bytes and tune.registers(each) <= each.registers[1]
         assert all(getattr(each, name) == getattr(found[0], name) for name in kept)
     assert len(found) + refused.total() == math.prod(map(len, tune.SHAPES.values())) and all(count > 0 for count in refused.values())
 

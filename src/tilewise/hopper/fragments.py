@@ -60,7 +60,9 @@ def column(c: int) -> int:
 
 
 @cute.jit
-def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool], lean: Constexpr[bool] = False):
+def product(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool], lean: Constexpr[bool] = False
+):
     """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise. `lean`: see `lean_slice`."""
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)

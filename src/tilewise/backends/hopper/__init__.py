@@ -21,8 +21,8 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time: at least, and at most twice as much
-MORE_HEADS = 16  # than fit that are considered
+SECTION_BYTES, MOST_SECTION_BYTES = 16 << 20, 40 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+MORE_HEADS = 16  # than fit into the one that are considered
 
 
 class Hopper:
@@ -195,10 +195,11 @@ def _section(call: Call, config) -> int:
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         keys = min(keys, 2 * (hi - lo + 1))
     a_head = 2 * keys * (config.head_dim + config.head_dim_v)
-    least = max(2 if config.sees == "rows" else 1, SECTION_BYTES // a_head)  # documents are shorter than all of them
-    if least >= heads:
-        return heads * call.group
-    return min(range(least, min(2 * least, least + MORE_HEADS) + 1), key=lambda width: (-heads % width, width)) * call.group
+    least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
+    least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
+    if least >= heads or heads % least == 0:
+        return min(least, heads) * call.group
+    return min(range(least, min(most, least + MORE_HEADS) + 1), key=lambda width: (-heads % width, -width), default=least) * call.group
 
 
 def _rest(call: Call, config, scale: float) -> tuple:
@@ -206,7 +207,7 @@ def _rest(call: Call, config, scale: float) -> tuple:
     band = 0, 0, 0, call.seqlen_k, 0, 0
     if config.sees in ("until", "interval"):
         band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
-    sizes = _section(call, config), _multiprocessors(call.q.device)
+    sizes = _section(call, config), _multiprocessors(call.q.device) * config.blocks
     scale_log2 = changes.outer(config, scale, call.softcap) / math.log(2)
     return *band, *sizes, scale_log2, *changes.factors(config, scale, call.softcap), *changes.operands(call), *_tables(call, config)
 

@@ -29,7 +29,6 @@ from tilewise.hopper.dsl import (
     SmemAllocator,
     arch,
     const_expr,
-    cpasync,
     cute,
     cutlass,
     pipeline,
@@ -95,7 +94,7 @@ def launch(
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
     units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order)
     kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(min(units.count, blocks * config.blocks // config.cluster) * config.cluster, 1, 1),
+        grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=config.blocks,
@@ -109,9 +108,6 @@ def kernel(
     copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
-    if const_expr(config.prefetch) and arch.make_warp_uniform(arch.warp_idx()) == 0:
-        for each in (copies.Q, copies.K, copies.V, copies.O):
-            cpasync.prefetch_descriptor(each.atom)
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
     queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)
@@ -329,15 +325,13 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
     unmasked = min(walk.free_last, last)
-    if const_expr(not config.rounds and config.sees != "until"):
-        state = steps(tile, pipes, state, unmasked, last, True, config)
-        masked = min(walk.free_first, unmasked)
-        state = steps(tile, pipes, state, masked, unmasked, False, config)
-        return steps(tile, pipes, state, walk.first, masked, True, config)
-    if const_expr(config.sees == "until" and not config.rounds):  # the code as it runs, which ptxas schedules 2 % better without turns
-        state = steps(tile, pipes, state, unmasked, last, True, config)
-        return steps(tile, pipes, state, min(walk.free_first, unmasked), unmasked, False, config)
     masked = min(walk.free_first, unmasked)
+    if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
+        state = steps(tile, pipes, state, unmasked, last, True, config)
+        state = steps(tile, pipes, state, masked, unmasked, False, config)
+        if const_expr(config.sees != "until"):
+            state = steps(tile, pipes, state, walk.first, masked, True, config)
+        return state
     for end in cutlass.range(2, unroll=1):
         low = unmasked if end == 0 else masked
         high = unmasked
