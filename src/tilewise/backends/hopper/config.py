@@ -79,7 +79,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to take where a query tile has neighbours enough, up to `most_queries` of a sequence; None: any number."""
+    """What to take up to `most_queries` of a sequence, under a causal mask up to as many keys too; None: any number."""
 
     most_queries: int | None = None
     fields: dict
@@ -161,7 +161,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
-    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
+    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; the Choice is that for `seqlen_q`."""
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
