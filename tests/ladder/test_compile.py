@@ -18,7 +18,7 @@ from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
-MOST_MOVED = 4  # numbers moved to uniform registers ahead of a group of products: a stage; each product's descriptor would be many
+MOST_MOVED = 6  # numbers moved to uniform registers ahead of a group of products: stages; each product's descriptor would be many
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 
 
