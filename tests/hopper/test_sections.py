@@ -33,10 +33,10 @@ def busy(call, config):
         for row in reversed(range(rows))
         for _ in range(min(section, heads - begin))
     ]
-    done = [0.0] * MULTIPROCESSORS
+    done = [0.0] * MULTIPROCESSORS * config.blocks
     for unit in units:
         heapq.heapreplace(done, done[0] + unit)
-    return sum(units) / MULTIPROCESSORS / max(done)
+    return sum(units) / len(done) / max(done)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ def test_manners_of_the_best():
     )
 
 
+def test_manners_fit():
+    """Two stages for Q do not, beside keys of 256."""
+    found = tune.manners([shipped((256, 256), "all")])
+    assert found and all(each.q_stages == 1 and not tune.why_not(each) for each in found)
+
+
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
 def test_what_ships_is_worth_compiling(dims):
     for sees in ("all", "until"):
@@ -134,8 +140,8 @@ def test_searches_are_by_kernel():
         return Workload(name="x", batch=1, seqlen_q=seqlen, heads_q=1, head_dim=head_dim, mask=mask, dtype=BF16)
 
     cells = [
+        (256, 64, Causal()),
         (512, 64, Causal()),
-        (1024, 64, Causal()),
         (512, 64, SlidingWindow(5, 0)),
         (512, 64, SlidingWindow(9, 0)),
         (512, 128, Causal()),
