@@ -24,6 +24,7 @@ class Config:
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
+    early: bool = True  # dQ is finished by a warp of the main kernel, as far as that can be
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
@@ -109,6 +110,12 @@ class Config:
     def numbers_of_sum(self) -> int:
         """Of a tile of dQ in global memory."""
         return 4 if self.dq_apart else self.tile_m * self.head_dim
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a warp of the main kernel finishes what it can of dQ (backward_finish.py)."""
+        apart = self.direct or self.dq_apart or self.dq_transposed
+        return self.early and self.split == "keys" and self.sees in ("all", "from", "interval") and not (apart or self.modified)
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -112,16 +112,17 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
 
 def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
     """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
-    if config.sees == "all":
-        return slots, 0, 1, 1
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    behind = 3 * slots // 2 + n_blocks
+    if config.sees == "all":
+        return slots, 0, 1, 1, behind
     rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
     reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
     fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
     if config.sees in RISING and not config.dq_apart and fits:
         together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
         rising = heads - together
-    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
+    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
@@ -164,7 +165,7 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [
