@@ -139,7 +139,8 @@ def launch_dQ(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
+    tensors: Tensors, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32,
+    scale_log2: Float32, mma: Mma,
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout,
     layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -189,10 +190,9 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
-        elif const_expr(config.finishes):
-            if warp_idx == THREADS // WARP - 1:
-                arch.griddepcontrol_wait()
-                backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, config)
+        elif warp_idx == THREADS // WARP - 1 and const_expr(config.finishes):
+            arch.griddepcontrol_wait()
+            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
