@@ -190,9 +190,8 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
-        elif warp_idx == THREADS // WARP - 1 and const_expr(config.finishes):
-            arch.griddepcontrol_wait()
-            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, config)
+        if const_expr(config.finishes):
+            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)

@@ -115,7 +115,8 @@ class Config:
     def finishes(self) -> bool:
         """Whether a warp of the main kernel finishes what it can of dQ (backward_finish.py)."""
         apart = self.direct or self.dq_apart or self.dq_transposed
-        return self.early and self.split == "keys" and self.sees in ("all", "from", "interval") and not (apart or self.modified)
+        full = self.sees == "from" and self.tile_m == 128  # its consumers spill with another argument of the kernel
+        return self.early and self.split == "keys" and self.sees in ("all", "from", "interval") and not (apart or full or self.modified)
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -34,11 +34,13 @@ class Part(NamedTuple):
 
 @cute.jit
 def finish_earlier(
-    tensors: Tensors, mdQ: cute.Tensor, staged: cute.Tensor, order: Order, band: Band, scale: Float32, config: Constexpr[Config]
+    tensors: Tensors, mdQ: cute.Tensor, staged: cute.Tensor, order: Order, band: Band, scale: Float32, warp_idx: Int32,
+    config: Constexpr[Config],
 ):  # fmt: skip
-    """One warp."""
+    """By the last warp of the producer's warpgroup."""
     number = arch.block_idx()[0] - order.behind
-    if number >= 0:
+    if warp_idx == WARPS - 1 and number >= 0:
+        arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
         group = tensors.Q.shape[2] // tensors.K.shape[2]
         for i in cutlass.range((last - first) * group * config.dq_consumers, unroll=1):
