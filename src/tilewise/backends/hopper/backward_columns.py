@@ -7,6 +7,7 @@ warpgroup computes its columns.
 The products of the next tile's scores are issued ahead of those for this tile's gradients, so that exponentials run under these.
 """
 
+import math
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
@@ -248,7 +249,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
         for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= P[i].to(Float32) if const_expr(config.enlarged == 1.0) else P[i].to(Float32) * (1.0 / config.enlarged)
+            tile.acc_S[i] *= reduced(P[i].to(Float32), config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -258,7 +259,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 @cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
-    """S becomes P, rounded as well; a factor of dP - delta that is not the rounded P goes to shared memory."""
+    """S becomes P, rounded and enlarged; a factor of dP - delta that is not the rounded P goes to shared memory, enlarged too."""
     lse = changed.lse_of(tile.statistics, stage, config)
     if const_expr(config.modified):
         m0 = located(tile, place, stage, config).m_block * config.tile_m
@@ -266,16 +267,23 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
         hide_in(tile, stage, place, walk, -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, config)
     else:
+        if const_expr(config.enlarged != 1.0):
+            for c in range_constexpr(cute.size(lse)):
+                lse[c] -= math.log2(config.enlarged)
         probabilities(tile.acc_S, lse, tile.scale_log2)
         hide_in(tile, stage, place, walk, 0.0, config)
         fragments.round_into(rounded, tile.acc_S)
     if const_expr(config.own_factor):
         factor = cute.make_rmem_tensor_like(rounded)
-        if const_expr(config.enlarged != 1.0):
-            for i in range_constexpr(cute.size(tile.acc_S)):
-                tile.acc_S[i] *= config.enlarged
+        for i in range_constexpr(cute.size(tile.acc_S)):
+            tile.acc_S[i] = changed.enlarge(tile.acc_S[i], config)
         fragments.round_into(factor, tile.acc_S)
         cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
+
+
+def reduced(p: Float32, config: Config) -> Float32:
+    """What was enlarged before it was rounded."""
+    return p * (1.0 / config.enlarged) if const_expr(config.enlarged != 1.0) else p
 
 
 @cute.jit
@@ -356,7 +364,7 @@ def step_apart(
         cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
         add_to_rows(tile.acc_S, statistics)
         for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= P[i].to(Float32) if const_expr(config.enlarged == 1.0) else P[i].to(Float32) * (1.0 / config.enlarged)
+            tile.acc_S[i] *= reduced(P[i].to(Float32), config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

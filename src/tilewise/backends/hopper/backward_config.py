@@ -38,15 +38,15 @@ class Config:
 
     @property
     def enlarged(self) -> float:
-        """By what the factor of dP - delta in dS is multiplied, where columns are split and it goes through shared memory: fp16 has few bits for
-        probabilities below 6e-5, and none below 6e-8, as keys have that are far away or of a low bias.
+        """What P is multiplied by before it is rounded to an operand: fp16 has few bits for probabilities below 6e-5, and none below 6e-8, as keys
+        have that are far away or of a low bias. Where P stays in fp32 for dS and no score is changed, the naive formula loses as much of dV.
         """
-        return 4096.0 if self.dtype == torch.float16 and self.natural else 1.0
+        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.split == "columns") else 1.0
 
     @property
     def own_factor(self) -> bool:
-        """Whether that factor is not P as it is rounded for dV."""
-        return self.split == "columns" and (self.softcap or self.enlarged != 1.0)
+        """Whether the factor of dP - delta in dS goes through shared memory and is not P as it is rounded for dV."""
+        return self.split == "columns" and self.softcap
 
     @property
     def bias_pairs(self) -> bool:

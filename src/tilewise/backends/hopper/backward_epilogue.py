@@ -52,7 +52,7 @@ def write(
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
     of_K, of_V = shares_of(config)
-    store(acc_dV, Float32(1.0), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
+    store(acc_dV, Float32(1.0 / config.enlarged), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
     store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)
     arch.cp_async_bulk_wait_group(0, read=True)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):

@@ -142,7 +142,7 @@ def read_one(address: Int64, keys: Int32, place: int, config) -> Float32:
 
 @cute.jit
 def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, config: Constexpr):
-    """From what `change` made, -inf for hidden pairs: P into `rounded`, in its dtype, and into acc_S the factor of dP - delta in dS.
+    """From what `change` made, -inf for hidden pairs: P into `rounded`, enlarged, in its dtype, and into acc_S the factor of dP - delta in dS.
 
     lse: as from `lse_of`.
     """
@@ -153,7 +153,7 @@ def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, ls
         for r in range_constexpr(fragments.ROWS):
             x = S[r, c], S[r, c + 1]
             p = tuple(weight(x[i], of[i], scale_log2, config) for i in range(2))
-            pairs[fragments.ROWS * (c // 2) + r] = packed(*p, kind)
+            pairs[fragments.ROWS * (c // 2) + r] = packed(*(enlarge(x, config) for x in p), kind)
             factor = (Float32(1.0), Float32(1.0))
             if const_expr(rest is not None):
                 factor = unpacked(rest[r, c // 2])
@@ -183,6 +183,11 @@ def weight(x: Float32, lse: Float32, scale_log2: Float32, config) -> Float32:
         below = arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[x - lse])
         return cute.math.exp2(below * LOG2_E, fastmath=True)
     return cute.math.exp2(x * scale_log2 - lse, fastmath=True)
+
+
+def enlarge(p: Float32, config) -> Float32:
+    """As it is rounded to an operand of products."""
+    return p * config.enlarged if const_expr(config.enlarged != 1.0) else p
 
 
 def packed(first: Float32, second: Float32, kind: str) -> Int32:
