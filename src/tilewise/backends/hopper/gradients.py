@@ -16,7 +16,8 @@ from tilewise.problem import Call, Gradients, Problem
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
+CACHE = 8 << 20  # bytes of what stays in the L2 cache
+SHARING = 16  # heads
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -116,12 +117,17 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
         return slots, 0, 1, 1, behind
-    rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
+    longest = _as_much_as_the_longest(n_blocks, slots)
+    rising, together = 0, _evenly(heads, longest)
     reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
-    fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
-    if config.sees in RISING and not config.dq_apart and fits:
-        together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+    if config.sees in RISING and not config.dq_apart:
+        if config.sees == "rows" or config.head_dim < 128:
+            together = min(heads, 3 * longest // 2)
+        else:
+            together = min(heads, max(2, 2 * slots // (n_blocks + 1)))
         rising = heads - together
+        if config.sees == "from" and group > 1 and reads >= CACHE:
+            rising, together = 0, _evenly(heads, SHARING)
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
 
 
