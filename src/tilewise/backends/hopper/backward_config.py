@@ -25,7 +25,6 @@ class Config:
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
     early: bool = True  # dQ is finished by a warp of the main kernel, as far as that can be
-    pairs: bool = False  # dS is rounded pair by pair
     bits: bool = False  # what a thread sees of a tile is a mask of bits
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     delta_in: bool = False  # -delta is in dP's registers before dP is

@@ -183,11 +183,7 @@ def step(
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
-    dS = left_operand(tile.mma.dk, config)
-    if const_expr(config.pairs):
-        fragments.round_pairs_into(dS, acc_dP)
-    else:
-        fragments.round_into(dS, acc_dP)
+    dS = as_left_operand(tile.mma.dk, acc_dP, config)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
