@@ -24,7 +24,9 @@ class Config:
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
-    early: bool = True  # dQ is finished by a warp of the main kernel, as far as that can be
+    finishes: bool = (
+        False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
+    )
     bits: bool = False  # what a thread sees of a tile is a mask of bits
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     delta_in: bool = False  # -delta is in dP's registers before dP is
@@ -113,13 +115,6 @@ class Config:
         return 4 if self.dq_apart else self.tile_m * self.head_dim
 
     @property
-    def finishes(self) -> bool:
-        """Whether a warp of the main kernel finishes what it can of dQ (backward_finish.py)."""
-        apart = self.direct or self.dq_apart or self.dq_transposed
-        full = self.sees == "from" and self.tile_m == 128  # its consumers spill with another argument of the kernel
-        return self.early and self.split == "keys" and self.sees in ("all", "from", "interval") and not (apart or full or self.modified)
-
-    @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
@@ -175,18 +170,23 @@ LONG = {
 }
 
 
+# From so many queries on, where scores are plain, `finishes`: a block that visits few tiles would have to wait for its own warp.
+FINISHING = {((64, 64), "all"): 1, ((64, 64), "from"): 2049, ((128, 128), "from"): 2049}
+
+
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
-    least, larger = LONG.get((dims, sees), (0, {}))
-    return replace(config, **(larger | choice)) if seqlen_q >= least else config
+    least, larger = LONG.get((dims, sees), (1 << 30, {}))
+    fields = larger if seqlen_q >= least else {}
+    return replace(config, **({"finishes": seqlen_q >= FINISHING.get((dims, sees), 1 << 30)} | fields | choice))
 
 
 def lengths() -> list[int]:
     """Numbers of queries, one for each way that tiles depend on them."""
-    return [1, *sorted({least for least, _ in LONG.values()})]
+    return sorted({1, *(least for least, _ in LONG.values()), *FINISHING.values()})
 
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:

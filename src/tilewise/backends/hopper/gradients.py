@@ -14,10 +14,9 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
-RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-CACHE = 8 << 20  # bytes of what stays in the L2 cache
-SHARING = 16  # heads
+CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -119,16 +118,24 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
         return slots, 0, 1, 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
-    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
-    if config.sees in RISING and not config.dq_apart:
-        if config.sees == "rows" or config.head_dim < 128:
-            together = min(heads, 3 * longest // 2)
-        else:
-            together = min(heads, max(2, 2 * slots // (n_blocks + 1)))
+    if config.sees == "from" and not config.dq_apart:
+        rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
+    elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
+        together = min(heads, 3 * longest // 2)
         rising = heads - together
-        if config.sees == "from" and group > 1 and reads >= CACHE:
-            rising, together = 0, _evenly(heads, SHARING)
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
+    """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
+    of the group; so much of Q, dO and dQ must fit into the L2 cache.
+    """
+    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks
+    if group > 1 and reads >= CACHE:
+        return 0, _evenly(heads, SHARING)
+    longest = 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2
+    together = min(heads, max(2, longest))
+    return heads - together, together
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
