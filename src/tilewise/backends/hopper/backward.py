@@ -191,7 +191,7 @@ def kernel(
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         if const_expr(config.finishes):
-            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, walk, scale, warp_idx, config)
+            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)

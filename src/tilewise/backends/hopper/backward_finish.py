@@ -5,16 +5,17 @@ keeps a tile from being finished: the warp finishes the share of a block some nu
 block walks; what it finds incomplete, or not finite, and the shares of the last blocks are left to `backward_parts.finish`, which computes the same.
 """
 
+from typing import NamedTuple
+
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Order, Walk, block_of, visitors_of
+from tilewise.backends.hopper.backward_order import Order, block_of, visitors_of
 from tilewise.backends.hopper.backward_parts import QUAD, VECTOR, WARP, Tensors, vector
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper.dsl import BFloat16, Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 THREADS = 128  # of a warpgroup, in whose order the sum lies
 WARPS = THREADS // WARP
 FINISHED = -1  # in place of a tile's turns
-VISITS = 2  # of a block, which take as long as finishing a part
 
 
 def layout_of(config: Config) -> cute.Layout:
@@ -22,34 +23,41 @@ def layout_of(config: Config) -> cute.Layout:
     return cute.make_layout((4, WARP, config.dq_numbers // 4, WARPS + 1))
 
 
+class Part(NamedTuple):
+    """What one warpgroup computed of a tile."""
+
+    batch: Int32
+    head: Int32
+    m_block: Int32
+    consumer: Int32
+
+
 @cute.jit
 def finish_earlier(
-    tensors: Tensors, mdQ: cute.Tensor, staged: cute.Tensor, order: Order, band: Band, walk: Walk, scale: Float32, warp_idx: Int32,
+    tensors: Tensors, mdQ: cute.Tensor, staged: cute.Tensor, order: Order, band: Band, scale: Float32, warp_idx: Int32,
     config: Constexpr[Config],
 ):  # fmt: skip
-    """By the last warp of the producer's warpgroup. walk: its own block's, which must not last longer for this."""
+    """By the last warp of the producer's warpgroup."""
     number = arch.block_idx()[0] - order.behind
     if warp_idx == WARPS - 1 and number >= 0:
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
         group = tensors.Q.shape[2] // tensors.K.shape[2]
-        parts = (last - first) * group * config.dq_consumers
-        for i in cutlass.range(min(parts, (walk.last - walk.first) * group // VISITS), unroll=1):
-            batch, head, m_block, consumer = part_of(i, tensors, order, config)
-            visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
-            counter = (tensors.turns.iterator + cute.crd2idx((batch, head, m_block, consumer), tensors.turns.layout)).toint()
-            now = added(counter)
+        for i in cutlass.range((last - first) * group * config.dq_consumers, unroll=1):
+            part = part_of(i, tensors, order, config)
+            visitors = visitors_of(part.m_block, band, tensors.K.shape[1], config)
+            now = added((tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint())
             if now == visitors.last - visitors.first and now > 0:
-                spare = (staged[None, None, None, 0].iterator + WARP * config.dq_numbers // 2).toint()
-                arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[spare, counter])
-                gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
-                if finish_part(gSum, gdQ, staged, m_block, consumer, scale, config):
-                    mark(spare)
+                gSum, gdQ = tensors.sum_dQ[part.batch, part.head, part.m_block, None], mdQ[part.batch, None, part.head, None]
+                finite = finish_part(gSum, gdQ, staged, part.m_block, part.consumer, scale, config)
+                part = part_of(i, tensors, order, config)
+                if finite and arch.lane_idx() == 0:
+                    tensors.turns[part] = FINISHED
 
 
 @cute.jit
 def share_of(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]):
-    """Which tiles of queries are a block's to finish, [first, last), and the block."""
+    """Which tiles of queries are the block's to finish, [first, last), and of which keys' head."""
     n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), tensors.sum_dQ.shape[2]
     block = block_of(number, n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
     n_block = block.n0 // config.tile_n
@@ -57,23 +65,13 @@ def share_of(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Co
 
 
 @cute.jit
-def part_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]):
-    """(batch, head, m_block, consumer) of part i. Worked out anew each time, from a number that the compiler cannot know to be the same: there
-    are no registers to keep it in.
-    """
+def part_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Part:
+    """Part i of what this block finishes. Found anew from the block's number, which the compiler cannot know to be the same: registers are few."""
     number = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.block_idx()[0] - order.behind])
     first, _, block = share_of(number, tensors, order, config)
     of_tile, consumer = i // config.dq_consumers, i % config.dq_consumers
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    return block.batch, block.head_k * group + of_tile % group, first + of_tile // group, consumer
-
-
-@cute.jit
-def mark(spare: Int32):
-    """As finished, the tile whose counter's address was kept in shared memory: registers are few here."""
-    counter = arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[spare])
-    if arch.lane_idx() == 0:
-        arch.inline_ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[counter, Int32(FINISHED)])
+    return Part(block.batch, block.head_k * group + of_tile % group, first + of_tile // group, consumer)
 
 
 @cute.jit
@@ -105,16 +103,16 @@ def finish_part(
     arch.cp_async_commit_group()
     arch.cp_async_wait_group(0)
     row0, column0 = m_block * config.tile_m + consumer % over_m * 64, consumer // over_m * config.dq_width
-    nothing = Int32(0)  # two numbers, unless one is not finite
+    nothing = Float32(0.0)  # unless a number is not finite
     for warp in cutlass.range(WARPS, unroll=1):
         rounded = cute.recast_ptr(staged[None, None, None, warp].iterator, dtype=gdQ.element_type)
-        nothing = round_rows(staged[None, lane, None, warp + 1], rounded, scale, nothing, config)
+        nothing += round_rows(staged[None, lane, None, warp + 1], rounded, scale, config)
         arch.sync_warp()
         write_rows(rounded, gdQ, row0 + 16 * warp, column0, config)
     arch.sync_warp()  # all have been read
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
-        finite = arch.vote_all_sync(nothing & 0x7FFF7FFF == 0)
+        finite = arch.vote_all_sync(nothing == 0.0)
     return finite
 
 
@@ -125,26 +123,19 @@ def place_of(v: Int32, r: Int32, row: Int32) -> Int32:
 
 
 @cute.jit
-def round_rows(sums: cute.Tensor, rounded: cute.Pointer, scale: Float32, nothing: Int32, config: Constexpr[Config]) -> Int32:
-    """A lane has two neighbours of every eight columns, for two rows. Returns nothing + 0 times all of them, by twos. sums: (4, vectors)."""
-    lane = arch.lane_idx()
-    kind = const_expr("bf16x2" if rounded.dtype is BFloat16 else "f16x2")
+def round_rows(sums: cute.Tensor, rounded: cute.Pointer, scale: Float32, config: Constexpr[Config]) -> Float32:
+    """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them. sums: (4, vectors)."""
+    nothing, lane = Float32(0.0), arch.lane_idx()
     for v in range_constexpr(cute.size(sums, mode=[1])):
-        x = cute.make_rmem_tensor(4, Float32)
+        x, pair = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(2, rounded.dtype)
         cute.autovec_copy(sums[None, v], x)
         for r in range_constexpr(2):
-            pair = cute.make_rmem_tensor(1, Int32)
-            numbers = cute.recast_tensor(pair, rounded.dtype)
             for j in range_constexpr(2):
-                numbers[j] = (x[2 * r + j] * scale).to(rounded.dtype)
-            if const_expr(config.sees != "all"):
-                nothing = arch.inline_ptx(
-                    f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{kind} {{$w0}}, {{$r0}}, zero, {{$r1}}; }}",
-                    write_only_types=[Int32],
-                    read_only_args=[pair[0], nothing],
-                )
+                pair[j] = (x[2 * r + j] * scale).to(rounded.dtype)
+                if const_expr(config.sees != "all"):
+                    nothing += x[2 * r + j] * 0.0
             at = place_of(v, r, lane // QUAD) * VECTOR + 2 * (lane % QUAD)
-            cute.make_tensor(cute.recast_ptr((rounded + at).align(4), dtype=Int32), cute.make_layout(1))[0] = pair[0]
+            cute.autovec_copy(pair, cute.make_tensor((rounded + at).align(4), cute.make_layout(2)))
     return nothing
 
 

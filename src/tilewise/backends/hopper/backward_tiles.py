@@ -3,7 +3,6 @@
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import visible
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -193,15 +192,6 @@ def hide(
     `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
     """
     P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
-    if const_expr(config.bits and config.sees != "all"):
-        for r in range_constexpr(fragments.ROWS):
-            column0 = m0 + at[r, 0][1]
-            low = visible.places_before(tile.begin[r] - column0)
-            count = Int32(32) if const_expr(config.sees == "from") else max(visible.places_before(tile.end[r] - column0) - low, 0)
-            shown = visible.mask_of(low, count)
-            for c in range_constexpr(first, last or cute.size(P, mode=[1])):
-                P[r, c] = P[r, c] if shown & (1 << c) != 0 else Float32(hidden)
-        return
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(first, last or cute.size(P, mode=[1])):
             P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
