@@ -134,6 +134,8 @@ CHANGED = {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
         (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (192, 128): dict(change_parts=2),
+        (192, 192): dict(change_parts=2),
         (256, 256): dict(change_parts=4),
     },
 }
