@@ -256,7 +256,7 @@ class FlashAttention:
             options[f"max_seqlen_{side}"] = max(end - start for start, end in itertools.pairwise(cu_seqlens))
 
         def attend(*qkv: Tensor) -> Tensor:
-            result = function(*(x[0] for x in qkv), **options)
+            result = function(*(x.flatten(0, 1) for x in qkv), **options)  # a view backward too: x[0] would fill zeros and copy (314 us of 945)
             return (result[0] if isinstance(result, tuple) else result)[None]
 
         return attend
