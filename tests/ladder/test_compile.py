@@ -208,8 +208,9 @@ def check_backward(shipped, compile_and_inspect, capfd):
 
 
 @pytest.mark.parametrize("dims, sees", backward_config.LONG, ids=lambda x: str(x).replace(" ", ""))
-def test_backward_of_long_sequences(dims, sees, compile_and_inspect, capfd):
-    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, 1 << 20), compile_and_inspect, capfd)
+@pytest.mark.parametrize("seqlen", [backward_config.STAYS_UP_TO, 1 << 20])
+def test_backward_of_long_sequences(seqlen, dims, sees, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, seqlen), compile_and_inspect, capfd)
 
 
 BACKWARD_CHANGES = (

@@ -34,7 +34,7 @@ class Columns(NamedTuple):
 
     keys: Tensor  # (2, seqlen_q)
     queries: Tensor  # (2, seqlen_k)
-    walks: Tensor  # (n_blocks, 4)
+    walks: Tensor  # (n_blocks + 1, 4)
     visitors: Tensor  # (m_blocks, 2)
     query_walks: Tensor  # (tiles of QUERIES queries, 4); none of `tables`, but of `query_tables`
 
@@ -143,7 +143,7 @@ def columns_arguments(config: ColumnsConfig) -> list:
     from tilewise.hopper.dsl import Int32
 
     documents, seqlen_q, seqlen_k, n_blocks, m_blocks = (hopper.size() for _ in range(5))
-    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks, 4), (m_blocks, 2), (hopper.size(), 4)
+    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (hopper.size(), 4), (m_blocks, 2), (hopper.size(), 4)
     return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(4))]
 
 
@@ -156,7 +156,7 @@ def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: C
 
 def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
     n_blocks, m_blocks = -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
-    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
+    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
     keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes)
     hopper.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, keys, queries, scratch, *made, *inner)
     return Columns(keys, queries, *made)

@@ -30,7 +30,9 @@ class Tables(NamedTuple):
 
     keys: cute.Tensor | None  # (2, seqlen_q): begin and end of the keys that a query sees
     queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
-    walks: cute.Tensor | None  # (n_blocks, 4): first, last, free_first, free_last of backward_order.Walk
+    walks: (
+        cute.Tensor | None
+    )  # (n_blocks + 1, 4): first, last, free_first, free_last of backward_order.Walk; then the most tiles of one, and all
     visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
     visits: cute.Tensor | None  # (visits, 4): the fields of Visit
     bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
