@@ -62,7 +62,7 @@ class Problem:
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
         rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
         divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
-        how = order.Order(slots, rising, together, *divisors)
+        how = order.Order(slots, rising, together, 0, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
@@ -159,6 +159,21 @@ def check_walk(problem, block):
         begin, end = problem.order.queries_of(block.n0 + key, problem.band, config)
         rows = np.arange(len(columns))
         assert (((rows >= begin) & (rows < end)) == columns[:, key]).all()
+
+
+def test_every_tile_is_somebodys_to_finish(order, documents_kernels):
+    """The shares of a head's blocks of keys, of which a later block finishes dQ, are all tiles of queries, each once."""
+    from tilewise.backends.hopper import backward_finish
+
+    random.seed(3)
+    for _ in range(100):
+        problem = draw(order, documents_kernels)
+        finish = plain(vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",))
+        keys = SimpleNamespace(shape=(1, problem.lengths[1], problem.heads, 1))
+        tensors = SimpleNamespace(K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))
+        shares = [finish.share_of(number, tensors, None, problem.config) for number in range(len(problem.blocks))]
+        found = [(block.head_k, m_block) for first, last, block in shares for m_block in range(first, last)]
+        assert sorted(found) == [(head, m_block) for head in range(problem.heads) for m_block in range(problem.m_blocks)]
 
 
 def test_nobody_waits_for_ever(order, documents_kernels):

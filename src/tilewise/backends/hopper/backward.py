@@ -8,7 +8,7 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_keys, backward_queries
+from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
@@ -52,8 +52,8 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32,
-    q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, behind: Int32,
+    has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
@@ -91,10 +91,11 @@ def launch(
     kernel(
         tensors,
         counter,
+        mdQ if const_expr(config.finishes) else None,
         Outputs(mdK, mdV, stores),
         loads,
         band,
-        order_of(slots, rising, together, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        order_of(slots, rising, together, behind, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
         scale,
         scale_log2,
         mma,
@@ -142,9 +143,9 @@ def launch_dQ(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, counter: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32,
-    scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout,
-    layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
+    tensors: Tensors, counter: cute.Tensor | None, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order,
+    scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
+    layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
@@ -180,6 +181,9 @@ def kernel(
         pipes = make_pipes(storage, config)
         stay(tensors, outputs, loads, sm, pipes, queue, band, order, scale, scale_log2, mma, config)
         return
+    staged = None
+    if const_expr(config.finishes):
+        staged = storage.allocate_tensor(Float32, backward_finish.layout_of(config), 128)
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
     heads = tensors.K.shape[2] * tensors.K.shape[0]
@@ -196,6 +200,8 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
+        if const_expr(config.finishes):
+            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -259,7 +265,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     arch.griddepcontrol_wait()  # what `prepare` writes is there
-    if const_expr(config.dq_apart):
+    if const_expr(config.dq_apart or config.finishes):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     load_queries(tensors, loads, sm, pipes, state, block, band, walk, config)
 

@@ -19,6 +19,7 @@ class Order(NamedTuple):
     slots: Int32  # how many the machine runs at a time
     rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
     together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
+    behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
     per_wave: object  # divisors: slots,
     per_head: object  # blocks of a head,
     per_section: object  # and of `together` heads,
@@ -28,11 +29,11 @@ class Order(NamedTuple):
 
 
 @cute.jit
-def order_of(slots: Int32, rising: Int32, together: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+def order_of(slots: Int32, rising: Int32, together: Int32, behind: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
     """On the host."""
     last = (heads_k * batch - rising) % together
     divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
-    return Order(slots, rising, together, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    return Order(slots, rising, together, behind, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
 @cute.jit

@@ -129,6 +129,18 @@ def finish(
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
+    if const_expr(config.finishes):
+        if tensors.turns[batch, head, m_block, thread // 128] >= 0:
+            finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+    else:
+        finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+
+
+@cute.jit
+def finish_tile(
+    tensors: Tensors, mdQ: cute.Tensor, thread: Int32, m_block: Int32, head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config],
+):  # fmt: skip
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))

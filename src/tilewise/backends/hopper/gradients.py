@@ -14,10 +14,10 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
-RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 TURNS = 32  # heads of 64 and less that take turns under a window
-CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
+CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -118,18 +118,32 @@ def _order(
     config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int, narrow: bool
 ) -> tuple[int, ...]:
     """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py. narrow: a window, much shorter than the queries."""
-    if config.sees == "all":
-        return slots, 0, 1, 1
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
-    rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
-    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
-    fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
-    if config.sees in RISING and not config.dq_apart and fits:
-        together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+    behind = 3 * slots // 2 + n_blocks
+    if config.sees == "all":
+        return slots, 0, 1, 1, behind
+    longest = _as_much_as_the_longest(n_blocks, slots)
+    rising, together = 0, _evenly(heads, longest)
+    if config.sees == "from" and not config.dq_apart:
+        rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
+    elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
+        together = min(heads, 3 * longest // 2)
         rising = heads - together
     if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
         rising, together = (heads, 1) if config.head_dim > 64 else (0, min(heads, TURNS))
-    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
+    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
+    """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
+    of the group; so much of Q, dO and dQ must fit into the L2 cache.
+    """
+    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks
+    if group > 1 and reads >= CACHE:
+        return 0, _evenly(heads, SHARING)
+    longest = 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2
+    together = min(heads, max(2, longest))
+    return heads - together, together
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
@@ -173,7 +187,7 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
     counter = hopper.tensor(Int32, 1, aligned=False) if config.stays else None
-    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
+    numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [
