@@ -10,7 +10,7 @@ import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
 from tilewise.backends.hopper.backward_config import LONG, TILES
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case
@@ -81,7 +81,8 @@ def test_tiles_of_long_sequences(dims, sees, fields, monkeypatch):
     plain = gradients.config_of
     monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3, "head_dim": dims[0] - 8 * (turn % 2)}
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3}
+        sizes |= {"head_dim": dims[0] - 8 * (turn % 2), "head_dim_v": dims[1] - 8 * (turn % 2)}
         case = Case(batch=2, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1, **sizes)
         held(case)
         held(case, seed=1, run=conformance.run_case)
@@ -100,7 +101,7 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
         case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
         for finishes in (True, False):
             monkeypatch.setattr(
-                gradients, "config_of", lambda call, finishes=finishes: replace(plain(call), **fields | {"finishes": finishes})
+                gradients, "config_of", lambda call, finishes=finishes: replace(plain(call), stays=False, **fields | {"finishes": finishes})
             )
             held(case, run=conformance.run_spoiled)
             inputs = torch.Generator("cuda").manual_seed(0)
@@ -135,6 +136,16 @@ def test_a_sink(mask):
         case = Case(mask=mask, dtype="bf16", sink=True, wide=seqlen_q > 100, lse_grad=seqlen_q < 100, **sizes)
         held(case, run=conformance.run_case)
         held(case)
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(70, 20), Documents([0, 70, 210, 300], inner=Causal())], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_more_blocks_of_keys_than_run_at_a_time(mask, dims):
+    """Where a thread block stays, it takes several."""
+    sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
+    for dtype in ("bf16", "fp16"):
+        held(Case(mask=mask, dtype=dtype, **sizes))
+    held(Case(mask=mask, dtype="bf16", **sizes), run=conformance.run_spoiled)
 
 
 def test_a_single_key_is_copied():

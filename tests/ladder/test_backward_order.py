@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "interval_in", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
+    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -31,7 +31,7 @@ def order():
 def documents_kernels():
     from tilewise.backends.hopper import backward_intervals, intervals
 
-    return plain(vars(intervals) | vars(backward_intervals), ("interval", "settled", "settle"))
+    return plain(vars(intervals) | vars(backward_intervals), ("interval", "weighed", "settled", "settle"))
 
 
 def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
@@ -40,7 +40,7 @@ def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
         "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), make_layout=tuple),
         "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
     }
-    found = dict(module, Int32=int, Boolean=bool, const_expr=bool, **ways)
+    found = dict(module, Int32=int, Boolean=bool, Float32=float, const_expr=bool, **ways)
     for name in names:
         found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
     return SimpleNamespace(**found, everything=found)
@@ -63,6 +63,7 @@ class Problem:
         rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
         divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
         how = order.Order(slots, rising, together, 0, *divisors)
+        how = order.settled_order(how, self.band, heads, self.config)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
@@ -88,7 +89,7 @@ class Columns:
         lo, hi, lo_left, hi_left = documents.offsets(mask.inner)
         turned = kernels.Documents(np.array(mask.cu_seqlens_k), np.array(mask.cu_seqlens_q), seqlen_q, -hi, -lo, -hi_left, -lo_left)
         self.queries = np.array([kernels.interval(key, turned) for key in range(seqlen_k)]).T
-        self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n), 4), -7)
+        self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n) + 1, 4), -7)
         found = np.array([self._needed(n0, tile_m, tile_n) for n0 in range(0, seqlen_k, tile_n)])
         storage = SimpleNamespace(allocate_tensor=lambda *_: found.copy())
         kernels.everything.update(

@@ -38,7 +38,8 @@ class Tensors(NamedTuple):
 @cute.kernel
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
-    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, config: Constexpr[Config],
+    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
+    config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -65,6 +66,8 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
+    if const_expr(config.stays):
+        set_back(counter, thread + m_block + head + batch == 0)
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):
@@ -76,6 +79,13 @@ def prepare(
         gSum = sum_dQ[batch, head, m_block, None]
         for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vector(gSum, i, 4))
+
+
+@cute.jit
+def set_back(counter: cute.Tensor, mine: Boolean):
+    """To 0, by one thread of all."""
+    if mine:
+        counter[0] = Int32(0)
 
 
 @cute.jit

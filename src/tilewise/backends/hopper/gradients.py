@@ -15,6 +15,7 @@ from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
+TURNS = 32  # heads of 64 and less that take turns under a window
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
 SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
@@ -81,10 +82,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
+    counter = torch.empty(1, dtype=torch.int32, device=call.q.device) if config.stays else None
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
+    narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
+    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
     numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
@@ -97,6 +100,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
             compute(
                 *given,
+                counter,
                 *order,
                 int(d_lse is not None),
                 *numbers,
@@ -110,8 +114,10 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
-def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
-    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
+def _order(
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int, narrow: bool
+) -> tuple[int, ...]:
+    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py. narrow: a window, much shorter than the queries."""
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
@@ -123,6 +129,8 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, 3 * longest // 2)
         rising = heads - together
+    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
+        rising, together = (heads, 1) if config.head_dim > 64 else (0, min(heads, TURNS))
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
 
 
@@ -178,6 +186,7 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
+    counter = hopper.tensor(Int32, 1, aligned=False) if config.stays else None
     numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
@@ -195,6 +204,7 @@ def arguments(config: Config) -> list:
         *made,
         sum_dq,
         turns,
+        counter,
         *numbers,
         *changed,
         *tables,
