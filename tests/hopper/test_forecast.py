@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import Hopper, forecast
-from tilewise.backends.hopper.config import SHARED_BYTES, TILES, Config, configure
+from tilewise.backends.hopper.config import TILES, Config, configure
 from tilewise.dispatch import choose
 from tilewise.machines import H100
 from tilewise.masks import Causal, Full, SlidingWindow
@@ -53,7 +53,7 @@ def test_the_longest_limit_has_a_name():
 @pytest.mark.parametrize("sees", ["all", "until", "interval"])
 def test_what_ships_fits(dims, sees):
     config = configure(BF16, *dims, sees)
-    assert forecast.smem_bytes(config) <= SHARED_BYTES
+    assert forecast.smem_bytes(config) <= config.shared_bytes
     producer, consumer = config.registers
     assert 128 * (producer + config.consumers * consumer) <= H100.registers
 
@@ -110,6 +110,6 @@ def test_explain_prints_them(monkeypatch):
     q, k, v = (torch.zeros(1, 256, 2, 64, dtype=BF16) for _ in range(3))
     given = Call(q=q, k=k, v=v, mask=Causal(), scale=1.0)
     said = str(explaining.describe(given, None, []))
-    assert "waves: 4 tiles of queries" in said and said.index("tiles: ") < said.index("registers: ") < said.index("visible pairs: ")
+    assert "waves: 8 tiles of queries" in said and said.index("tiles: ") < said.index("registers: ") < said.index("visible pairs: ")
     monkeypatch.undo()
     assert explaining.describe(given, "reference", []).details == () and choose(given.problem, "reference").name == "reference"

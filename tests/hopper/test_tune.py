@@ -34,7 +34,7 @@ def test_shapes_fit(dims, sees):
     assert found[0] == shipped(dims, sees) and len(set(found)) == len(found) > 2
     kept = {each.name for each in fields(config.Config)} - set(tune.SHAPES)
     for each in found[1:]:
-        assert forecast.smem_bytes(each) <= config.SHARED_BYTES and tune.registers(each) <= each.registers[1]
+        assert forecast.smem_bytes(each) <= each.shared_bytes and tune.registers(each) <= each.registers[1]
         assert all(getattr(each, name) == getattr(found[0], name) for name in kept)
     assert len(found) + refused.total() == math.prod(map(len, tune.SHAPES.values())) and all(count > 0 for count in refused.values())
 
@@ -45,6 +45,12 @@ def test_manners_of_the_best():
     assert set(leaders) <= set(found) and len(set(found)) == len(found) == 2 * math.prod(map(len, tune.choices().values())) / math.prod(
         map(len, tune.SHAPES.values())
     )
+
+
+def test_manners_fit():
+    """Two stages for Q do not, beside keys of 256."""
+    found = tune.manners([shipped((256, 256), "all")])
+    assert found and all(each.q_stages == 1 and not tune.why_not(each) for each in found)
 
 
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
@@ -134,8 +140,8 @@ def test_searches_are_by_kernel():
         return Workload(name="x", batch=1, seqlen_q=seqlen, heads_q=1, head_dim=head_dim, mask=mask, dtype=BF16)
 
     cells = [
+        (256, 64, Causal()),
         (512, 64, Causal()),
-        (1024, 64, Causal()),
         (512, 64, SlidingWindow(5, 0)),
         (512, 64, SlidingWindow(9, 0)),
         (512, 128, Causal()),

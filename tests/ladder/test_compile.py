@@ -18,7 +18,7 @@ from tilewise.ladder import RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
-MOST_MOVED = 4  # numbers moved to uniform registers ahead of a group of products: a stage; each product's descriptor would be many
+MOST_MOVED = 6  # numbers moved to uniform registers ahead of a group of products: stages; each product's descriptor would be many
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 
 
@@ -145,13 +145,11 @@ def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
-RUNS = [((128, 128), "runs", {}), ((64, 64), "rows", {})]
-RUNS_TOO = [(dims, sees, changes) for dims in config.TILES for sees in ("rows", "runs") for changes in ({}, EVERY_CHANGE)]
+RUNS = [(dims, sees, {}) for dims in config.TILES for sees in ("rows", "runs")]
+RUNS_TOO = [(dims, sees, EVERY_CHANGE) for dims in config.TILES for sees in ("rows", "runs")]
 
 
-@pytest.mark.parametrize(
-    ("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO if case not in RUNS]
-)
+@pytest.mark.parametrize(("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO])
 def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
@@ -169,7 +167,8 @@ def check_shipped(shipped, compile_and_inspect, capfd):
     check_nothing_spills(found)
     check_registers(found, shipped)
     check_descriptors(found)
-    loops = 1 if shipped.sees == "all" else 2
+    at_both_ends = shipped.sees in ("interval", "rows") and not shipped.pingpong
+    loops = 1 if shipped.sees == "all" else 2 + at_both_ends
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
     assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 
@@ -311,7 +310,7 @@ def check_registers(found: Compiled, config, kernels: int = 1):
     """What setmaxnreg hands out is what Config says, and no more than the block was launched with, or it would wait for ever."""
     (usage,), (producer, consumer) = found.usage, config.registers
     launched = usage["REG"] * (1 + config.consumers)
-    assert producer + config.consumers * consumer <= launched and launched * WARPGROUP <= FILE
+    assert producer + config.consumers * consumer <= launched and launched * WARPGROUP * getattr(config, "blocks", 1) <= FILE
     operands = [
         int(each.rpartition(" ")[2] or each.split()[-1], 16) for each in map(str.strip, found.code) if each.startswith("USETMAXREG")
     ]

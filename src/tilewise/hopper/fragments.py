@@ -7,7 +7,21 @@ that order is also the one in which a product takes its left operand from regist
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr, warpgroup
+from tilewise.hopper.dsl import (
+    BFloat16,
+    Constexpr,
+    Float32,
+    Int32,
+    Int64,
+    Value,
+    arch,
+    const_expr,
+    cute,
+    int_to_smem_descriptor,
+    range_constexpr,
+    smem_descriptor_to_int,
+    warpgroup,
+)
 
 ROWS = 2  # of a 64-row tile that a thread holds
 QUAD = 4  # threads that share them
@@ -46,21 +60,43 @@ def column(c: int) -> int:
 
 
 @cute.jit
-def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
-    """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise."""
+def product(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool], lean: Constexpr[bool] = False
+):
+    """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise. `lean`: see `lean_slice`."""
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
+    sliced = const_expr(lean_slice if lean else plain_slice)
     for k in range_constexpr(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.gemm(atom, acc, sliced(a, k), sliced(b, k), acc)
     warpgroup.commit_group()
 
 
+def plain_slice(x: cute.Tensor, k: int) -> cute.Tensor:
+    return x[None, None, k]
+
+
+def lean_slice(x: cute.Tensor, k: int) -> cute.Tensor:
+    """x[None, None, k]; of an operand in shared memory, by one addition of 64 bits to the first descriptor.
+
+    A descriptor's upper half is a constant. Where ptxas knows it, it adds the halves one by one and moves the constant about, five instructions
+    between two products instead of two: more than a product of 64 clocks hides. gridDim.z - 1 is 0, but ptxas cannot know.
+    """
+    part = x[None, None, k]
+    if not isinstance(x.iterator, Value):  # registers
+        return part
+    first = smem_descriptor_to_int(x[None, None, 0].iterator)
+    low, high = Int32(first), Int32(first >> 32) | (arch.grid_dim()[2] - 1)
+    packed = arch.inline_ptx("mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high])
+    return cute.make_tensor(int_to_smem_descriptor(packed + cute.crd2idx((0, 0, k), x.layout)), part.layout)
+
+
 @cute.jit
-def scores(tiled_mma: cute.TiledMma, tile: Constexpr[tuple], a: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
+def scores(tiled_mma: cute.TiledMma, tile: Constexpr[tuple], a: cute.Tensor, b: cute.Tensor, lean: Constexpr[bool] = False) -> cute.Tensor:
     """Issue S = Q K^T (tile_m x tile_n) into fresh registers."""
     acc_S = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile), Float32)
-    product(tiled_mma, acc_S, a, b, accumulate=False)
+    product(tiled_mma, acc_S, a, b, False, lean)
     return acc_S
 
 

@@ -21,7 +21,8 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Hopper"]
 
-SECTION_BYTES = 16 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+SECTION_BYTES, MOST_SECTION_BYTES = 16 << 20, 40 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+MORE_HEADS = 16  # than fit into the one that are considered
 
 
 class Hopper:
@@ -125,7 +126,7 @@ class Hopper:
             call.head_dim,
             call.head_dim_v,
             sees,
-            call.seqlen_q,
+            max(call.seqlen_q, call.seqlen_k) if sees == "until" else call.seqlen_q,  # few queries may see many keys
             **changes.fields(call),
             bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
             sink=call.sink is not None,
@@ -184,11 +185,21 @@ def _counter(device: torch.device) -> Tensor:
 
 
 def _section(call: Call, config) -> int:
-    """Heads whose tiles are mixed, longest first: as many as share the L2 cache; one where all tiles are alike."""
-    if not isinstance(call.mask, Causal) and config.sees not in ("rows", "runs"):
+    """Heads whose tiles are mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, whose first
+    tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
+    """
+    if config.sees == "all":
         return 1
-    a_head = call.seqlen_k * (config.head_dim + config.head_dim_v) * 2
-    return max(1, min(SECTION_BYTES // a_head, call.batch * call.heads_k)) * call.group
+    heads, keys = call.batch * call.heads_k, call.seqlen_k
+    if config.sees == "interval":
+        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+        keys = min(keys, 2 * (hi - lo + 1))
+    a_head = 2 * keys * (config.head_dim + config.head_dim_v)
+    least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
+    least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
+    if least >= heads or heads % least == 0:
+        return min(least, heads) * call.group
+    return min(range(least, min(most, least + MORE_HEADS) + 1), key=lambda width: (-heads % width, -width), default=least) * call.group
 
 
 def _rest(call: Call, config, scale: float) -> tuple:
@@ -196,7 +207,7 @@ def _rest(call: Call, config, scale: float) -> tuple:
     band = 0, 0, 0, call.seqlen_k, 0, 0
     if config.sees in ("until", "interval"):
         band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
-    sizes = _section(call, config), _multiprocessors(call.q.device)
+    sizes = _section(call, config), _multiprocessors(call.q.device) * config.blocks
     scale_log2 = changes.outer(config, scale, call.softcap) / math.log(2)
     return *band, *sizes, scale_log2, *changes.factors(config, scale, call.softcap), *changes.operands(call), *_tables(call, config)
 

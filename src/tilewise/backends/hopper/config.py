@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-SHARED_BYTES = 227 * 1024 - 1024  # of a thread block, less what barriers and alignment take
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
+SHARED_BYTES = 228 * 1024  # of a multiprocessor; a thread block takes 1 KB for itself, and barriers and alignment less than another
+REGISTERS = {(2, 1): (24, 240), (3, 1): (32, 160), (1, 3): (24, 136)}  # of a producer's and a consumer's thread, by consumers and blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Config:
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
+    blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
@@ -38,6 +39,16 @@ class Config:
         return self.tile_m // 64
 
     @property
+    def shared_bytes(self) -> int:
+        """What a thread block may have for Q, K, V and O."""
+        return SHARED_BYTES // self.blocks - 2048
+
+    @property
+    def lean(self) -> bool:
+        """Whether products read descriptors of `fragments.lean_slice`: those of 16 steps over head_dim do not fit the uniform registers."""
+        return self.head_dim > 192
+
+    @property
     def pieces_of_O(self) -> int:
         """In how many pieces, a part of the columns each, O leaves through shared memory of its own; 0: there is none, and it takes Q's.
 
@@ -45,7 +56,7 @@ class Config:
         """
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
-        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= SHARED_BYTES), 0)
+        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= self.shared_bytes), 0)
 
     @property
     def smem_of_O(self) -> int:
@@ -63,12 +74,12 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
+        return REGISTERS[self.consumers, self.blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to take where a query tile has neighbours enough, up to `most_queries` of a sequence; None: any number."""
+    """What to take up to `most_queries` of a sequence, under a causal mask up to as many keys too; None: any number."""
 
     most_queries: int | None = None
     fields: dict
@@ -88,26 +99,29 @@ def pairs(**fields) -> tuple[Choice, ...]:
     )
 
 
-# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first.
-# H200, driver 580.159, 2026-11-21, the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
-# benchmarks/results/exploratory/hopper-h200.jsonl.
+# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first; "rows" and "runs" as "interval", but for their own.
+# H200, driver 580.159, 2026-11-21 and 22, mostly the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
+# benchmarks/results/exploratory/, hopper-h200.jsonl and, for what names the third round (of the lab notes), forward-h200.jsonl.
 # Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
 #   causal 8k at (128, 128) 649 / 658.
-# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k, 401 / 392 at 2k, 284 / 324 at 1k; a third stage for K and V: 461 / 456
-#   full at 1k. With intervals, three warpgroups of 160 registers a thread would spill 150 bytes.
+# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.
+#   Third round: windows of 4,096 504 / 423, packed documents ("rows") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
+#   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
 # (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 606 / 628.
-#   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k.
+#   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k. Third round: causal 642 / 623 at 16k, windows 628 / 610.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
 #   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
-#   478 / 461 at 1k, 620 / 602 at 2k.
-# (192, 128): late: full 697 / 663, causal 576 / 607 at 8k.
+#   478 / 461 at 1k, 620 / 602 at 2k. Third round: full 697 / 711 at 2k, 743 / 776 at 8k.
+# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
     (64, 64): {
         "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
-        "until": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2, "kv_stages": 3, "pingpong": True}),
+        "until": (Choice(most_queries=512, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
+                  Choice(most_queries=2048, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
-        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
+        "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
     (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
     (128, 128): {
@@ -148,13 +162,11 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
-    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; of the length the Choice depends."""
+    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; the Choice is that for `seqlen_q`."""
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    choices = TILES[dims]["interval" if sees in ("rows", "runs") else sees]
-    choice = next(each for each in choices if each.most_queries is None or seqlen_q <= each.most_queries)
-    return _made(dtype, dims, sees, choice.fields, changes)
+    return next(made for most, made in _choices(dtype, dims, sees, changes) if most is None or seqlen_q <= most)
 
 
 def lengths() -> list[int]:
@@ -166,17 +178,24 @@ def lengths() -> list[int]:
 def shipped(dtype: torch.dtype, **changes) -> list[Config]:
     """Every configuration that `configure` can give for a dtype and changes of the scores."""
     return [
-        _made(dtype, dims, sees, choice.fields, changes)
-        for dims, ways in TILES.items()
-        for sees in ("all", "until", "interval", "rows", "runs")
-        for choice in ways["interval" if sees in ("rows", "runs") else sees]
+        made for dims in TILES for sees in ("all", "until", "interval", "rows", "runs") for _, made in _choices(dtype, dims, sees, changes)
     ]
+
+
+def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict) -> list[tuple[int | None, Config]]:
+    """(most queries, configuration), the shortest sequences first."""
+    ways = TILES[dims]
+    choices = ways.get(sees) or ways["interval"]
+    made = [(each.most_queries, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
+    return [each for each in made if not (each[1].modified and each[1].blocks > 1)]  # too many registers
 
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
     if config.natural:
         return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
-    if config.softcap or sees == "rows":
+    if config.softcap:
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
+    if sees == "rows":
+        return replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
     return config

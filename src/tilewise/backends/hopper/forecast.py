@@ -7,7 +7,7 @@ A warpgroup's product reads both operands from shared memory but for P, which is
 import math
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import SHARED_BYTES, Config
+from tilewise.backends.hopper.config import Config
 from tilewise.machines import H100, Machine
 from tilewise.problem import Call
 from tilewise.tiles import lower
@@ -71,14 +71,15 @@ def forecast(config: Config, call: Call, machine: Machine = H100) -> Forecast:
         full, partial, _ = lower(plane.region, config.tile_m, config.tile_n).tiles()
         visited += len(plane.batch) * len(plane.heads) * (full + partial)
     rows = math.ceil(call.seqlen_q / config.tile_m)
-    units, blocks = rows * call.heads_q * call.batch, machine.sms // config.cluster * config.cluster
-    a_unit = math.ceil(call.seqlen_k / config.tile_n)
-    steps = math.ceil(units / blocks) * a_unit if config.sees == "all" else max(visited / blocks, visited / max(units, 1))
+    units, busy = rows * call.heads_q * call.batch, machine.sms // config.cluster * config.cluster
+    blocks, a_unit = busy * config.blocks, math.ceil(call.seqlen_k / config.tile_n)
+    even = math.ceil(units / blocks) * config.blocks * a_unit
+    steps = even if config.sees == "all" else max(visited / busy, visited / max(units, 1))  # of a multiprocessor
     pairs = call.mask.pairs(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     flops = 2 * pairs * (call.head_dim + call.head_dim_v)
     a_clock = machine.peak[config.dtype] / (machine.sms * PRODUCTS)
     each = clocks(config)
-    idle = visited < 0.9 * steps * blocks
+    idle = visited < 0.9 * steps * busy
     limit = "multiprocessors without work" if idle else each.longest.replace("_", " ")
     return Forecast(units, blocks, visited, flops * a_clock / max(steps * each.most, 1), limit)
 
@@ -89,11 +90,14 @@ def lines(config: Config, call: Call, machine: Machine = H100) -> list[str]:
     producer, consumer = config.registers
     turns = "that take turns at the tensor cores" if config.pingpong else "without turns"
     together = f"; {config.cluster} blocks fetch keys together" if config.cluster > 1 else ""
+    sharing = f", {config.blocks} such blocks a multiprocessor" if config.blocks > 1 else ""
+    warpgroups = f"{config.consumers} warpgroup{'s' * (config.consumers > 1)} of {ROWS} queries"
+    registers = WARPGROUP * config.blocks * (config.consumers * consumer + producer)
     share = {name: f"{value / each.products:.0%}" for name, value in vars(each).items()}
     return [
-        f"kernel: {config.kv_stages} stages of {config.tile_n} keys, {config.consumers} warpgroups of 64 queries {turns}{together}",
-        f"registers: {consumer} a computing thread, {producer} a loading one ({WARPGROUP * (config.consumers * consumer + producer):,} of "
-        f"{machine.registers:,}); shared memory: {smem_bytes(config) / 1024:.0f} of {SHARED_BYTES / 1024:.0f} KiB",
+        f"kernel: {config.kv_stages} stages of {config.tile_n} keys, {warpgroups} {turns}{together}{sharing}",
+        f"registers: {consumer} a computing thread, {producer} a loading one ({registers:,} of "
+        f"{machine.registers:,}); shared memory: {smem_bytes(config) / 1024:.0f} of {config.shared_bytes / 1024:.0f} KiB",
         _padding(config, call),
         f"waves: {found.units:,} tiles of queries for {found.blocks} thread blocks, {found.waves:.2f} each",
         f"clocks of the limits, of the products': exponentials {share['exponentials']}, shared memory {share['shared_memory']}",

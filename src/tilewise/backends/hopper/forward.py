@@ -97,7 +97,8 @@ def launch(
         grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=config.blocks,
+        preferred_smem_carveout=100 if config.blocks > 1 else None,
         stream=stream,
     )
 
@@ -324,10 +325,13 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
     unmasked = min(walk.free_last, last)
-    if const_expr(config.sees == "until" and not config.pingpong):  # the code as it runs, which ptxas schedules 2 % better without turns
-        state = steps(tile, pipes, state, unmasked, last, True, config)
-        return steps(tile, pipes, state, min(walk.free_first, unmasked), unmasked, False, config)
     masked = min(walk.free_first, unmasked)
+    if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
+        state = steps(tile, pipes, state, unmasked, last, True, config)
+        state = steps(tile, pipes, state, masked, unmasked, False, config)
+        if const_expr(config.sees != "until"):
+            state = steps(tile, pipes, state, walk.first, masked, True, config)
+        return state
     for end in cutlass.range(2, unroll=1):
         low = unmasked if end == 0 else masked
         high = unmasked
@@ -394,7 +398,7 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
     seen = seen_of(tile, n_block, ref, config)
     pipes.k.consumer_wait(state)
-    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
+    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index], config.lean)
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
@@ -421,11 +425,11 @@ def step(
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
-    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
+    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index], config.lean)
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
+    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config.lean)
     pass_turn(tile.consumer, config)
     seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
@@ -457,7 +461,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
+    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config.lean)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import Hopper, _launch, arguments, forecast
-from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES, Config
+from tilewise.backends.hopper.config import REGISTERS, Config
 from tilewise.bench.runner import Timing, run
 from tilewise.bench.store import Row
 from tilewise.bench.workloads import Workload
@@ -47,10 +47,11 @@ def choices() -> dict[str, tuple]:
 
 def why_not(config: Config) -> list[str]:
     """Sentences that say why this kernel cannot be, or cannot be fast; empty where it is worth compiling."""
-    if config.consumers not in REGISTERS or config.tile_m % 64:
-        return [f"registers are handed out for {' or '.join(map(str, REGISTERS))} computing warpgroups"]
+    if (config.consumers, config.blocks) not in REGISTERS or config.tile_m % 64:
+        known = " or ".join(str(consumers) for consumers, blocks in REGISTERS if blocks == config.blocks)
+        return [f"registers are handed out for {known} computing warpgroups"]
     wrong = []
-    if forecast.smem_bytes(config) > SHARED_BYTES:
+    if forecast.smem_bytes(config) > config.shared_bytes:
         wrong.append("the operands do not fit the shared memory")
     if registers(config) > config.registers[1]:
         wrong.append("the sums do not fit the registers")
@@ -75,9 +76,10 @@ def shapes(shipped: Config) -> tuple[list[Config], Counter]:
 
 
 def manners(leaders: Iterable[Config]) -> list[Config]:
-    """The leaders, each in all manners."""
+    """The leaders, each in all manners that fit."""
     names = {name: values for name, values in choices().items() if name in MANNERS}
-    return [replace(config, **dict(zip(names, values, strict=True))) for config in leaders for values in product(*names.values())]
+    found = (replace(config, **dict(zip(names, values, strict=True))) for config in leaders for values in product(*names.values()))
+    return [config for config in found if not why_not(config)]
 
 
 def _promise(config: Config) -> tuple:
