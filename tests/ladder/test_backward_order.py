@@ -198,6 +198,13 @@ def test_nobody_waits_for_ever(order, documents_kernels):
             running, progress = moved, sum(added.values())
 
 
+@pytest.mark.parametrize(("ends", "all_rise"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
+def test_all_heads_of_short_documents_rise(ends, all_rise, order, documents_kernels):
+    mask = Documents(tuple(ends), inner=Causal())
+    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, slots=4, rising=4, together=2)
+    assert all(block.rising for block in problem.blocks) == all_rise
+
+
 def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):
     """Whatever is found for the blocks of keys: those that visit a tile are neighbours, and as many as `visitors` says."""
     generator = np.random.default_rng(2)
