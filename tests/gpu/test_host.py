@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise import repeats
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import Hopper, config
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.hopper import compile as hopper
 from tilewise.hopper.compile import why_not_here
@@ -148,10 +148,12 @@ def test_threads():
 
 
 def test_new_lengths_compile_nothing(monkeypatch):
-    tw.attention(*qkv(100), causal=True)
+    """One call for each step of lengths (config.Choice) leaves nothing to compile for any other."""
+    for seqlen in config.lengths():
+        tw.attention(*qkv(seqlen), causal=True)
     monkeypatch.setattr(hopper, "build", None)
     monkeypatch.setattr(hopper.cache, "load", None)
-    for seqlen in (1, 101, 257, 1000):
+    for seqlen in (1, 101, 257, 1000, 3000):
         assert tw.attention(*qkv(seqlen, heads=seqlen % 5 + 1), causal=True).shape[1] == seqlen
 
 
