@@ -10,7 +10,7 @@ import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
 from tilewise.backends.hopper.backward_config import LONG, TILES
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case
@@ -71,18 +71,50 @@ def test_random_problems(seed):
         held(case, seed=draw(0, 1 << 20))
 
 
-@pytest.mark.parametrize(("dims", "sees"), LONG, ids=str)
-def test_tiles_of_long_sequences(dims, sees, monkeypatch):
+STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
+
+
+@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "tile_m" in step[2]], ids=str)
+def test_tiles_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
-    mask, (_, fields) = {"all": Full(), "from": Causal()}[sees], LONG[dims, sees]
+    mask = {"all": Full(), "from": Causal()}[sees]
     plain = gradients.config_of
     monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3, "head_dim": dims[0] - 8 * (turn % 2)}
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3}
+        sizes |= {"head_dim": dims[0] - 8 * (turn % 2), "head_dim_v": dims[1] - 8 * (turn % 2)}
         case = Case(batch=2, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1, **sizes)
         held(case)
         held(case, seed=1, run=conformance.run_case)
         held(replace(case, dtype="bf16"), run=conformance.run_spoiled)
+
+
+@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "finishes" in step[2]], ids=str)
+def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
+    """On short sequences, of so many heads that some of dQ is complete when later blocks look for it: right, and the same bits as without."""
+    plain, order, compiled, given = gradients.config_of, gradients._order, gradients.hopper.compiled, []
+    monkeypatch.setattr(gradients, "_order", lambda *of: (*order(*of)[:-1], 150))
+    monkeypatch.setattr(gradients.hopper, "compiled", lambda *of: lambda *args: (given.append(args), compiled(*of)(*args)))
+    mask = {"all": Full(), "from": Causal()}[sees]
+    for seqlen_q, seqlen_k, heads_k in ((500, 500, 16), (330, 410, 8), (129, 700, 4)):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 16, "heads_k": heads_k, "head_dim": dims[0] - 8}
+        case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
+        for finishes in (True, False):
+            monkeypatch.setattr(
+                gradients, "config_of", lambda call, finishes=finishes: replace(plain(call), stays=False, **fields | {"finishes": finishes})
+            )
+            held(case, run=conformance.run_spoiled)
+            inputs = torch.Generator("cuda").manual_seed(0)
+            shapes = ((seqlen_q, 16), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, 16))
+            q, k, v, d_o = (torch.randn(96 // heads_k, *shape, dims[0], device="cuda", generator=inputs).bfloat16() for shape in shapes)
+            call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+            o, lse = Hopper().forward(call)
+            found = gradients.backward(call, o, lse, d_o, None)
+            turns = next(x for x in given[-1] if torch.is_tensor(x) and x.dtype == torch.int32 and x.dim() == 4)
+            assert bool((turns < 0).any()) == finishes
+            if finishes:
+                first = found
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], found[:3], strict=True))
 
 
 def test_a_scale_of_zero():
@@ -104,6 +136,16 @@ def test_a_sink(mask):
         case = Case(mask=mask, dtype="bf16", sink=True, wide=seqlen_q > 100, lse_grad=seqlen_q < 100, **sizes)
         held(case, run=conformance.run_case)
         held(case)
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(70, 20), Documents([0, 70, 210, 300], inner=Causal())], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_more_blocks_of_keys_than_run_at_a_time(mask, dims):
+    """Where a thread block stays, it takes several."""
+    sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
+    for dtype in ("bf16", "fp16"):
+        held(Case(mask=mask, dtype=dtype, **sizes))
+    held(Case(mask=mask, dtype="bf16", **sizes), run=conformance.run_spoiled)
 
 
 def test_a_single_key_is_copied():
@@ -147,14 +189,21 @@ def test_many_runs_have_the_same_bits(mask, dims):
 
 
 @pytest.mark.parametrize(
-    ("dims", "heads", "seqlen"), [((128, 128), (16, 4), 4096), ((128, 128), (16, 16), 4096), ((64, 64), (16, 16), 4096)]
+    ("dims", "heads", "seqlen"),
+    [
+        ((128, 128), (16, 4), 4096),
+        ((128, 128), (16, 8), 4096),
+        ((128, 128), (16, 16), 4096),
+        ((128, 128), (16, 16), 16384),
+        ((64, 64), (16, 16), 4096),
+    ],
 )
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
 def test_many_runs_of_long_sequences_have_the_same_bits(dims, heads, seqlen, mask):
     """With more under way than the L2 cache holds, where what was written last may still be on its way when the next one's turn comes."""
     torch.manual_seed(0)
     sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-    q, k, v = (torch.randn(4, seqlen, *size, device="cuda").bfloat16() for size in sizes)
+    q, k, v = (torch.randn(16384 // seqlen, seqlen, *size, device="cuda").bfloat16() for size in sizes)
     call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
     o, lse = Hopper().forward(call)
     d_o = torch.randn_like(o)

@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "interval_in", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
+    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -31,7 +31,7 @@ def order():
 def documents_kernels():
     from tilewise.backends.hopper import backward_intervals, intervals
 
-    return plain(vars(intervals) | vars(backward_intervals), ("interval", "settled", "settle"))
+    return plain(vars(intervals) | vars(backward_intervals), ("interval", "weighed", "settled", "settle"))
 
 
 def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
@@ -40,7 +40,7 @@ def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
         "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), make_layout=tuple),
         "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
     }
-    found = dict(module, Int32=int, Boolean=bool, const_expr=bool, **ways)
+    found = dict(module, Int32=int, Boolean=bool, Float32=float, const_expr=bool, **ways)
     for name in names:
         found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
     return SimpleNamespace(**found, everything=found)
@@ -62,7 +62,8 @@ class Problem:
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
         rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
         divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
-        how = order.Order(slots, rising, together, *divisors)
+        how = order.Order(slots, rising, together, 0, *divisors)
+        how = order.settled_order(how, self.band, heads, self.config)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
@@ -88,7 +89,7 @@ class Columns:
         lo, hi, lo_left, hi_left = documents.offsets(mask.inner)
         turned = kernels.Documents(np.array(mask.cu_seqlens_k), np.array(mask.cu_seqlens_q), seqlen_q, -hi, -lo, -hi_left, -lo_left)
         self.queries = np.array([kernels.interval(key, turned) for key in range(seqlen_k)]).T
-        self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n), 4), -7)
+        self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n) + 1, 4), -7)
         found = np.array([self._needed(n0, tile_m, tile_n) for n0 in range(0, seqlen_k, tile_n)])
         storage = SimpleNamespace(allocate_tensor=lambda *_: found.copy())
         kernels.everything.update(
@@ -160,6 +161,21 @@ def check_walk(problem, block):
         assert (((rows >= begin) & (rows < end)) == columns[:, key]).all()
 
 
+def test_every_tile_is_somebodys_to_finish(order, documents_kernels):
+    """The shares of a head's blocks of keys, of which a later block finishes dQ, are all tiles of queries, each once."""
+    from tilewise.backends.hopper import backward_finish
+
+    random.seed(3)
+    for _ in range(100):
+        problem = draw(order, documents_kernels)
+        finish = plain(vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",))
+        keys = SimpleNamespace(shape=(1, problem.lengths[1], problem.heads, 1))
+        tensors = SimpleNamespace(K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))
+        shares = [finish.share_of(number, tensors, None, problem.config) for number in range(len(problem.blocks))]
+        found = [(block.head_k, m_block) for first, last, block in shares for m_block in range(first, last)]
+        assert sorted(found) == [(head, m_block) for head in range(problem.heads) for m_block in range(problem.m_blocks)]
+
+
 def test_nobody_waits_for_ever(order, documents_kernels):
     """Blocks start in the order of their numbers, `slots` at a time; each adds when it is its turn and starts the next tile only then."""
     random.seed(1)
@@ -180,6 +196,13 @@ def test_nobody_waits_for_ever(order, documents_kernels):
                     moved.append((block, iter([m_block, *rest])))
             assert len(moved) < len(running) or sum(added.values()) > progress, "all of them wait"
             running, progress = moved, sum(added.values())
+
+
+@pytest.mark.parametrize(("ends", "all_rise"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
+def test_all_heads_of_short_documents_rise(ends, all_rise, order, documents_kernels):
+    mask = Documents(tuple(ends), inner=Causal())
+    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, slots=4, rising=4, together=2)
+    assert all(block.rising for block in problem.blocks) == all_rise
 
 
 def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):

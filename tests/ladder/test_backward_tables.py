@@ -28,7 +28,7 @@ def kernel():
 
     found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
     found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)
-    for name in ("interval", "walk_of_head", "tile_at", "shows", "turn_of", "next_in", "is_visited", "sees_any"):
+    for name in ("interval", "walk_of_head", "tile_at", "visit_of", "shows", "turn_of", "next_in", "is_visited", "sees_any"):
         found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
     return SimpleNamespace(**found)
 

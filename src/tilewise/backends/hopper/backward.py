@@ -8,11 +8,12 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_keys, backward_queries
+from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
+from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, settled_order, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_tiles import (
@@ -27,6 +28,7 @@ from tilewise.backends.hopper.backward_tiles import (
     load_row,
     products,
     shares_of,
+    swizzled,
 )
 from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.visible import Band
@@ -50,9 +52,9 @@ from tilewise.hopper.dsl import (
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, has_dL: Int32, q0: Int32, q1: Int32,
-    k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32, inner: Float32 | None, factor: Float32 | None,
-    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
+    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, behind: Int32,
+    has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
     visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None, query_walks: cute.Tensor | None,
@@ -82,22 +84,25 @@ def launch(
     tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, config).launch(
+    parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, config).launch(
         grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
+    blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
     kernel(
         tensors,
+        counter,
+        mdQ if const_expr(config.finishes) else None,
         Outputs(mdK, mdV, stores),
         loads,
         band,
-        order_of(slots, rising, together, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        order_of(slots, rising, together, behind, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
         scale,
         scale_log2,
         mma,
         *layouts,
         config,
     ).launch(
-        grid=(cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0], 1, 1),
+        grid=(min(blocks, slots) if const_expr(config.stays) else blocks, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -138,9 +143,9 @@ def launch_dQ(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, outputs: Outputs, loads: Loads, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma,
-    layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout,
-    layout_dS: cute.ComposedLayout, config: Constexpr[Config],
+    tensors: Tensors, counter: cute.Tensor | None, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order,
+    scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
+    layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
@@ -149,7 +154,8 @@ def kernel(
     )
     sP, sdQ = None, None
     if const_expr(config.split == "columns"):
-        sP = storage.allocate_tensor(dtype, layout_dS.outer, 1024, swizzle=layout_dS.inner)
+        layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
+        sP = storage.allocate_tensor(dtype, layout_P.outer, 1024, swizzle=layout_P.inner)
     if const_expr(not config.direct):
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
@@ -170,9 +176,18 @@ def kernel(
         storage.allocate_tensor(Float32, statistics, 128),
         visits,
     )
+    if const_expr(config.stays):
+        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + config.dq_consumers)
+        pipes = make_pipes(storage, config)
+        stay(tensors, outputs, loads, sm, pipes, queue, band, order, scale, scale_log2, mma, config)
+        return
+    staged = None
+    if const_expr(config.finishes):
+        staged = storage.allocate_tensor(Float32, backward_finish.layout_of(config), 128)
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
-    block = block_of(arch.block_idx()[0], n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
+    heads = tensors.K.shape[2] * tensors.K.shape[0]
+    block = block_of(arch.block_idx()[0], n_blocks, heads, settled_order(order, band, heads, config), config)
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
@@ -185,6 +200,8 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
+        if const_expr(config.finishes):
+            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -198,6 +215,29 @@ def kernel(
             backward_keys.consume(*given, True, config)
         else:
             backward_keys.consume(*given, False, config)
+
+
+@cute.jit
+def stay(
+    tensors: Tensors, outputs: Outputs, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, band: Band, order: Order,
+    scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+):  # fmt: skip
+    """The same roles, for one block of keys after another."""
+    warp_idx = arch.make_warp_uniform(arch.warp_idx())
+    if warp_idx < THREADS // WARP:
+        arch.setmaxregister_decrease(config.registers[0])
+        if warp_idx == 0:
+            produce_units(tensors, loads, sm, pipes, queue, band, order, config)
+        elif warp_idx <= config.dq_consumers:
+            add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
+    else:
+        arch.setmaxregister_increase(config.registers[1])
+        consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
+        given = (tensors, outputs, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
+            backward_keys.consume_units(*given, True, config)
+        else:
+            backward_keys.consume_units(*given, False, config)
 
 
 @cute.jit
@@ -225,8 +265,39 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     pipes.v.producer_acquire(once)
     tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
     arch.griddepcontrol_wait()  # what `prepare` writes is there
-    if const_expr(config.dq_apart):
+    if const_expr(config.dq_apart or config.finishes):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
+    load_queries(tensors, loads, sm, pipes, state, block, band, walk, config)
+
+
+@cute.jit
+def produce_units(
+    tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, band: Band, order: Order, config: Constexpr[Config]
+):  # fmt: skip
+    """Likewise for one block of keys after another; the next is drawn when two tiles of this one are still to be computed."""
+    arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
+    count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+    state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.draw(queue)
+    while unit < count:
+        units.tell(queue, done, unit)
+        block, walk = units.place_of(unit, tensors, band, order, config)
+        once, n_block = tma.after_empty(done, 1), block.n0 // config.tile_n
+        pipes.k.producer_acquire(once)
+        tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+        pipes.v.producer_acquire(once)
+        tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+        state = load_queries(tensors, loads, sm, pipes, state, block, band, walk, config)
+        done += 1
+        unit = units.draw(queue)
+    units.tell(queue, done, Int32(units.END))
+
+
+@cute.jit
+def load_queries(
+    tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """Q and dO of every tile, with the statistics of their rows."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
@@ -246,6 +317,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
                 load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
                 state.advance()
             place = next_in(own, place, config)
+    return state
 
 
 @cute.jit
@@ -303,6 +375,21 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
             give_turn(before)
+
+
+@cute.jit
+def add_up_units(
+    tensors: Tensors, sm: Smem, queue: units.Queue, band: Band, order: Order, consumer: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """Likewise for one block of keys after another."""
+    arch.griddepcontrol_wait()
+    done, unit = Int32(0), units.told(queue, Int32(0))
+    while unit >= 0:
+        block, walk = units.place_of(unit, tensors, band, order, config)
+        add_up_dQ(tensors, sm, block, band, walk, consumer, config)
+        units.forget(queue, done)
+        done += 1
+        unit = units.told(queue, done)
 
 
 @cute.jit

@@ -11,7 +11,7 @@ Predicted bottleneck: L2; a tile of 128 x 128 reads 32 KB for 2 MFLOP.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_scores import Changes, Head, weigh_rows
-from tilewise.backends.hopper.backward_visible import UNMASKED, Tables, keys_of
+from tilewise.backends.hopper.backward_visible import UNMASKED, Tables, keys_of, visit_of
 from tilewise.backends.hopper.bias_gradient import COLUMNS, WARPS, Config
 from tilewise.backends.hopper.schedule import Block
 from tilewise.backends.hopper.tables import NOTHING
@@ -207,19 +207,10 @@ def item(i: Int32, total: Sum, tensors: Tensors, loads: Loads, band: Band, confi
 
 @cute.jit
 def ref_of(m_block: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band) -> Int32:
-    """How a tile is masked, found in the visits of its block of keys, which are in the order of the tiles of queries."""
-    tables = band.tables
-    plane = tables.planes[batch, head]
-    low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
-    high = end
-    while low < high:  # the first visit of this tile or of one behind it
-        middle = (low + high) // 2
-        if tables.visits[middle, 0] < m_block:
-            low = middle + 1
-        else:
-            high = middle
-    ref, there = Int32(-1 - NOTHING), min(low, tables.visits.shape[0] - 1)
-    if low < end and tables.visits[there, 0] == m_block:
+    """How a tile is masked."""
+    tables, ref = band.tables, Int32(-1 - NOTHING)
+    visited, there = visit_of(m_block, n_block, tables.planes[batch, head], tables)
+    if visited:
         ref = tables.visits[there, 1]
     return ref
 

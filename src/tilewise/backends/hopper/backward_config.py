@@ -24,10 +24,14 @@ class Config:
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
+    finishes: bool = (
+        False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
+    )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
+    stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
@@ -66,6 +70,9 @@ class Config:
             raise ValueError(
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
             )
+
+        if self.stays and (self.split == "columns" or self.direct or self.finishes or self.sees not in STAYS):
+            raise ValueError("a thread block stays only where keys are split, dQ goes through shared memory, and no warp of it finishes dQ")
 
     @property
     def consumers(self) -> int:
@@ -134,6 +141,8 @@ CHANGED = {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
         (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (192, 128): dict(change_parts=2),
+        (192, 192): dict(change_parts=2),
         (256, 256): dict(change_parts=4),
     },
 }
@@ -156,14 +165,23 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-# Instead, for masks of these kinds and from so many queries on. Larger tiles of queries and keys ask less of shared memory for each product,
-# and short sequences fill them badly.
+# Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
+# each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
+FINISHES = dict(finishes=True)
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
 LONG = {
-    ((128, 128), "all"): (1024, dict(tile_m=80, dq_transposed=True)),
-    ((64, 64), "all"): (2048, THREE),
-    ((64, 64), "from"): (256, THREE),
+    ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
+    ((128, 128), "from"): ((2049, FINISHES),),
+    ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
+    ((64, 64), "from"): ((256, THREE), (2049, {})),
+    ((192, 128), "from"): ((2048, dict(tile_m=96)),),  # timed at 8,192
 }
+
+
+# Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
+# which it saves a part.
+STAYS = "from", "interval", "rows"
+STAYS_UP_TO = 2048  # queries, under a causal mask; beyond it gains nothing (H200, 2026-11-22: 8,192 0 % at head_dim 128, -0.4 % at 64)
 
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
@@ -171,13 +189,14 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
-    least, larger = LONG.get((dims, sees), (0, {}))
-    return replace(config, **(larger | choice)) if seqlen_q >= least else config
+    fields = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
+    stays = config.split == "keys" and sees in STAYS and (sees != "from" or seqlen_q <= STAYS_UP_TO)
+    return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
 
 
 def lengths() -> list[int]:
     """Numbers of queries, one for each way that tiles depend on them."""
-    return [1, *sorted({least for least, _ in LONG.values()})]
+    return sorted({1, STAYS_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
 
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:

@@ -6,7 +6,7 @@ from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block
 from tilewise.backends.hopper.backward_parts import Tensors
-from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, shares_of
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, layouts_of, shares_of, thread_of
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -44,20 +44,48 @@ def write(
     tensors: Tensors, outputs: Outputs, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """dK = scale * acc_dK, and dV; what the mask must keep out of them is repaired."""
-    thread = arch.thread_idx()[0] - THREADS
+    """dK = scale * acc_dK, and dV, by way of K and V in shared memory."""
+    write_through(tensors, outputs, acc_dK, acc_dV, sm.K, sm.V, mma, block, band, scale, scale_log2, config)
+
+
+@cute.jit
+def places(sm: Smem, config: Constexpr[Config]) -> tuple[cute.Tensor, cute.Tensor]:
+    """Where dK and dV go through shared memory if the next K is to arrive meanwhile: dK in the place of dS, dV behind it or in that of V."""
+    dtype, layouts, dV = sm.K.element_type, layouts_of(config, sm.K.element_type), sm.V
+    dK = cute.make_tensor(cute.recast_ptr(sm.dS.iterator, layouts.K.inner, dtype), layouts.K.outer)
+    if const_expr(fit_in_dS(config)):
+        behind = sm.dS.iterator + config.tile_n * config.head_dim
+        dV = cute.make_tensor(cute.recast_ptr(behind, layouts.V.inner, dtype), layouts.V.outer)
+    return dK, dV
+
+
+def fit_in_dS(config: Config) -> bool:
+    """Whether both dK and dV do."""
+    return config.head_dim + config.head_dim_v <= config.tile_m * config.ds_stages
+
+
+@cute.jit
+def write_through(
+    tensors: Tensors, outputs: Outputs, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
+    block: Block, band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where a block stays, dV and then dK may still be on their
+    way from there at the end. What the mask must keep out of them is repaired.
+    """
+    thread = thread_of(config)
     gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (outputs.dK, outputs.dV))
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
-    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads K and V any more
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
     of_K, of_V = shares_of(config)
-    store(acc_dV, Float32(1.0 / config.enlarged), sm.V[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
-    store(acc_dK, scale, sm.K[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)
-    arch.cp_async_bulk_wait_group(0, read=True)
+    store(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
+    store(acc_dK, scale, sdK[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)
+    if const_expr(not config.stays):
+        arch.cp_async_bulk_wait_group(0, read=True)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
-        rows, share = place_of(thread // WARP, config)
+        rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
         parts.repair_dKV(tensors, gdK, gdV, block.n0 + rows * ROWS, share, block.head_k, block.batch, band, scale, scale_log2, config)
 
 
@@ -82,7 +110,7 @@ def store(
     """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows, `columns` at a time, as
     many as a swizzled block of sX has.
     """
-    thread = arch.thread_idx()[0] - THREADS
+    thread = thread_of(config)
     r = cute.make_rmem_tensor_like(acc, sX.element_type)
     for i in range_constexpr(cute.size(acc)):
         acc[i] *= scale

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
+from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Block, Walk
+from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -27,6 +28,7 @@ from tilewise.backends.hopper.backward_tiles import (
     per_query,
     probabilities,
     subtract,
+    thread_of,
     transposed,
 )
 from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
@@ -91,7 +93,47 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    state = tma.at_first(config.stages)
+    visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
+    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+
+
+@cute.jit
+def consume_units(
+    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
+    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+):  # fmt: skip
+    """Likewise for one block of keys after another."""
+    state, done, unit = tma.at_first(config.stages), Int32(0), units.told(queue, Int32(0))
+    while unit >= 0:
+        block, walk = units.place_of(unit, tensors, band, order, config)
+        tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread_of(config), consumer, has_dQ, config)
+        tile.acc_dK.fill(0.0)
+        tile.acc_dV.fill(0.0)
+        pipes.k.consumer_wait(tma.after(done, 1))
+        pipes.v.consumer_wait(tma.after(done, 1))
+        state = visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
+        pipes.k.consumer_release(tma.after(done, 1))
+        if const_expr(epilogue.fit_in_dS(config)):
+            pipes.v.consumer_release(tma.after(done, 1))
+        block, _ = units.place_of(units.read(queue, done), tensors, band, order, config)
+        sdK, sdV = epilogue.places(sm, config)
+        epilogue.write_through(tensors, outputs, tile.acc_dK, tile.acc_dV, sdK, sdV, mma, block, band, scale, scale_log2, config)
+        if const_expr(not epilogue.fit_in_dS(config)):
+            arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
+            pipes.v.consumer_release(tma.after(done, 1))
+        arch.cp_async_bulk_wait_group(0, read=True)
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dK has left dS's place
+        units.forget(queue, done)
+        done += 1
+        unit = units.told(queue, done)
+
+
+@cute.jit
+def visit_all(
+    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """The whole walk, for every query head of the group."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
@@ -102,7 +144,7 @@ def consume(
                 gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
                 state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
             m_block = next_in(own, m_block, config)
-    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    return state
 
 
 @cute.jit

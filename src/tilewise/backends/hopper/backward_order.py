@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper.dsl import Boolean, Constexpr, Int32, const_expr, cute
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute
+
+SHARE = 16  # a walk is long if it is more than this part of what each multiprocessor has to do
 
 
 class Order(NamedTuple):
@@ -17,6 +19,7 @@ class Order(NamedTuple):
     slots: Int32  # how many the machine runs at a time
     rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
     together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
+    behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
     per_wave: object  # divisors: slots,
     per_head: object  # blocks of a head,
     per_section: object  # and of `together` heads,
@@ -26,11 +29,26 @@ class Order(NamedTuple):
 
 
 @cute.jit
-def order_of(slots: Int32, rising: Int32, together: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+def order_of(slots: Int32, rising: Int32, together: Int32, behind: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
     """On the host."""
     last = (heads_k * batch - rising) % together
     divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
-    return Order(slots, rising, together, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    return Order(slots, rising, together, behind, *map(cute.fast_divmod_create_divisor_v2, divisors))
+
+
+@cute.jit
+def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Config]) -> Order:
+    """Of packed documents, whose lengths the GPU alone may know: all heads rise unless one walk is so long that, begun last, it would be waited for.
+
+    Coming down, the blocks of a document begin at its end side by side and wait in a chain, in one document after another.
+    """
+    if const_expr(config.sees != "rows"):
+        return order
+    last = band.tables.walks.shape[0] - 1
+    longest, total = band.tables.walks[last, 0], band.tables.walks[last, 1]
+    slots, _rising, *others = order
+    rising = heads if Float32(longest) * SHARE * slots <= Float32(total) * heads else order.rising
+    return Order(slots, rising, *others)
 
 
 class Block(NamedTuple):

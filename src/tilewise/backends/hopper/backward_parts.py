@@ -38,7 +38,8 @@ class Tensors(NamedTuple):
 @cute.kernel
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
-    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, config: Constexpr[Config],
+    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
+    config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -65,6 +66,8 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
+    if const_expr(config.stays):
+        set_back(counter, thread + m_block + head + batch == 0)
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):
@@ -76,6 +79,13 @@ def prepare(
         gSum = sum_dQ[batch, head, m_block, None]
         for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vector(gSum, i, 4))
+
+
+@cute.jit
+def set_back(counter: cute.Tensor, mine: Boolean):
+    """To 0, by one thread of all."""
+    if mine:
+        counter[0] = Int32(0)
 
 
 @cute.jit
@@ -119,6 +129,18 @@ def finish(
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
+    if const_expr(config.finishes):
+        if tensors.turns[batch, head, m_block, thread // 128] >= 0:
+            finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+    else:
+        finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+
+
+@cute.jit
+def finish_tile(
+    tensors: Tensors, mdQ: cute.Tensor, thread: Int32, m_block: Int32, head: Int32, batch: Int32, band: Band,
+    scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config],
+):  # fmt: skip
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))

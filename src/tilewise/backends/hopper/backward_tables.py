@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.documents import ColumnsConfig, Offsets, RowsConfig, offsets
+from tilewise.backends.hopper.documents import ColumnsConfig, Offsets, RowsConfig, found
 from tilewise.backends.hopper.tables import EVERYTHING, FAR, lowered
 from tilewise.band_tables import expand
 from tilewise.bitmap import Bitmap
@@ -34,7 +34,7 @@ class Columns(NamedTuple):
 
     keys: Tensor  # (2, seqlen_q)
     queries: Tensor  # (2, seqlen_k)
-    walks: Tensor  # (n_blocks, 4)
+    walks: Tensor  # (n_blocks + 1, 4)
     visitors: Tensor  # (m_blocks, 2)
     query_walks: Tensor  # (tiles of QUERIES queries, 4); none of `tables`, but of `query_tables`
 
@@ -143,35 +143,22 @@ def columns_arguments(config: ColumnsConfig) -> list:
     from tilewise.hopper.dsl import Int32
 
     documents, seqlen_q, seqlen_k, n_blocks, m_blocks = (hopper.size() for _ in range(5))
-    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks, 4), (m_blocks, 2), (hopper.size(), 4)
+    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (hopper.size(), 4), (m_blocks, 2), (hopper.size(), 4)
     return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(4))]
 
 
 def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
-    """The columns of packed documents, on the current stream; where cu_seqlens are on the device, without waiting for it.
-
-    Bad cu_seqlens that nobody checked lead to nothing outside of the tensors, and no block waits for ever. Columns of `Documents` are made once,
-    and kept.
+    """The columns of packed documents, as `documents.found` finds them. Bad cu_seqlens that nobody checked lead to nothing outside of the tensors,
+    and no block waits for ever.
     """
-    if isinstance(mask, Unread):
-        return _found(mask.cu_seqlens_q, mask.cu_seqlens_k, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
-    (plane,) = mask.planes(seqlen_q, seqlen_k)
-    key = "hopper columns", config.tile_m, config.tile_n, device
-    if key not in plane.region.memo:
-        cu_seqlens = (torch.tensor(ends) for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k))
-        plane.region.memo[key] = _found(*cu_seqlens, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
-        torch.cuda.current_stream(device).synchronize()  # other streams may use them next
-    return plane.region.memo[key]
+    return found(mask, seqlen_q, seqlen_k, "columns", config, device, _columns)
 
 
-def _found(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device
-) -> Columns:
-    cu_seqlens = (ends.to(device, torch.int32).contiguous() for ends in (cu_seqlens_q, cu_seqlens_k))
+def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
     n_blocks, m_blocks = -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
-    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
-    keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-    hopper.compiled(*kernel(config))(*cu_seqlens, keys, queries, scratch, *made, *inner)
+    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
+    keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes)
+    hopper.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, keys, queries, scratch, *made, *inner)
     return Columns(keys, queries, *made)
 
 

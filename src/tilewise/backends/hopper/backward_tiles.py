@@ -146,6 +146,15 @@ def load_row(
         )
 
 
+@cute.jit
+def thread_of(config: Constexpr[Config]) -> Int32:
+    """Of a consumer's. Where a block stays, read anew each time: what is worked out from it would otherwise be kept from unit to unit, and spill."""
+    thread = arch.thread_idx()[0]
+    if const_expr(config.stays):
+        thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
+    return thread - THREADS
+
+
 def box_columns(share: int) -> int:
     """Of a swizzled block: as wide as parts of `share` columns can have theirs to themselves."""
     return 32 if share % 64 else 64

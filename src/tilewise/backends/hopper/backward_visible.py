@@ -30,7 +30,9 @@ class Tables(NamedTuple):
 
     keys: cute.Tensor | None  # (2, seqlen_q): begin and end of the keys that a query sees
     queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
-    walks: cute.Tensor | None  # (n_blocks, 4): first, last, free_first, free_last of backward_order.Walk
+    walks: (
+        cute.Tensor | None
+    )  # (n_blocks + 1, 4): first, last, free_first, free_last of backward_order.Walk; then the most tiles of one, and all
     visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
     visits: cute.Tensor | None  # (visits, 4): the fields of Visit
     bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
@@ -185,10 +187,8 @@ def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int
 
 
 @cute.jit
-def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
-    """Whether a query sees a key, for "runs": found in the visits of the key's block, which are in the order of the tiles."""
-    tables = band.tables
-    plane, n_block, m_block = tables.planes[batch, head], key // config.tile_n, query // config.tile_m
+def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: Tables) -> tuple[Boolean, Int32]:
+    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits are in the order of the tiles."""
     low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
     high = end
     while low < high:  # the first visit of this tile or of one behind it
@@ -197,8 +197,17 @@ def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, confi
             low = middle + 1
         else:
             high = middle
-    found, there = Boolean(False), min(low, tables.visits.shape[0] - 1)
-    if low < end and tables.visits[there, 0] == m_block:
+    there = min(low, tables.visits.shape[0] - 1)
+    return low < end and tables.visits[there, 0] == m_block, there
+
+
+@cute.jit
+def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a query sees a key, for "runs"."""
+    tables = band.tables
+    plane, n_block, m_block = tables.planes[batch, head], key // config.tile_n, query // config.tile_m
+    found, (visited, there) = Boolean(False), visit_of(m_block, n_block, plane, tables)
+    if visited:
         ref = tables.visits[there, 1]
         if ref >= 0:
             at = query % config.tile_m

@@ -4,6 +4,7 @@ Tiles of queries straddle documents, so documents shorter than a tile share one.
 sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,26 +88,34 @@ def kernel(config) -> tuple:
 
 
 def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
-    """The rows of packed documents, on the current stream; where cu_seqlens are on the device, without waiting for it.
+    """The rows of packed documents, as `found` finds them. Where cu_seqlens are bad and nobody checked them, rows still see existing keys only."""
+    return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 
-    Where those are bad and nobody checked them, rows still see existing keys only. Rows of `Documents` are made once, and kept.
+
+def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, config, device: torch.device, find: Callable):
+    """`find(cu_seqlens_q, cu_seqlens_k, offsets, seqlen_q, seqlen_k, config)`, on the current stream, of int32 tensors on the device; where
+    cu_seqlens are there already, without waiting for it. `what` it finds of `Documents` for tiles like config's is found once, and kept.
     """
+
+    def on_device(*cu_seqlens: Tensor):
+        tensors = (ends.to(device, torch.int32).contiguous() for ends in cu_seqlens)
+        return find(*tensors, offsets(mask.inner), seqlen_q, seqlen_k, config)
+
     if isinstance(mask, Unread):
-        return _found(mask.cu_seqlens_q, mask.cu_seqlens_k, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+        return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
     (plane,) = mask.planes(seqlen_q, seqlen_k)
-    key = "hopper", config.tile_m, config.tile_n, device
+    key = "hopper", what, config.tile_m, config.tile_n, device
     if key not in plane.region.memo:
-        cu_seqlens = (torch.tensor(ends) for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k))
-        plane.region.memo[key] = _found(*cu_seqlens, offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+        plane.region.memo[key] = on_device(torch.tensor(mask.cu_seqlens_q), torch.tensor(mask.cu_seqlens_k))
         torch.cuda.current_stream(device).synchronize()  # other streams may use them next
     return plane.region.memo[key]
 
 
-def _found(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
-    cu_seqlens = (ends.to(device, torch.int32).contiguous() for ends in (cu_seqlens_q, cu_seqlens_k))
-    ends = torch.empty((2, seqlen_q), dtype=torch.int32, device=device)
-    order, walks = (torch.empty((-(-seqlen_q // config.tile_m), *width), dtype=torch.int32, device=device) for width in ((), (4,)))
-    hopper.compiled(*kernel(config))(*cu_seqlens, order, ends, walks, seqlen_k, *inner)
+def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:
+    new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
+    ends = torch.empty((2, seqlen_q), **new)
+    order, walks = (torch.empty((-(-seqlen_q // config.tile_m), *width), **new) for width in ((), (4,)))
+    hopper.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, order, ends, walks, seqlen_k, *inner)
     return Rows(order, ends, walks)
 
 

@@ -14,9 +14,10 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
-RISING = "from", "rows"  # most heads begin with their last keys: under causal masks, and those that are likely to be like them
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-CACHE = 10 << 20  # bytes: a third of what stays in the L2 cache, as blocks of three heads run at a time
+TURNS = 32  # heads of 64 and less that take turns under a window
+CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -81,10 +82,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
+    counter = torch.empty(1, dtype=torch.int32, device=call.q.device) if config.stays else None
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
+    narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
+    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
     numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
@@ -97,6 +100,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
             compute(
                 *given,
+                counter,
                 *order,
                 int(d_lse is not None),
                 *numbers,
@@ -110,18 +114,36 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
-def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, ...]:
-    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py."""
-    if config.sees == "all":
-        return slots, 0, 1, 1
+def _order(
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int, narrow: bool
+) -> tuple[int, ...]:
+    """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py. narrow: a window, much shorter than the queries."""
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
-    rising, together = 0, _evenly(heads, _as_much_as_the_longest(n_blocks, slots))
-    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks: Q, dO, and dQ's sum
-    fits = config.sees == "rows" or reads <= CACHE  # documents are likely to be shorter than all of them together
-    if config.sees in RISING and not config.dq_apart and fits:
-        together = min(heads, 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+    behind = 3 * slots // 2 + n_blocks
+    if config.sees == "all":
+        return slots, 0, 1, 1, behind
+    longest = _as_much_as_the_longest(n_blocks, slots)
+    rising, together = 0, _evenly(heads, longest)
+    if config.sees == "from" and not config.dq_apart:
+        rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
+    elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
+        together = min(heads, 3 * longest // 2)
         rising = heads - together
-    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots))
+    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
+        rising, together = (heads, 1) if config.head_dim > 64 else (0, min(heads, TURNS))
+    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
+    """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
+    of the group; so much of Q, dO and dQ must fit into the L2 cache.
+    """
+    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks
+    if group > 1 and reads >= CACHE:
+        return 0, _evenly(heads, SHARING)
+    longest = 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2
+    together = min(heads, max(2, longest))
+    return heads - together, together
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
@@ -164,7 +186,8 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    numbers = [*(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
+    counter = hopper.tensor(Int32, 1, aligned=False) if config.stays else None
+    numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [
@@ -181,6 +204,7 @@ def arguments(config: Config) -> list:
         *made,
         sum_dq,
         turns,
+        counter,
         *numbers,
         *changed,
         *tables,
