@@ -60,28 +60,32 @@ def column(c: int) -> int:
 
 
 @cute.jit
-def product(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool], lean: Constexpr[bool] = False
-):
-    """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise. `lean`: see `lean_slice`."""
+def product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
+    """Issue acc = a b, or acc += a b: asynchronous, one group. a: (., ., K / 16) fragments; b likewise."""
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
-    sliced = const_expr(lean_slice if lean else plain_slice)
     for k in range_constexpr(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-        cute.gemm(atom, acc, sliced(a, k), sliced(b, k), acc)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
 
 
-def plain_slice(x: cute.Tensor, k: int) -> cute.Tensor:
-    return x[None, None, k]
+@cute.jit
+def lean_product(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool]):
+    """As `product`, with descriptors of `lean_slice`."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    for k in range_constexpr(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, lean_slice(a, k), lean_slice(b, k), acc)
+    warpgroup.commit_group()
 
 
 def lean_slice(x: cute.Tensor, k: int) -> cute.Tensor:
     """x[None, None, k]; of an operand in shared memory, by one addition of 64 bits to the first descriptor.
 
     A descriptor's upper half is a constant. Where ptxas knows it, it adds the halves one by one and moves the constant about, five instructions
-    between two products instead of two: more than a product of 64 clocks hides. gridDim.z - 1 is 0, but ptxas cannot know.
+    between two products instead of two: which matters where there are sixteen. gridDim.z - 1 is 0, but ptxas cannot know.
     """
     part = x[None, None, k]
     if not isinstance(x.iterator, Value):  # registers
@@ -93,10 +97,10 @@ def lean_slice(x: cute.Tensor, k: int) -> cute.Tensor:
 
 
 @cute.jit
-def scores(tiled_mma: cute.TiledMma, tile: Constexpr[tuple], a: cute.Tensor, b: cute.Tensor, lean: Constexpr[bool] = False) -> cute.Tensor:
+def scores(tiled_mma: cute.TiledMma, tile: Constexpr[tuple], a: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
     """Issue S = Q K^T (tile_m x tile_n) into fresh registers."""
     acc_S = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile), Float32)
-    product(tiled_mma, acc_S, a, b, False, lean)
+    product(tiled_mma, acc_S, a, b, accumulate=False)
     return acc_S
 
 

@@ -398,7 +398,7 @@ def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tens
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
     seen = seen_of(tile, n_block, ref, config)
     pipes.k.consumer_wait(state)
-    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index], config.lean)
+    acc_S = issue_scores(tile, state, config)
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
@@ -425,11 +425,11 @@ def step(
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
-    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index], config.lean)
+    acc_S = issue_scores(tile, state, config)
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config.lean)
+    product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
     pass_turn(tile.consumer, config)
     seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, O is not
@@ -447,6 +447,22 @@ def step(
 
 
 @cute.jit
+def issue_scores(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
+    """Issue S = Q K^T, into fresh registers, for the tile of keys in the stage of `state`."""
+    acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
+    product(tile.mma.qk, acc_S, tile.tSrQ, tile.tSrK[None, None, None, state.index], False, config)
+    return acc_S
+
+
+@cute.jit
+def product(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr[bool], config: Constexpr[Config]
+):  # fmt: skip
+    issue = const_expr(fragments.lean_product if config.lean else fragments.product)
+    issue(mma, acc, a, b, accumulate)
+
+
+@cute.jit
 def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, config: Constexpr[Config]):
     """What is done to the scores of a tile before the softmax; `seen`: what its rows see, None where that is everything."""
     n0 = n_block * config.tile_n
@@ -461,7 +477,7 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config.lean)
+    product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
