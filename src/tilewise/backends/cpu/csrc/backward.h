@@ -187,15 +187,21 @@ static void backward_chunk(const BackwardPlan& plan, int64_t chunk, int64_t grou
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), blocks = (a.seqlen_q + kQueryBlock - 1) / kQueryBlock;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
   Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1 || plan.together > 0};
+  const bool brief = a.seqlen_q <= kQueryBlock;  // what the chunk keeps close would be used once or twice
+  const bool in_place = brief && a.dtype == TW_FP32 && a.head_dim % kPad == 0 && a.head_dim_v % kPad == 0;
   int64_t step = 0;
   for (int64_t batch = batch0; batch < batch0 + plan.batch_step; batch++)
     for (int64_t kv_head = head0; kv_head < head0 + plan.head_step; kv_head++) {
       const Head any(a, batch, kv_head * per_kv);
       KeyChunk keys = {key, n, Op::broadcast_rows(scratch.k, any.k(key), a.k.seq, n, a.head_dim, a.dtype),
                        Op::broadcast_rows(scratch.v, any.v(key), a.v.seq, n, a.head_dim_v, a.dtype),
-                       Op::vector_rows(scratch.k_vectors, any.k(key), a.k.seq, n, a.head_dim, a.dtype), scratch.dk, scratch.dv, -1};
-      memset(keys.dk, 0, (size_t)(n * dim) * 4);
-      memset(keys.dv, 0, (size_t)(n * dim_v) * 4);
+                       Op::vector_rows(scratch.k_vectors, any.k(key), a.k.seq, n, a.head_dim, a.dtype, brief), {scratch.dk, dim}, {scratch.dv, dim_v},
+                       1.f, -1};
+      if (in_place) {
+        keys.dk = {(float*)any.out(a.dk, key, kv_head), a.dk.seq}, keys.dv = {(float*)any.out(a.dv, key, kv_head), a.dv.seq};
+        keys.dk_factor = a.scale;
+      }
+      for (int64_t j = 0; j < n; j++) memset(keys.dk.row(j), 0, (size_t)dim * 4), memset(keys.dv.row(j), 0, (size_t)dim_v * 4);
       const float one = 1.f;
       for (int64_t g = 0; g < per_kv; g++, step += blocks) {
         const Head h(a, batch, kv_head * per_kv + g);
@@ -204,8 +210,9 @@ static void backward_chunk(const BackwardPlan& plan, int64_t chunk, int64_t grou
         if (!plan.local_dq) continue;
         store_rows(h.out(a.dq, 0, h.head), a.dq.seq, scratch.dq, dim, a.seqlen_q, a.head_dim, &one, 0, a.dtype);
       }
-      store_rows(any.out(a.dk, key, kv_head), a.dk.seq, keys.dk, dim, n, a.head_dim, &a.scale, 0, a.dtype);
-      store_rows(any.out(a.dv, key, kv_head), a.dv.seq, keys.dv, dim_v, n, a.head_dim_v, &one, 0, a.dtype);
+      if (in_place) continue;
+      store_rows(any.out(a.dk, key, kv_head), a.dk.seq, scratch.dk, dim, n, a.head_dim, &a.scale, 0, a.dtype);
+      store_rows(any.out(a.dv, key, kv_head), a.dv.seq, scratch.dv, dim_v, n, a.head_dim_v, &one, 0, a.dtype);
     }
   turns.publish(INT64_MAX);
 }
