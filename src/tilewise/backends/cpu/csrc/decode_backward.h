@@ -7,11 +7,14 @@
 
 namespace TW_NAMESPACE {
 
-constexpr int64_t kFewRows = 32;      // most rows of a head
+constexpr int64_t kFewRows = 128;     // most rows of a key/value head
 constexpr int64_t kGradSplit = 512;   // keys of a split
 
+// Up to so many queries this way is the faster one: a panel that they half fill takes as long as a full one. bf16 beyond 8 is better left to tiles.
+static int64_t few_queries(int dtype) { return L == 16 && dtype != TW_BF16 ? 24 : 8; }
+
 static bool few_rows(const tw_args& a) {
-  if (a.seqlen_q > 1 && (a.seqlen_q > 8 || a.seqlen_k < 4 * a.seqlen_q)) return false;
+  if (a.seqlen_q > few_queries(a.dtype)) return false;
   if (a.heads_q / a.heads_k * a.seqlen_q > kFewRows || a.softcap > 0 || a.bias.data || a.alibi_slopes || a.sink || a.dropout_rescale > 0)
     return false;
   for (int64_t batch = 0; batch < a.batch; batch++)
@@ -152,7 +155,7 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
   const tw_args& a = plan.parts.args;
   const Head any = decode_head(a, batch, kv_head, 0);
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  bool hides[kFewRows], any_hides = false, finite = true;
+  bool hides[kFewRows], any_hides = false, any_seen = false, finite = true;
   for (int64_t r = 0; r < plan.rows; r++) {
     uint8_t* seen = s.seen + r * kDecodeKeys;
     const bool dead = s.lse[r] == kInf;
@@ -160,6 +163,14 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
     if (dead) memset(seen, 0, kDecodeKeys);
     else if (!hides[r]) memset(seen, 1, kDecodeKeys);
     any_hides |= hides[r];
+    for (int64_t j = 0; !any_seen && j < keys; j++) any_seen = seen[j];
+  }
+  if (!any_seen) {
+    for (int64_t j = 0; j < keys; j++) {
+      memset(any.out(a.dk, key + j, kv_head), 0, (size_t)(a.head_dim * element_bytes(DT)));
+      memset(any.out(a.dv, key + j, kv_head), 0, (size_t)(a.head_dim_v * element_bytes(DT)));
+    }
+    return;
   }
   if (any_hides) {
     finite = rows_finite<TW_FP32>((const char*)s.q, dim, plan.rows, a.head_dim) && rows_finite<TW_FP32>((const char*)s.d_o, dim_v, plan.rows, a.head_dim_v);
