@@ -5,6 +5,8 @@ On AMX fp16 and fp32 are products of sums of two and three bf16 numbers, as exac
 Threads are torch's own, as many as torch.get_num_threads() says, and results do not depend on how many.
 """
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Cpu"]
 
-FEW_QUERIES = 8  # up to so many, every key is read once for all the rows of its head, and the keys are split over threads
+FEW_QUERIES = 8  # up to so many, of four times as many keys, every key is read once for all the rows of its head, and keys are split over threads
 
 
 class Cpu:
@@ -50,6 +52,17 @@ class Cpu:
         """The instruction set that runs, and how threads are had; for `explain` and `doctor`."""
         found = library()
         return f"{self._forced or found.isa} ({'torch' if found.shared_pool else 'own'} threads: {torch.get_num_threads()})"
+
+    def details(self, call: Call) -> list[str]:
+        """The instruction set that this call's kernels use, which for small calls need not be the best one; for `explain`."""
+        found = library()
+        args, keep = arguments_of(call, self._isa(found))
+        few = _few_queries(call)
+        runs = abi.RUN_DECODE if few else abi.RUN_FORWARD, abi.RUN_BACKWARD
+        forward, backward = (abi.ISAS[found.functions.tw_isa_of(ctypes.byref(args), run)] for run in runs)
+        del keep
+        way = ["few queries: every key is read once for all the rows of its head, and the keys are split over threads"] if few else []
+        return [f"instruction set: {forward} forward, {backward} backward", *way]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
@@ -119,4 +132,5 @@ class Cpu:
 
 
 def _few_queries(call: Call) -> bool:
-    return call.seqlen_q <= FEW_QUERIES and call.dropout is None and call.mask.kind != "bitmap"
+    few = call.seqlen_q == 1 or (call.seqlen_q <= FEW_QUERIES and call.seqlen_k >= 4 * call.seqlen_q)
+    return few and call.dropout is None and call.mask.kind != "bitmap"

@@ -3,9 +3,10 @@
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
+RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
 ISAS = ("auto", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 ROW_BLOCK = 96
 

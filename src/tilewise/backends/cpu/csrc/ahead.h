@@ -36,14 +36,17 @@ struct Ahead {
   }
 };
 
-// What an item of a forward computes: a tile of rows of one head. Heads come first, because their rows lie side by side and those of a group have the
-// same keys; and of the tiles the last ones, the longest under a causal mask.
+// What an item of a forward computes: a tile of rows of one head; of a head's tiles the last ones, the longest under a causal mask, come first.
+// Under many bands, such as packed documents, a tile sees few keys, and the tiles of all heads follow one another, whose rows lie side by side; else
+// those of one head, which share its keys (measured: docs/cpu-notes.md).
 struct Tile {
   int64_t row, rows, batch, head;
 };
 TW_INLINE Tile tile_of(const tw_args& a, int64_t item, int64_t tiles, int64_t tile_rows) {
-  const int64_t row = (tiles - 1 - item / a.heads_q % tiles) * tile_rows;
-  return {row, min_of(tile_rows, a.seqlen_q - row), item / a.heads_q / tiles, item % a.heads_q};
+  const bool heads_first = a.planes[0].row_ptr;
+  const int64_t batch = item / a.heads_q / tiles, rest = item % (a.heads_q * tiles), head = heads_first ? rest % a.heads_q : rest / tiles;
+  const int64_t row = (tiles - 1 - (heads_first ? rest / a.heads_q : rest % tiles)) * tile_rows;
+  return {row, min_of(tile_rows, a.seqlen_q - row), batch, head};
 }
 
 // The keys that some of a head's rows see.

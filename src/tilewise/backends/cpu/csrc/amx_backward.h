@@ -16,7 +16,7 @@ constexpr int64_t kTileLocalDqBytes = 512 << 10;
 struct TileBackward {
   const tw_args& args;
   int64_t block, chunk, chunks;      // keys
-  int64_t batch_step, head_step, groups;
+  int64_t batch_step, head_step, groups, together;
   int64_t row_blocks;                // of kTileGradRows
   float* delta;
   bool local_dq;
@@ -29,7 +29,7 @@ struct TileBackward {
 template <int T>
 static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
   const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32);
-  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, nullptr, false, nullptr, nullptr, 0, finite};
+  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, nullptr, false, nullptr, nullptr, 0, finite};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -38,6 +38,7 @@ static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
   while (blocks > 1 && a.threads > 1 && p.groups * ((a.seqlen_k + blocks * p.block - 1) / (blocks * p.block)) < 4 * a.threads) blocks--;
   p.chunk = blocks * p.block;
   p.chunks = (a.seqlen_k + p.chunk - 1) / p.chunk;
+  if (p.batch_step == 1) p.together = heads_together(a, p.groups, a.heads_k / p.head_step);
   p.row_blocks = (a.seqlen_q + kTileGradRows - 1) / kTileGradRows;
   Arena arena = {(char*)a.workspace};
   const int64_t dq_floats = p.row_blocks * kTileGradRows * round_up(a.head_dim, 16);
@@ -280,17 +281,16 @@ static void store_dq(const TileBackward& plan, const Head& h, int64_t block, flo
 
 // One chunk of keys, of the heads (and batches) of one group.
 template <int T>
-static void tile_backward_chunk(const void* context, int64_t item, char* memory) {
-  const TileBackward& plan = *(const TileBackward*)context;
+static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t group, char* memory) {
   const tw_args& a = plan.args;
   Arena arena = {memory};
   TileBackwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
   Finite<T> finite;
-  const int64_t chunk = item / plan.groups, group = item % plan.groups, head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
+  const int64_t head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), padded = round_up(n, 32);
-  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1};
+  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1 || plan.together > 0};
   TileKeys& keys = scratch.keys;
   keys.key = key;
   keys.keys = n;
@@ -315,6 +315,15 @@ static void tile_backward_chunk(const void* context, int64_t item, char* memory)
     }
   turns.publish(INT64_MAX);
   if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+}
+
+// One chunk of one group, or all of some groups; chunks are added to dQ in ascending order either way.
+template <int T>
+static void tile_backward_item(const void* context, int64_t item, char* memory) {
+  const TileBackward& plan = *(const TileBackward*)context;
+  if (plan.together == 0) return tile_backward_chunk<T>(plan, item / plan.groups, item % plan.groups, memory);
+  for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
+    for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) tile_backward_chunk<T>(plan, chunk, group, memory);
 }
 
 // delta = rowsum(dO O) - dlse, and dQ = 0, for one block of rows. Delta is added up in the tiles in which dP will be, so that the two cancel to the
@@ -362,7 +371,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
   const tw_phase phases[4] = {
       {prepare_rows<T>, blocks, false},
-      {tile_backward_chunk<T>, plan.chunks * plan.groups, plan.chunks > 1},
+      {tile_backward_item<T>, plan.together ? plan.groups / plan.together : plan.chunks * plan.groups, plan.chunks > 1 && !plan.together},
       {finish_dq, plan.local_dq ? 0 : blocks, false},
       {tile_sink_gradient, a.dsink ? a.heads_q : 0, false},
   };

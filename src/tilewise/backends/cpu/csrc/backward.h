@@ -17,7 +17,8 @@ struct BackwardPlan {
   int64_t block;                      // keys in flight
   int64_t chunk, chunks;              // keys of a chunk, a multiple of block; chunks of a head
   int64_t batch_step, head_step;      // batches and key/value heads of one item: all of them where dbias is summed over them
-  int64_t groups;                     // items of a chunk
+  int64_t groups;                     // of heads (and batches)
+  int64_t together;                   // groups of one item, with all of their chunks; 0: an item is one chunk of one group
   bool one_pass;                      // a single chunk, which finds delta and clears dQ itself
   float* delta;                       // (batch, heads_q, seqlen_q), where not
   bool local_dq;                      // a single chunk adds up dQ in its thread's scratch
@@ -30,7 +31,7 @@ constexpr int64_t kLocalDqBytes = 512 << 10;
 
 static BackwardPlan plan_backward(const tw_args& a) {
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, false, nullptr, false, nullptr, nullptr, 0};
+  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, 0, false, nullptr, false, nullptr, nullptr, 0};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -38,6 +39,7 @@ static BackwardPlan plan_backward(const tw_args& a) {
   while (blocks > 1 && a.threads > 1 && p.groups * ((a.seqlen_k + blocks * p.block - 1) / (blocks * p.block)) < 4 * a.threads) blocks--;
   p.chunk = blocks * p.block;
   p.chunks = (a.seqlen_k + p.chunk - 1) / p.chunk;
+  if (p.batch_step == 1) p.together = heads_together(a, p.groups, a.heads_k / p.head_step);
   Arena arena = {(char*)a.workspace};
   const int64_t rows = a.batch * a.heads_q * a.seqlen_q;
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
@@ -176,25 +178,30 @@ static void walk_queries(const BackwardPlan& plan, const BackwardScratch<Op>& sc
 
 // One chunk of keys, of the heads (and batches) of one group.
 template <class Op>
-static void backward_chunk(const void* context, int64_t item, char* memory) {
-  const BackwardPlan& plan = *(const BackwardPlan*)context;
+static void backward_chunk(const BackwardPlan& plan, int64_t chunk, int64_t group, char* memory) {
   const tw_args& a = plan.args;
   Arena arena = {memory};
   const BackwardScratch<Op> scratch(arena, plan);
-  const int64_t chunk = item / plan.groups, group = item % plan.groups, head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
+  const int64_t head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), blocks = (a.seqlen_q + kQueryBlock - 1) / kQueryBlock;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1};
+  Turns turns = {plan.turns, group, plan.groups, chunk, plan.chunks == 1 || plan.together > 0};
+  const bool brief = a.seqlen_q <= kQueryBlock;  // what the chunk keeps close would be used once or twice
+  const bool in_place = brief && a.dtype == TW_FP32 && a.head_dim % kPad == 0 && a.head_dim_v % kPad == 0;
   int64_t step = 0;
   for (int64_t batch = batch0; batch < batch0 + plan.batch_step; batch++)
     for (int64_t kv_head = head0; kv_head < head0 + plan.head_step; kv_head++) {
       const Head any(a, batch, kv_head * per_kv);
       KeyChunk keys = {key, n, Op::broadcast_rows(scratch.k, any.k(key), a.k.seq, n, a.head_dim, a.dtype),
                        Op::broadcast_rows(scratch.v, any.v(key), a.v.seq, n, a.head_dim_v, a.dtype),
-                       Op::vector_rows(scratch.k_vectors, any.k(key), a.k.seq, n, a.head_dim, a.dtype), scratch.dk, scratch.dv, -1};
-      memset(keys.dk, 0, (size_t)(n * dim) * 4);
-      memset(keys.dv, 0, (size_t)(n * dim_v) * 4);
+                       Op::vector_rows(scratch.k_vectors, any.k(key), a.k.seq, n, a.head_dim, a.dtype, brief), {scratch.dk, dim}, {scratch.dv, dim_v},
+                       1.f, -1};
+      if (in_place) {
+        keys.dk = {(float*)any.out(a.dk, key, kv_head), a.dk.seq}, keys.dv = {(float*)any.out(a.dv, key, kv_head), a.dv.seq};
+        keys.dk_factor = a.scale;
+      }
+      for (int64_t j = 0; j < n; j++) memset(keys.dk.row(j), 0, (size_t)dim * 4), memset(keys.dv.row(j), 0, (size_t)dim_v * 4);
       const float one = 1.f;
       for (int64_t g = 0; g < per_kv; g++, step += blocks) {
         const Head h(a, batch, kv_head * per_kv + g);
@@ -203,10 +210,20 @@ static void backward_chunk(const void* context, int64_t item, char* memory) {
         if (!plan.local_dq) continue;
         store_rows(h.out(a.dq, 0, h.head), a.dq.seq, scratch.dq, dim, a.seqlen_q, a.head_dim, &one, 0, a.dtype);
       }
-      store_rows(any.out(a.dk, key, kv_head), a.dk.seq, keys.dk, dim, n, a.head_dim, &a.scale, 0, a.dtype);
-      store_rows(any.out(a.dv, key, kv_head), a.dv.seq, keys.dv, dim_v, n, a.head_dim_v, &one, 0, a.dtype);
+      if (in_place) continue;
+      store_rows(any.out(a.dk, key, kv_head), a.dk.seq, scratch.dk, dim, n, a.head_dim, &a.scale, 0, a.dtype);
+      store_rows(any.out(a.dv, key, kv_head), a.dv.seq, scratch.dv, dim_v, n, a.head_dim_v, &one, 0, a.dtype);
     }
   turns.publish(INT64_MAX);
+}
+
+// One chunk of one group, or all of some groups; chunks are added to dQ in ascending order either way.
+template <class Op>
+static void backward_item(const void* context, int64_t item, char* memory) {
+  const BackwardPlan& plan = *(const BackwardPlan*)context;
+  if (plan.together == 0) return backward_chunk<Op>(plan, item / plan.groups, item % plan.groups, memory);
+  for (int64_t chunk = 0; chunk < plan.chunks; chunk++)
+    for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) backward_chunk<Op>(plan, chunk, group, memory);
 }
 
 // delta, and dQ = 0, for one panel of rows.
@@ -247,7 +264,7 @@ static int backward(const tw_args& a) {
   const int64_t panels = a.batch * a.heads_q * ((a.seqlen_q + kPanel - 1) / kPanel);
   const tw_phase phases[4] = {
       {prepare_panel, plan.one_pass ? 0 : panels, false},
-      {backward_chunk<Op>, plan.chunks * plan.groups, plan.chunks > 1},
+      {backward_item<Op>, plan.together ? plan.groups / plan.together : plan.chunks * plan.groups, plan.chunks > 1 && !plan.together},
       {finish_panel_of_dq, plan.dq ? panels : 0, false},
       {sink_gradient, a.dsink ? a.heads_q : 0, false},
   };

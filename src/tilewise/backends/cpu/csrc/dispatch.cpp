@@ -57,64 +57,80 @@ const uint32_t isas_here = detect();
 const int best_here = 31 - __builtin_clz(isas_here);
 
 // Whether tiles are the faster way: below these sizes what they pad and pack costs more than they save (measured on a Sapphire Rapids or later; the
-// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one.
-bool tiles_pay(const tw_args& a) {
+// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one; its backward has less softmax to a product.
+bool tiles_pay(const tw_args& a, bool backward) {
   const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
-  if (a.dtype == TW_BF16) return shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40;
-  return shorter >= (a.dtype == TW_FP16 ? 64 : 320);
+  if (a.dtype == TW_BF16) return (shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40) || (a.seqlen_q > 8 && a.seqlen_k >= 64);
+  if (a.dtype == TW_FP16) return shorter >= 32;
+  return shorter >= (backward || a.head_dim + a.head_dim_v >= 192 ? 192 : 320);
 }
 
-// The kernels of an instruction set for a dtype, or null where this processor has no such instruction set.
-const tw_kernels* pick(int isa, int dtype) {
-  if (isa < 0 || isa > 31 || !(isas_here & (1u << isa))) return nullptr;
+// The instruction set whose kernels serve a dtype under the name of `isa`, or -1 where this processor has no such instruction set.
+int serving(int isa, int dtype) {
+  if (isa < 0 || isa > 31 || !(isas_here & (1u << isa))) return -1;
+  return isa == TW_ISA_AVX512_BF16 && dtype != TW_BF16 ? (int)TW_ISA_AVX512 : isa;
+}
+
+// Decoding, and the backward of a few queries, have no matrix products: neither tiles nor the bf16 instructions serve them.
+int isa_of_few(const tw_args& a) {
+  const int isa = serving(a.isa == TW_ISA_AUTO ? best_here : a.isa, TW_FP32);
+  return isa == TW_ISA_AMX ? (int)TW_ISA_AVX512 : isa;
+}
+// The one asked for, or the fastest.
+int isa_for(const tw_args& a, bool backward) {
+  if (a.isa != TW_ISA_AUTO) return serving(a.isa, a.dtype);
+  return serving(best_here == TW_ISA_AMX && !tiles_pay(a, backward) ? (int)TW_ISA_AVX512 : best_here, a.dtype);
+}
+
+const tw_kernels* kernels_of(int isa) {
 #if defined(__x86_64__)
   if (isa == TW_ISA_AMX) return &tw_amx::kernels;
-  if (isa == TW_ISA_AVX512_BF16 && dtype == TW_BF16) return &tw_avx512_bf16::kernels;
-  if (isa == TW_ISA_AVX512_BF16 || isa == TW_ISA_AVX512) return &tw_avx512::kernels;
+  if (isa == TW_ISA_AVX512_BF16) return &tw_avx512_bf16::kernels;
+  if (isa == TW_ISA_AVX512) return &tw_avx512::kernels;
   if (isa == TW_ISA_AVX2) return &tw_avx2::kernels;
 #endif
-  return &tw_generic::kernels;
+  return isa == TW_ISA_GENERIC ? &tw_generic::kernels : nullptr;
 }
 
-// The kernels for a call: those asked for, or the fastest.
-const tw_kernels* pick_for(const tw_args& a) {
-  if (a.isa != TW_ISA_AUTO) return pick(a.isa, a.dtype);
-  return pick(best_here == TW_ISA_AMX && !tiles_pay(a) ? (int)TW_ISA_AVX512 : best_here, a.dtype);
-}
-
-// Decoding has no matrix products: neither tiles nor the bf16 instructions serve it.
-const tw_kernels* pick_decode(int isa) {
-  const tw_kernels* kernels = pick(isa == TW_ISA_AUTO ? best_here : isa, TW_FP32);
-  return kernels && !kernels->decode ? pick(TW_ISA_AVX512, TW_FP32) : kernels;
+// The kernels for a backward of few rows, or null where it is none.
+const tw_kernels* few_rows(const tw_args& a) {
+  const tw_kernels* kernels = kernels_of(isa_of_few(a));
+  return kernels && kernels->few_rows(a) ? kernels : nullptr;
 }
 
 }  // namespace
 
+int tw_isa_of(const tw_args* a, int run) {
+  return run == TW_RUN_DECODE || (run == TW_RUN_BACKWARD && few_rows(*a)) ? isa_of_few(*a) : isa_for(*a, run == TW_RUN_BACKWARD);
+}
+
 int tw_forward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick_for(*a);
+  const tw_kernels* kernels = kernels_of(isa_for(*a, false));
   return kernels ? kernels->forward(*a) : TW_BAD_ISA;
 }
 
 int64_t tw_backward_workspace(const tw_args* a) {
-  const tw_kernels* kernels = pick_for(*a);
+  if (const tw_kernels* few = few_rows(*a)) return few->few_workspace(*a);
+  const tw_kernels* kernels = kernels_of(isa_for(*a, true));
   return kernels ? kernels->backward_workspace(*a) : 0;
 }
 
 int tw_backward(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick_for(*a);
+  if (const tw_kernels* few = few_rows(*a)) return few->backward_of_few(*a);
+  const tw_kernels* kernels = kernels_of(isa_for(*a, true));
   return kernels ? kernels->backward(*a) : TW_BAD_ISA;
 }
 
 int64_t tw_decode_workspace(const tw_args* a) {
-  const tw_kernels* kernels = pick_decode(a->isa);
+  const tw_kernels* kernels = kernels_of(isa_of_few(*a));
   return kernels ? kernels->decode_workspace(*a) : 0;
 }
 
 int tw_decode(const tw_args* a) {
   if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = pick_decode(a->isa);
+  const tw_kernels* kernels = kernels_of(isa_of_few(*a));
   return kernels ? kernels->decode(*a) : TW_BAD_ISA;
 }
 

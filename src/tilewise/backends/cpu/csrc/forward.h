@@ -35,7 +35,7 @@ struct KeyBlock {
     loaded = true;
     const tw_args& a = head.args;
     k = Op::broadcast_rows(k_scratch, head.k(key), a.k.seq, keys, a.head_dim, a.dtype);
-    v = Op::vector_rows(v_scratch, head.v(key), a.v.seq, keys, a.head_dim_v, a.dtype);
+    v = Op::vector_rows(v_scratch, head.v(key), a.v.seq, keys, a.head_dim_v, a.dtype, a.seqlen_q <= kPanel);
   }
   bool v_finite() {
     if (finite < 0) finite = rows_finite(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);

@@ -9,17 +9,19 @@ namespace TW_NAMESPACE {
 constexpr int64_t kQueryBlock = 2 * kPanel;  // rows between two turns; divides TW_ROW_BLOCK
 static_assert(TW_ROW_BLOCK % kQueryBlock == 0, "a block of rows lies in one list of bands");
 
-// Rows of dQ, which a step adds to.
+// Rows of a gradient, which a step adds to.
 struct RowsF32 {
   float* data;
   int64_t stride;
+  float* row(int64_t r) const { return data + r * stride; }
 };
 // Keys of one key/value head as operands, with their gradients.
 struct KeyChunk {
   int64_t key, keys;
   Operand k, v;        // broadcast rows
   Operand k_vectors;   // vector rows
-  float *dk, *dv;      // keys x padded dims
+  RowsF32 dk, dv;      // keys x padded dims
+  float dk_factor;     // of what is added to dk
   int k_finite;        // -1: not looked yet
 };
 
@@ -133,17 +135,16 @@ static void update_key_gradients(const tw_args& a, const KeyChunk& keys, const Q
   const int64_t depth = (min_of(to * (int64_t)kPanel, queries.rows) - row + Op::kPack - 1) / Op::kPack;
   const int64_t ld = kQueryBlock / Op::kPack, at = begin * ld + row / Op::kPack;
   const float *p = (Op::kPack == 2 ? b.p_rows : b.p) + at, *ds = (Op::kPack == 2 ? b.ds_rows : b.ds) + at;
-  update_rows<Op, Update::kAccumulate>(keys.dv + (offset + begin) * dim_v, dim_v, end - begin, dim_v, p, ld, 1,
+  update_rows<Op, Update::kAccumulate>(keys.dv.row(offset + begin), keys.dv.stride, end - begin, dim_v, p, ld, 1,
                                        queries.d_o_vectors.from(row / Op::kPack), depth, nullptr, 1.f);
-  update_rows<Op, Update::kAccumulate>(keys.dk + (offset + begin) * dim, dim, end - begin, dim, ds, ld, 1, queries.q_vectors.from(row / Op::kPack),
-                                       depth, nullptr, 1.f);
+  update_rows<Op, Update::kAccumulate>(keys.dk.row(offset + begin), keys.dk.stride, end - begin, dim, ds, ld, 1, queries.q_vectors.from(row / Op::kPack),
+                                       depth, nullptr, keys.dk_factor);
 }
 
 // The three products pair by pair, over visible pairs only: where Q, K or dO holds a NaN or an infinity, 0 times it must not be added.
 static void add_visible_gradients(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
                                   const Crop& c, int64_t first, const GradBuffers& b, RowsF32 dq) {
   const tw_args& a = h.args;
-  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
   const int64_t keys_here = c.key_end - c.key_begin;
   const auto seen = [&](int64_t i, int64_t j) {
     return queries.lse[panel * kPanel + i] != kInf && visible(bands, x, c.row + i, c.key_begin + j);
@@ -152,9 +153,9 @@ static void add_visible_gradients(const KeyChunk& keys, const QueryBlock& querie
   for (int64_t j = 0; j < keys_here; j++) {
     const int64_t key = c.key_begin + j - keys.key;
     const auto row_sees = [&](int64_t i) { return seen(i, j); };
-    add_visible(keys.dv + key * dim_v, a.head_dim_v, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.p[at(i, j)]; },
+    add_visible(keys.dv.row(key), a.head_dim_v, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.p[at(i, j)]; },
                 [&](int64_t i) { return h.out(a.d_o, c.row + i, h.head); });
-    add_visible(keys.dk + key * dim, a.head_dim, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.ds[at(i, j)]; },
+    add_visible(keys.dk.row(key), a.head_dim, c.rows, a.dtype, row_sees, [&](int64_t i) { return keys.dk_factor * b.ds[at(i, j)]; },
                 [&](int64_t i) { return h.q(c.row + i); });
   }
   for (int64_t i = 0; i < c.rows; i++)

@@ -9,4 +9,7 @@ struct tw_kernels {
   int (*backward)(const tw_args&);
   int64_t (*decode_workspace)(const tw_args&);
   int (*decode)(const tw_args&);
+  bool (*few_rows)(const tw_args&);  // whether the following two serve a backward, better than the ones above
+  int64_t (*few_workspace)(const tw_args&);
+  int (*backward_of_few)(const tw_args&);
 };

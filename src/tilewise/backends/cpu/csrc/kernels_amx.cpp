@@ -44,6 +44,6 @@ static int backward(const tw_args& a) {
 }
 
 extern const tw_kernels kernels;
-const tw_kernels kernels = {forward, backward_workspace, backward, nullptr, nullptr};
+const tw_kernels kernels = {forward, backward_workspace, backward, nullptr, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace TW_NAMESPACE

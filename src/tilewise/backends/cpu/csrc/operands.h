@@ -40,9 +40,10 @@ struct Single {
     return {scratch, round_up(dim, kPad)};
   }
 
-  // Rows that lie densely are used where they are; others are copied, because a power-of-two stride would use only a few sets of the L1 cache.
-  static Operand vector_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
-    if (dtype == TW_FP32 && dim % kPad == 0 && stride <= 2 * dim) return {(const float*)in, stride};
+  // Rows that lie densely, or serve a few query rows only (`briefly`), are used where they are; others are copied, because a power-of-two stride would
+  // use only a few sets of the L1 cache.
+  static Operand vector_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype, bool briefly = false) {
+    if (dtype == TW_FP32 && dim % kPad == 0 && (briefly || stride <= 2 * dim)) return {(const float*)in, stride};
     load_rows(scratch, round_up(dim, kPad), in, stride, rows, dim, dtype);
     return {scratch, round_up(dim, kPad)};
   }
@@ -83,7 +84,7 @@ struct Pairs {
   }
 
   // Word c of row r holds (in[2 r][c], in[2 r + 1][c]).
-  static Operand vector_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int) {
+  static Operand vector_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int, bool = false) {
     const int64_t dim_padded = round_up(dim, kPad);
     for (int64_t r = 0; r < rows; r += 2)
       for (int64_t c = 0; c < dim_padded; c += L) {

@@ -12,12 +12,14 @@ TW_INLINE int64_t even_blocks(int64_t keys, int64_t most, int64_t multiple = 8) 
   return max_of(round_up((keys + blocks - 1) / blocks, multiple), multiple);
 }
 
-// Threads that are worth waking: about one for each 2^21 multiplications, ten microseconds or so, where beginning a head takes as long as 24,576 of
-// them, and `passes` (a backward is three) each as long. (Results do not depend on their number.)
+// Threads that are worth waking: about one for each 2^20 multiplications, ten microseconds or so. Beginning a head takes as long as 49,152 of them,
+// packing and storing a number of a query's rows as 16, of a key's as 8, and `passes` (a backward is three) each as long. (Results do not depend on
+// the number of threads.)
 static int useful_threads(const tw_args& a, double passes = 1) {
-  const double a_head = (double)a.seqlen_q * (double)a.seqlen_k * (double)(a.head_dim + a.head_dim_v) + 24576;
+  const double q = (double)a.seqlen_q, k = (double)a.seqlen_k;
+  const double a_head = (q * k + 16 * q + 8 * k) * (double)(a.head_dim + a.head_dim_v) + 49152;
   const double work = passes * (double)(a.batch * a.heads_q) * a_head;
-  return (int)min_of((double)a.threads, 1 + work / (1 << 21));
+  return (int)min_of((double)a.threads, 1 + work / (1 << 20));
 }
 
 // Scratch memory handed out in 64-byte aligned pieces; with a null base it only counts.
@@ -31,12 +33,23 @@ struct Arena {
   }
 };
 
+// How many heads (of `heads` in a batch, `groups` in all) a thread takes at once, and their chunks of keys one after another, which is without waiting;
+// neighbours, whose rows lie on the same pages of memory. 0 where heads do not go round evenly, so that their chunks are shared out.
+static int64_t heads_together(const tw_args& a, int64_t groups, int64_t heads) {
+  const int64_t threads = max_of((int64_t)a.threads, (int64_t)1), rounds = (groups + threads - 1) / threads;
+  if (groups == 0 || rounds * threads * 20 > groups * 21) return 0;
+  const int64_t most = max_of(min_of(groups / (4 * threads), heads), (int64_t)1);
+  int64_t some = a.k.head < a.k.seq ? most : 1;
+  while (heads % some) some--;
+  return some;
+}
+
 // Who may add to dQ: chunk c at step s (a fixed enumeration of head and rows, the same for every chunk) waits until the chunks before it are past s.
 // Items are handed out in ascending order, so whoever is waited for has been started.
 struct Turns {
   int64_t* past;  // per (chunk, group): every step below is finished
   int64_t group, groups, chunk;
-  bool alone;  // a single chunk, which nobody waits for
+  bool alone;  // nobody else adds to these rows meanwhile
   int64_t finished = 0;
 
   void publish(int64_t step) const {
@@ -44,6 +57,7 @@ struct Turns {
   }
   int64_t progress(int64_t c) const { return __atomic_load_n(&past[c * groups + group], __ATOMIC_ACQUIRE); }
   void wait(int64_t step) {
+    if (alone) return;
     while (finished < chunk && progress(finished) == INT64_MAX) finished++;
     for (int64_t c = finished; c < chunk; c++)
       for (int spins = 0; progress(c) <= step; spins++) {

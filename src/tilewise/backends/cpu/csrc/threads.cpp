@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "tilewise_cpu.h"
@@ -23,6 +24,7 @@ constexpr size_t kKeepBytes = (size_t)8 << 20;
 struct Scratch {
   char* memory;
   size_t bytes;
+  int share;  // of a job, that the thread begins with
 };
 pthread_key_t scratch_key;
 pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
@@ -37,16 +39,19 @@ char* allocate(size_t bytes) {
   return posix_memalign(&p, 64, bytes) == 0 ? (char*)p : nullptr;
 }
 
-char* thread_scratch(size_t bytes) {
+// What the thread keeps; null where there is no memory for it.
+Scratch* thread_scratch() {
   pthread_once(&scratch_once, make_scratch_key);
   Scratch* s = (Scratch*)pthread_getspecific(scratch_key);
-  if (!s) {
-    s = (Scratch*)calloc(1, sizeof(Scratch));
-    if (!s || pthread_setspecific(scratch_key, s) != 0) {
-      free(s);
-      return nullptr;
-    }
-  }
+  if (s) return s;
+  s = (Scratch*)calloc(1, sizeof(Scratch));
+  if (s) s->share = 1;
+  if (s && pthread_setspecific(scratch_key, s) == 0) return s;
+  free(s);
+  return nullptr;
+}
+
+char* kept_memory(Scratch* s, size_t bytes) {
   if (s->bytes < bytes) {
     free(s->memory);
     s->memory = allocate(bytes);
@@ -57,29 +62,49 @@ char* thread_scratch(size_t bytes) {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-constexpr int kMaxPhases = 4;
+constexpr int kMaxPhases = 4, kMaxShares = 64;
+
+// Items of a phase that one thread is to begin with. Whoever has done its own helps with the others'.
+struct alignas(64) Share {
+  int64_t next, end;
+};
 struct Job {
   const tw_phase* phases;
-  int n_phases, threads;
+  int n_phases, threads, shares;
   const void* context;
   size_t scratch_bytes;
-  int64_t items;                             // of all phases
-  alignas(64) int64_t next;                  // item of all phases, one after the other; what threads write has its own cache line
-  alignas(64) int64_t finished[kMaxPhases];  // items of each phase
+  alignas(64) int64_t finished[kMaxPhases];  // items of each phase; what threads write has its own cache line
+  alignas(64) char taken[kMaxShares];        // shares that have a thread
+  Share share[kMaxPhases][kMaxShares];
 };
 
-// How many items a thread takes at once: a quarter of its share of what is left of the phase, so that items of a microsecond do not fight over one
-// counter and neighbours in memory go to one thread, while the last ones are dealt one by one.
-int64_t next_items(const Job& job) {
-  const int64_t next = __atomic_load_n(&job.next, __ATOMIC_RELAXED);
-  int64_t end = 0;
-  bool one_by_one = false;
-  for (int p = 0; p < job.n_phases && end <= next; p++) {
-    end += job.phases[p].items;
-    one_by_one = job.phases[p].one_by_one;
+// Each thread begins with an equal share, neighbours in order; where items wait for others all is one share.
+void deal(Job& job) {
+  for (int p = 0; p < job.n_phases; p++) {
+    const int64_t items = job.phases[p].items, shares = job.phases[p].one_by_one ? 1 : job.shares;
+    job.finished[p] = 0;
+    for (int64_t s = 0; s < shares; s++) job.share[p][s] = {items * s / shares, items * (s + 1) / shares};
   }
-  const int64_t some = (end - next) / (4 * job.threads);
-  return some > 1 && !one_by_one ? some : 1;
+  memset(job.taken, 0, (size_t)job.shares);
+}
+
+// The share of a thread: the one that it took last time if it is free, because what lies in its cache is its part of the tensors. (The caller takes
+// the first, as it does in torch's own operators.)
+int take_share(Job& job, Scratch* kept) {
+  int s = (kept ? kept->share : 0) % job.shares;
+  for (int tries = 1; tries < job.shares && __atomic_exchange_n(&job.taken[s], (char)1, __ATOMIC_RELAXED); tries++) s = (s + 1) % job.shares;
+  if (kept) kept->share = s;
+  return s;
+}
+
+// How many items a thread takes at once: a quarter of what is left of the share, so that items of a microsecond do not fight over one counter and
+// neighbours in memory go to one thread, while the last ones are dealt one by one.
+int64_t take_items(Share& share, bool one_by_one, int64_t* first) {
+  const int64_t left = share.end - __atomic_load_n(&share.next, __ATOMIC_RELAXED);
+  if (left <= 0) return 0;
+  const int64_t some = left > 4 && !one_by_one ? left / 4 : 1;
+  *first = __atomic_fetch_add(&share.next, some, __ATOMIC_RELAXED);
+  return least(some, share.end - *first);
 }
 
 // Denormals are flushed while the kernel runs: they carry nothing here and cost a hundred cycles each on some processors.
@@ -103,22 +128,25 @@ void wait_for(const Job& job, int phase) {
 
 void worker(void* p) {
   Job& job = *(Job*)p;
+  Scratch* kept = thread_scratch();
   const bool keep = job.scratch_bytes <= kKeepBytes;
-  char* scratch = keep ? thread_scratch(job.scratch_bytes) : allocate(job.scratch_bytes);
+  char* scratch = !keep ? allocate(job.scratch_bytes) : kept ? kept_memory(kept, job.scratch_bytes) : nullptr;
   if (!scratch) return;
   FlushDenormals flush;
-  int64_t first = 0;  // of the phase
-  for (int p = 0; p < job.n_phases;) {
-    const int64_t some = next_items(job);
-    int64_t item = __atomic_fetch_add(&job.next, some, __ATOMIC_RELAXED);
-    for (const int64_t end = least(item + some, job.items); item < end;) {
-      while (item >= first + job.phases[p].items) first += job.phases[p++].items;
-      if (p > 0) wait_for(job, p - 1);
-      const int64_t stop = least(end, first + job.phases[p].items), begin = item;
-      for (; item < stop; item++) job.phases[p].work(job.context, item - first, scratch);
-      __atomic_fetch_add(&job.finished[p], stop - begin, __ATOMIC_RELEASE);
+  const int mine = take_share(job, kept);
+  for (int p = 0; p < job.n_phases; p++) {
+    const tw_phase& phase = job.phases[p];
+    if (phase.items == 0) continue;
+    for (int before = 0; before < p; before++) wait_for(job, before);
+    const int shares = phase.one_by_one ? 1 : job.shares;
+    for (int s = 0; s < shares; s++) {
+      Share& share = job.share[p][(mine + s) % shares];
+      int64_t item, some;
+      while ((some = take_items(share, phase.one_by_one, &item)) > 0) {
+        for (int64_t end = item + some; item < end; item++) phase.work(job.context, item, scratch);
+        __atomic_fetch_add(&job.finished[p], some, __ATOMIC_RELEASE);
+      }
     }
-    if (item >= job.items) break;
   }
   if (!keep) free(scratch);
 }
@@ -157,7 +185,11 @@ int tw_run(const tw_phase* phases, int n_phases, int threads, size_t scratch_byt
   if (items == 0) return TW_OK;
   if (threads > widest) threads = (int)widest;
   if (threads < 1) threads = 1;
-  Job job = {phases, n_phases, threads, context, (scratch_bytes + 4096) & ~(size_t)4095, items, 0, {0}};
+  Job job;  // mostly not looked at, and so not cleared
+  job.phases = phases, job.n_phases = n_phases, job.threads = threads, job.shares = threads < kMaxShares ? threads : kMaxShares;
+  job.context = context, job.scratch_bytes = (scratch_bytes + 4096) & ~(size_t)4095;
+  deal(job);
+  if (Scratch* kept = thread_scratch()) kept->share = 0;
   if (threads == 1)
     worker(&job);
   else if (gomp_parallel && owns_pool())
@@ -165,7 +197,9 @@ int tw_run(const tw_phase* phases, int n_phases, int threads, size_t scratch_byt
   else
     run_on_own_threads(job, threads);
   // A thread without memory leaves its share to the others; all of them failing leaves items undone.
-  return job.next >= items ? TW_OK : TW_NO_MEMORY;
+  for (int p = 0; p < n_phases; p++)
+    if (job.finished[p] < phases[p].items) return TW_NO_MEMORY;
+  return TW_OK;
 }
 
 void tw_set_gomp_parallel(void* f) { gomp_parallel = (gomp_parallel_t)f; }

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 2
+#define TW_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -91,6 +91,9 @@ TW_EXPORT void tw_info(tw_info_t* info);
 // Hands over GOMP_parallel of the OpenMP runtime that the process already uses, so that both share one pool of threads. Null: own threads.
 TW_EXPORT void tw_set_pool(void* gomp_parallel);
 TW_EXPORT int tw_forward(const tw_args* args);
+// The instruction set whose kernels a forward, backward or decode of these arguments runs, or -1 where it is not to be had.
+enum { TW_RUN_FORWARD = 0, TW_RUN_BACKWARD = 1, TW_RUN_DECODE = 2 };
+TW_EXPORT int tw_isa_of(const tw_args* args, int run);
 // tw_forward, or with `few` tw_decode in a workspace of its own, of arguments prepared once and other tensors of the same shapes and strides.
 TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse);
 // Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
