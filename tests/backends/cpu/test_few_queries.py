@@ -58,6 +58,6 @@ def test_what_runs_is_explained():
     assert details(500, 500) == [f"instruction set: {large} forward, {large} backward"]
     few = details(2, 500)
     assert few[0] == f"instruction set: {small} forward, {small} backward" and few[1].startswith("few queries")
-    assert Cpu("generic").details(Call(q=torch.zeros(1, 9, 1, 8), k=torch.zeros(1, 9, 1, 8), v=torch.zeros(1, 9, 1, 8), mask=Full(), scale=1.0)) == [
-        "instruction set: generic forward, generic backward"
-    ]
+    assert Cpu("generic").details(
+        Call(q=torch.zeros(1, 9, 1, 8), k=torch.zeros(1, 9, 1, 8), v=torch.zeros(1, 9, 1, 8), mask=Full(), scale=1.0)
+    ) == ["instruction set: generic forward, generic backward"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,3 +68,30 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_a_loader_compute_after_their_parent_did():
+    """torch's DataLoader forks its workers from a process whose pool has run, and gives them one thread each."""
+    script = """
+import torch, tilewise
+from torch.utils.data import DataLoader, Dataset
+x = torch.randn(1, 400, 2, 64)
+class Attention(Dataset):
+    __len__ = lambda self: 4
+    __getitem__ = lambda self, i: tilewise.attention(x, x, x, causal=True, backend="cpu")
+torch.set_num_threads(2)
+wanted = Attention()[0]
+results = list(DataLoader(Attention(), num_workers=2, batch_size=None))
+assert len(results) == 4 and all(torch.equal(wanted, result) for result in results)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_several_python_threads_at_once(threads):
+    threads(2)
+    case = CASES[0]
+    once = _everything(case)
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(_everything, [case] * 12):
+            assert all(torch.equal(x, y) for x, y in zip(once, results, strict=True))

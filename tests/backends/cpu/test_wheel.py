@@ -1,5 +1,6 @@
 """The wheel: built here, installed into an empty environment, and used there without a compiler in sight."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,14 @@ o = tilewise.attention(q, k, v, causal=True, backend="cpu")
 wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 assert (o - wanted).abs().max() < 1e-5
 print(Cpu().describe())
+"""
+
+
+WITHOUT = """
+import torch, tilewise
+q = torch.randn(1, 50, 2, 16)
+print(tilewise.explain(q, q, q))
+assert tilewise.attention(q, q, q).isfinite().all()
 """
 
 
@@ -36,3 +45,17 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     _run(user / "bin" / "python", "-m", "pip", "install", "-q", wheel)
     bare = {"PATH": "/nonexistent", "HOME": str(tmp_path)}
     assert "torch threads" in _run(user / "bin" / "python", "-c", USE, env=bare, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists() or sys.platform != "linux", reason="needs the repository, on Linux")
+def test_without_a_compiler_it_installs_and_says_what_is_missing(tmp_path):
+    tools, place = tmp_path / "bin", tmp_path / "installed"
+    tools.mkdir()
+    for tool in ("git", "env", "uname", "sh"):
+        if found := shutil.which(tool):
+            (tools / tool).symlink_to(found)
+    bare = {"PATH": str(tools), "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++", "HOME": str(tmp_path)}
+    _run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", place, ROOT, env=bare)
+    said = _run(sys.executable, "-c", WITHOUT, env={**bare, "PYTHONPATH": str(place)}, cwd=tmp_path)
+    assert said.startswith("backend: tiled") and "its compiled kernel is not installed: reinstall tilewise where a C++ compiler" in said

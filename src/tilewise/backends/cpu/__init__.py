@@ -20,7 +20,9 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Cpu"]
 
-FEW_QUERIES = 8  # up to so many, of four times as many keys, every key is read once for all the rows of its head, and keys are split over threads
+FEW_QUERIES = (
+    8  # up to so many, of four times as many keys, every key is read once for all the rows of its head, and keys are split over threads
+)
 
 
 class Cpu:

@@ -1,5 +1,5 @@
-// dQ, dK, dV of a few queries against many keys, laid out as decode.h: lanes = head dimension, every key and value is read once for all the rows of its
-// head, and their gradients are written at once. Memory is the limit here too, and most of it is dK and dV.
+// dQ, dK, dV of a few queries, laid out as decode.h: lanes = head dimension, every key and value is read once for all the rows of its head, and their
+// gradients are written at once. Memory is the limit here too, and most of it is dK and dV.
 //
 // Masks made of bands, and nothing that changes scores: backward.h has the rest.
 #pragma once
@@ -7,14 +7,13 @@
 
 namespace TW_NAMESPACE {
 
-constexpr int64_t kFewRows = 128;     // most rows of a key/value head
-constexpr int64_t kGradSplit = 512;   // keys of a split
+constexpr int64_t kFewRows = 128, kGradSplit = 512;  // most rows of a key/value head; keys of a split
 
 // Up to so many queries this way is the faster one: a panel that they half fill takes as long as a full one. bf16 beyond 8 is better left to tiles.
 static int64_t few_queries(int dtype) { return L == 16 && dtype != TW_BF16 ? 24 : 8; }
 
 static bool few_rows(const tw_args& a) {
-  if (a.seqlen_q > few_queries(a.dtype)) return false;
+  if (a.seqlen_q < 1 || a.seqlen_q > few_queries(a.dtype)) return false;
   if (a.heads_q / a.heads_k * a.seqlen_q > kFewRows || a.softcap > 0 || a.bias.data || a.alibi_slopes || a.sink || a.dropout_rescale > 0)
     return false;
   for (int64_t batch = 0; batch < a.batch; batch++)
@@ -173,7 +172,8 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
     return;
   }
   if (any_hides) {
-    finite = rows_finite<TW_FP32>((const char*)s.q, dim, plan.rows, a.head_dim) && rows_finite<TW_FP32>((const char*)s.d_o, dim_v, plan.rows, a.head_dim_v);
+    finite = rows_finite<TW_FP32>((const char*)s.q, dim, plan.rows, a.head_dim) &&
+             rows_finite<TW_FP32>((const char*)s.d_o, dim_v, plan.rows, a.head_dim_v);
     for (int64_t j = 0; finite && j < keys; j++) finite = rows_finite<DT>(k[j], 0, 1, a.head_dim);
   }
   int64_t passes = (plan.rows + kDecodeRows - 1) / kDecodeRows;

@@ -11,7 +11,8 @@ namespace TW_NAMESPACE {
 
 extern const tw_kernels kernels;
 #if defined(__AVX512BF16__)
-const tw_kernels kernels = {forward<Pairs>, backward_workspace, backward<Pairs>, nullptr, nullptr, nullptr, nullptr, nullptr};  // for bf16; all else is the AVX-512 build's
+// For bf16; all else is the AVX-512 build's.
+const tw_kernels kernels = {forward<Pairs>, backward_workspace, backward<Pairs>, nullptr, nullptr, nullptr, nullptr, nullptr};
 #else
 const tw_kernels kernels = {forward<Single>, backward_workspace, backward<Single>, decode_workspace, decode, few_rows, few_workspace,
                             backward_of_few};

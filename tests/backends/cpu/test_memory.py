@@ -1,0 +1,41 @@
+"""Memory beyond the inputs: the results, and what grows with the length and not with its square; a paged cache is not copied."""
+
+import pytest
+import torch
+
+from tilewise.backends.cpu import Cpu
+from tilewise.bench.memory import peak_extra_bytes
+from tilewise.masks import Causal
+from tilewise.problem import Call
+
+MB = 1 << 20
+
+
+def _peak(function) -> int:
+    function()
+    peak = peak_extra_bytes(function)[1]
+    return pytest.skip("no peak of memory is to be had here") if peak is None else peak
+
+
+def _calls(seqlen: int, dtype: torch.dtype):
+    q, k, v, d_o = (torch.randn(1, seqlen, 2, 64).to(dtype) for _ in range(4))
+    call = Call(q=q, k=k, v=v, mask=Causal(), scale=0.125)
+    o, lse = Cpu().forward(call)
+    return (lambda: Cpu().forward(call)), (lambda: Cpu().backward(call, o, lse, d_o, None))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_it_grows_with_the_length(dtype, threads):
+    """Twice the tokens take twice the memory; the score matrix of 8,192 tokens alone would be 268 MB a head."""
+    threads(2)
+    for short, long in zip(_calls(4096, dtype), _calls(8192, dtype), strict=True):
+        peak = _peak(long)
+        assert peak <= 2.5 * _peak(short) + 2 * MB and peak < 40 * MB
+
+
+def test_a_paged_cache_is_read_in_place():
+    pages, page = 1024, 16
+    cache = torch.randn(pages, page, 4, 64)
+    table = torch.randperm(pages).view(1, pages)
+    q = torch.randn(1, 1, 4, 64)
+    assert _peak(lambda: Cpu().decode(q, cache, cache, [pages * page], table, scale=0.125)) < 2 * MB < cache.numel() * 4
