@@ -34,10 +34,10 @@ struct Arena {
 };
 
 // How many heads (of `heads` in a batch, `groups` in all) a thread takes at once, their chunks of keys one after another, which is without waiting; they
-// are neighbours, whose rows lie on the same pages of memory. 0 where heads do not go round evenly, so that their chunks are shared out.
+// are neighbours, whose rows lie on the same pages of memory. 0 where heads are few or do not go round evenly, so that their chunks are shared out.
 static int64_t heads_together(const tw_args& a, int64_t groups, int64_t heads) {
   const int64_t threads = max_of((int64_t)a.threads, (int64_t)1), rounds = (groups + threads - 1) / threads;
-  if (groups == 0 || rounds * threads * 20 > groups * 21) return 0;
+  if (groups < 4 * threads || rounds * threads * 20 > groups * 21) return 0;
   const int64_t most = max_of(min_of(groups / (4 * threads), heads), (int64_t)1);
   int64_t some = a.k.head < a.k.seq ? most : 1;
   while (heads % some) some--;
