@@ -222,9 +222,8 @@ BACKWARD_CHANGES = (
     {"softcap": True, "alibi": True},
     {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True},
 )
-MOST = 0, 2, 5  # of these: of each way to keep registers from spilling (backward_config.CHANGED) what takes the most
-BACKWARD_CHANGED = [  # each of them for every head_dim, under one mask after another
-    (dims, SEES[(i + j) % len(SEES)], BACKWARD_CHANGES[each]) for i, dims in enumerate(backward_config.TILES) for j, each in enumerate(MOST)
+BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most registers, under one mask after another
+    (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward_config.TILES)
 ]
 BACKWARD_CHANGED_TOO = [(dims, sees, changes) for dims in backward_config.TILES for sees in SEES for changes in BACKWARD_CHANGES]
 
