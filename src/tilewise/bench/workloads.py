@@ -238,28 +238,31 @@ def cpu_packed(dtype: torch.dtype = torch.float32, direction: Direction = "fwd")
     return [Workload(name="cpu-packed", mask=mask, dtype=dtype, direction=direction, **sizes)]
 
 
+LONGEST = 11  # of a sequence drawn at random, the logarithm to base 2
+
+
 def cpu_random(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """Twenty shapes and masks drawn at random, none of more than some tens of milliseconds; others for another dtype or direction."""
-    return _drawn("cpu-random", random.Random(f"{dtype} {direction}"), 11, 11, dtype, direction)
+    return _drawn("cpu-random", random.Random(f"{dtype} {direction}"), LONGEST, dtype, direction)
 
 
 def cpu_seeds(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """The same of three other seeds, and as many with few queries (1 to 32), where Python and threads count and blocks are ragged."""
     seeds = [f"{dtype} {direction} {seed}" for seed in (1, 2, 3)]
-    rows = [row for seed in seeds for row in _drawn("cpu-seeds", random.Random(seed), 11, 11, dtype, direction)]
-    return rows + [row for seed in seeds for row in _drawn("cpu-seeds-few", random.Random(seed + " few"), 5, 11, dtype, direction)]
+    rows = [row for seed in seeds for row in _drawn("cpu-seeds", random.Random(seed), LONGEST, dtype, direction)]
+    return rows + [row for seed in seeds for row in _drawn("cpu-seeds-few", random.Random(seed + " few"), 5, dtype, direction)]
 
 
-def _drawn(name: str, draw: random.Random, log_q: int, log_k: int, dtype: torch.dtype, direction: Direction) -> list[Workload]:
-    """Twenty workloads of at most 2^log_q queries and 2^log_k keys."""
+def _drawn(name: str, draw: random.Random, log_q: int, dtype: torch.dtype, direction: Direction) -> list[Workload]:
+    """Twenty workloads of at most 2^log_q queries and 2^LONGEST keys."""
     rows: list[Workload] = []
     while len(rows) < 20:
-        seqlen_q, seqlen_k = (round(2 ** draw.uniform(0, log)) for log in (log_q, log_k))
+        seqlen_q, seqlen_k = (round(2 ** draw.uniform(0, log)) for log in (log_q, LONGEST))
         heads_k, group, batch = draw.choice((1, 2, 4, 7)), draw.choice((1, 1, 2, 4)), draw.choice((1, 2, 5, 16))
         head_dim = draw.choice((16, 32, 40, 64, 64, 80, 96, 128, 128, 192))
         mask, square = (
             draw.choice((Full(), Full(), Causal(), Causal(), SlidingWindow(draw.randint(0, 300), 0), PrefixLM(10))),
-            draw.random() < (0.7 if log_q == log_k else 0.3),
+            draw.random() < (0.7 if log_q == LONGEST else 0.3),
         )
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "heads_q": heads_k * group, "heads_k": heads_k, "head_dim": head_dim}
         made = Workload(name=name, **sizes, seqlen_k=seqlen_q if square else seqlen_k, mask=mask, dtype=dtype, direction=direction)

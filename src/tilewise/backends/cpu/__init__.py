@@ -20,9 +20,8 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Cpu"]
 
-FEW_QUERIES = (
-    8  # up to so many, of four times as many keys, every key is read once for all the rows of its head, and keys are split over threads
-)
+# Up to so many queries, of KEYS_A_QUERY times as many keys, every key is read once for all the rows of its head, and keys are split over threads.
+FEW_QUERIES, KEYS_A_QUERY = 8, 4
 
 
 class Cpu:
@@ -134,5 +133,5 @@ class Cpu:
 
 
 def _few_queries(call: Call) -> bool:
-    few = call.seqlen_q == 1 or (call.seqlen_q <= FEW_QUERIES and call.seqlen_k >= 4 * call.seqlen_q)
+    few = call.seqlen_q == 1 or (call.seqlen_q <= FEW_QUERIES and call.seqlen_k >= KEYS_A_QUERY * call.seqlen_q)
     return few and call.dropout is None and call.mask.kind != "bitmap"
