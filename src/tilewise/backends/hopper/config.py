@@ -25,6 +25,7 @@ class Config:
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    stale: bool = False  # in the loop of whole tiles the maximum of a row stays as it is
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False

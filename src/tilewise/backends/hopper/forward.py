@@ -324,7 +324,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    unmasked = min(walk.free_last, last)
+    unmasked = min(walk.free_last - int(config.stale), last)  # the first that all rows see gives each a maximum
     masked = min(walk.free_first, unmasked)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
@@ -347,6 +347,9 @@ def steps(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:
     """The tiles [first, last), the last one first."""
+    if const_expr(config.stale and config.late and not masked):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
+        tile.rescale.fill(1.0)
     for i in cutlass.range(last - first, unroll=1):
         state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
@@ -425,8 +428,9 @@ def step(
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
+    stale = const_expr(config.stale and not masked and config.sees != "runs")
     acc_S = issue_scores(tile, state, config)
-    if const_expr(config.late):
+    if const_expr(config.late and not stale):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
@@ -435,11 +439,17 @@ def step(
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
+    rescale = None
+    if const_expr(stale):
+        fragments.stale_softmax(acc_S, tile.rows, tile.changes.scale_log2)
+    else:
+        rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(config.late):
+    if const_expr(stale):
+        pass
+    elif const_expr(config.late):
         tile.rescale.store(rescale.load())
     else:
         fragments.scale_rows(tile.acc_O, rescale)
