@@ -135,7 +135,7 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
 
 @cute.jit
 def stale_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32):
-    """As `online_softmax`, but m stays as it is: P may be above 1."""
+    """As `online_softmax`, but m stays what it is, so O needs no rescaling; P = exp(scale S - m) may be above 1, in the end infinite."""
     S = by_rows(acc_S)
     for r in range_constexpr(ROWS):
         p = cute.math.exp2(S[r, None].load() * scale_log2 - rows.m[r], fastmath=True)
