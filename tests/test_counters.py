@@ -1,4 +1,4 @@
-"""tools/ladder_profile.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
+"""tools/counters.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import torch
 from tilewise.ladder import RUNGS
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("ladder_profile", ROOT / "tools/ladder_profile.py")
+spec = importlib.util.spec_from_file_location("counters", ROOT / "tools/counters.py")
 profile = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(profile)
 
@@ -51,7 +51,7 @@ def report(*kernels):
 def rows():
     environment = {"device": "NVIDIA H100", "date": "2026-11-21T06:00:00", "commit": "abc", "ncu": "Version 1"}
     slow = {"gpu__time_duration.sum": "5000000", "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "50"}
-    return profile.rows([RUNGS["k5"], RUNGS["k6"]], profile.parse(report(slow, {})), environment)
+    return profile.rows(list(map(profile.described, (RUNGS["k5"], RUNGS["k6"]))), profile.parse(report(slow, {})), environment)
 
 
 def test_measures(rows):
@@ -73,22 +73,22 @@ def test_metrics_that_exist_are_asked_for():
         "Device NVIDIA H100 (GH100)\n---- ----\nsm__pipe_tensor_op_gmma_cycles_active  Counter  %  words\nsm__inst_executed_pipe_xu  Counter\n"
         "sm__inst_executed_pipe_uniform  Counter\nl1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld  Counter\n"
     )
-    assert profile.extra(query) == [
+    assert profile.extra(query, profile.EXTRA) == [
         "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
         "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     ]
-    assert profile.extra("") == []
+    assert profile.extra("", profile.EXTRA) == []
 
 
 def test_k1_is_three_kernels():
     names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.K1_KERNELS]
-    rows = profile.rows([RUNGS["k1"]], profile.parse(report(*names)), {})
+    rows = profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names)), {})
     assert [row["kernel"] for row in rows] == list(profile.K1_KERNELS) and rows[0]["case"]["seqlen"] == 2048
     with pytest.raises(ValueError, match="not \\['k1 compute_S'"):
-        profile.rows([RUNGS["k1"]], profile.parse(report(*names[:2])), {})
+        profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names[:2])), {})
     with pytest.raises(ValueError, match="the report holds the kernels"):
-        profile.rows([RUNGS["k1"]], profile.parse(report(*reversed(names))), {})
+        profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*reversed(names))), {})
 
 
 def test_table_beside_the_rung_before(rows):
@@ -103,7 +103,7 @@ def test_table_beside_the_rung_before(rows):
 
 
 def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
-    kept = {"rungs": ["k6"], "environment": {"device": "NVIDIA H100"}, "csv": report({})}
+    kept = {"what": [profile.described(RUNGS["k6"])], "environment": {"device": "NVIDIA H100"}, "csv": report({})}
     (tmp_path / "raw.json").write_text(json.dumps(kept))
     for _ in range(2):
         assert profile.main(["reread", str(tmp_path / "raw.json"), "--out", str(tmp_path / "rows.jsonl")]) == 0
@@ -112,19 +112,19 @@ def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
 
 
 def test_committed_tables_are_what_the_rows_make():
-    rows = profile.load(profile.ROWS)
-    for page in profile.PAGES.glob("*.md"):
+    rows = [row for path in sorted(profile.PROFILES.glob("*.jsonl")) for row in profile.load(path)]
+    for page in profile.PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/ladder_profile.py tables`"
+        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/counters.py tables`"
 
 
 def test_unknown_names(capsys):
     with pytest.raises(SystemExit):
-        profile.main(["run", "k9"])
+        profile.main(["rungs", "k9"])
     assert "no rung is called k9; there are k1" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_a_sentence():
-    with pytest.raises(SystemExit, match="the ladder cannot be profiled here: "):
-        profile.main(["run"])
+    with pytest.raises(SystemExit, match="Hopper's kernels cannot be profiled here: "):
+        profile.main(["rungs"])
