@@ -76,18 +76,16 @@ EXTRA = {  # what a set of sections may leave out, by the patterns of the names 
 }
 CALLS = {  # all that is asked for of a call on a workload, whose kernels take milliseconds: each pass runs them again
     "gpu__time_duration": ".sum",
-    r"sm__(cycles_elapsed)": ".max",
+    "sm__cycles_elapsed": ".max",
     r"(sm|smsp)__inst_executed": ".sum",
     r"smsp__issue_active": ".avg.pct_of_peak_sustained_active",
     r"sm__pipe_tensor_op_[hg]mma_cycles_active": ".avg.pct_of_peak_sustained_active",
     r"sm__inst_executed_pipe_(alu|fma|fmaheavy|xu|uniform)": ".avg.pct_of_peak_sustained_active",
-    r"smsp__average_warps_issue_stalled_\w+_per_issue_active": ".ratio",
     r"lts__t_(sectors|requests)_srcunit_tex": ".sum",
     r"lts__t_sectors": ".avg.pct_of_peak_sustained_elapsed",
     r"lts__t_sector_hit_rate": ".pct",
     r"dram__bytes_(read|write)": ".sum",
     r"l1tex__data_pipe_lsu_wavefronts(_mem_shared)?": ".sum",
-    r"l1tex__data_pipe_lsu_wavefronts_mem_shared_?": ".avg.pct_of_peak_sustained_elapsed",
     r"l1tex__m_xbar2l1tex_read_bytes": ".sum",
 }
 OF_LAUNCH = ("launch__registers_per_thread", "launch__grid_size", "launch__shared_mem_per_block")
@@ -129,6 +127,10 @@ def main(argv: list[str] | None = None) -> int:
         chosen = rungs_of(arguments.names) if arguments.command == "rungs" else calls_of(arguments)
     except ValueError as error:
         parser.error(str(error))
+    from tilewise.hopper.compile import why_not_here
+
+    if reasons := why_not_here():
+        sys.exit(f"Hopper's kernels cannot be profiled here: {'; '.join(reasons)}")
     if arguments.command == "energy":
         return measure_energy(chosen, arguments)
     return inside(chosen) if arguments.inside else run(chosen, given, arguments)
@@ -207,15 +209,12 @@ def inside(chosen) -> int:
 
 def run(chosen, given: list[str], arguments) -> int:
     from tilewise.bench.provenance import provenance
-    from tilewise.hopper.compile import why_not_here
 
-    if reasons := why_not_here():
-        sys.exit(f"Hopper's kernels cannot be profiled here: {'; '.join(reasons)}")
     query = output("ncu", "--query-metrics", "--chips", "gh100") or ""
     if arguments.command == "rungs":
         names, options = extra(query, EXTRA), ["--set", arguments.sections]
     else:
-        names, options = [*extra(query, CALLS), *OF_LAUNCH], []
+        names, options = [*extra(query, CALLS), *OF_LAUNCH], ["--section", "WarpStateStats"]
     with tempfile.TemporaryDirectory() as folder:
         report = arguments.report or Path(folder) / "counters.ncu-rep"
         options += ["--profile-from-start", "off", "--clock-control", "none", *(["--metrics", ",".join(names)] if names else [])]
