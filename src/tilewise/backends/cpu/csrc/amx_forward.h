@@ -231,10 +231,22 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
 }
 
+// How long `panels` panels a tile take, in passes of a panel over the keys: equal shares, and half of the longest tile, for which the last threads wait
+// about so long; it is twice the average where masks make tiles uneven. Packing a head's keys and values takes kPacking passes.
+static double span_of(const tw_args& a, int64_t all, int64_t panels) {
+  constexpr double kPacking = 2;
+  const double threads = (double)max_of((int64_t)a.threads, (int64_t)1), tiles = (double)(a.batch * a.heads_q * ((all + panels - 1) / panels));
+  const double longest = kPacking + (double)panels * (shows_all(a) ? 1 : 2);
+  return tiles * kPacking / threads + (1 - 1 / threads) * longest;
+}
+
+// Tiles of as many panels as there are, but enough tiles for the threads.
 static TileForward plan_tiles(const tw_args& a, int32_t* finite) {
-  const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows;
-  int64_t panels = min_of(kMostPanels, max_of(all, (int64_t)1));
-  while (panels > 1 && a.threads > 1 && a.batch * a.heads_q * ((all + panels - 1) / panels) < 4 * a.threads) panels--;
+  const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows, most = min_of(kMostPanels, max_of(all, (int64_t)1));
+  const auto enough = [&](int64_t panels) { return a.threads <= 1 || a.batch * a.heads_q * ((all + panels - 1) / panels) >= 4 * a.threads; };
+  int64_t panels = most;
+  for (int64_t fewer = most - 1; fewer > 0 && !enough(fewer + 1); fewer--)
+    if (span_of(a, all, fewer) < span_of(a, all, panels)) panels = fewer;
   return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kTileKeys, 32), finite};
 }
 
