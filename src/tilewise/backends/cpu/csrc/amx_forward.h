@@ -59,12 +59,16 @@ struct TilePanel {
 // subtracted from scores rounded alike, so that the largest comes out as exactly 0.
 constexpr float kFusedScores = 65536.f;
 
-// P = exp(S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. `center` is times log2 e where Fused, and
-// then S still wants `scale`, which has log2 e in it.
+// P = exp(scale S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. Where Fused, scale and center have
+// log2 e in them.
 template <int T, int U, bool Fused>
 TW_INLINE vf weigh_keys(const float* s, vf scale, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
   vf x[U], sum[U];
-  TW_UNROLL for (int u = 0; u < U; u++) x[u] = Fused ? load(s + u * L) * scale - center : (load(s + u * L) - center) * splat(kLog2e);
+  TW_UNROLL for (int u = 0; u < U; u++) {
+    x[u] = load(s + u * L) * scale;
+    if constexpr (!Fused) __asm__("" : "+v"(x[u]));  // rounded as the center was, so that the largest comes out as exactly 0
+    x[u] = Fused ? x[u] - center : (x[u] - center) * splat(kLog2e);
+  }
   power_each<T, U>(x);
   TW_UNROLL for (int u = 0; u < U; u++) sum[u] = x[u];
   TW_UNROLL for (int n = U / 2; n; n /= 2) TW_UNROLL for (int u = 0; u < n; u++) sum[u] += sum[u + n];
@@ -107,19 +111,18 @@ struct Softmax {
   }
   TW_MEMBER void begin(int64_t w) {
     Column& c = column[w];
-    float* m = panel.state->m + w * L;
-    const vf m_old = load(m);
-    vf m_new = maximum(m_old, largest_of(c.s, keys) * splat(factor));
-    c.fused = T < 3 && factor > 0.f && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
-    if (!c.fused && factor != 1.f) {
-      for (int64_t j = 0; j < keys; j++) store(c.s + j * L, load(c.s + j * L) * splat(factor));
-      m_new = maximum(m_old, largest_of(c.s, keys));
+    float *s = c.s, *m = panel.state->m + w * L, times = factor;
+    const int64_t n = keys;
+    if (times < 0.f) {
+      for (int64_t j = 0; j < n; j++) store(s + j * L, load(s + j * L) * splat(times));
+      times = 1.f;
     }
-    const vf center = m_new == splat(-kInf) ? vf{} : m_new;
+    const vf m_old = load(m), m_new = maximum(m_old, largest_of(s, n) * splat(times)), center = m_new == splat(-kInf) ? vf{} : m_new;
     store(m, m_new);
-    c.rescale = power_of<T>((m_old - center) * splat(kLog2e));
-    c.scale = splat(factor * kLog2e);
+    c.fused = T < 3 && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
+    c.scale = splat(c.fused ? times * kLog2e : times);
     c.center = c.fused ? center * splat(kLog2e) : center;
+    c.rescale = power_of<T>((m_old - center) * splat(kLog2e));
     c.sum = vf{};
   }
   template <bool Fused>
