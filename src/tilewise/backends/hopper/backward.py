@@ -91,7 +91,9 @@ def launch(
     kernel(
         tensors,
         counter,
-        mdQ if const_expr(config.finishes) else None,
+        describe_store(cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[1, 3, 2, 0])), backward_finish.COLUMNS)
+        if const_expr(config.finishes)
+        else None,
         Outputs(mdK, mdV, stores),
         loads,
         band,
@@ -143,7 +145,7 @@ def launch_dQ(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, counter: cute.Tensor | None, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order,
+    tensors: Tensors, counter: cute.Tensor | None, store_dQ: tma.Tma | None, outputs: Outputs, loads: Loads, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
     layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -176,14 +178,14 @@ def kernel(
         storage.allocate_tensor(Float32, statistics, 128),
         visits,
     )
+    finisher = None
+    if const_expr(config.finishes):
+        finisher = backward_finish.make_finisher(storage, store_dQ, dtype, config)
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + config.dq_consumers)
         pipes = make_pipes(storage, config)
-        stay(tensors, outputs, loads, sm, pipes, queue, band, order, scale, scale_log2, mma, config)
+        stay(tensors, outputs, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
-    staged = None
-    if const_expr(config.finishes):
-        staged = storage.allocate_tensor(Float32, backward_finish.layout_of(config), 128)
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
     heads = tensors.K.shape[2] * tensors.K.shape[0]
@@ -200,8 +202,9 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
-        if const_expr(config.finishes):
-            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
+        elif const_expr(config.finishes):
+            if warp_idx == THREADS // WARP - 1:
+                backward_finish.finish_earlier(tensors, finisher, order, band, scale, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -219,8 +222,8 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, outputs: Outputs, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, band: Band, order: Order,
-    scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+    tensors: Tensors, outputs: Outputs, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, finisher: backward_finish.Finisher | None,
+    band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
@@ -230,6 +233,9 @@ def stay(
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
         elif warp_idx <= config.dq_consumers:
             add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
+        elif const_expr(config.finishes):
+            if warp_idx == THREADS // WARP - 1:
+                backward_finish.finish_all(tensors, finisher, band, scale, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -276,6 +282,8 @@ def produce_units(
 ):  # fmt: skip
     """Likewise for one block of keys after another; the next is drawn when two tiles of this one are still to be computed."""
     arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
+    if const_expr(config.finishes):
+        arch.griddepcontrol_launch_dependents()
     count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
     state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.draw(queue)
     while unit < count:

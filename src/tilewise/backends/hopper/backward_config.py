@@ -71,8 +71,10 @@ class Config:
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
             )
 
-        if self.stays and (self.split == "columns" or self.direct or self.finishes or self.sees not in STAYS):
-            raise ValueError("a thread block stays only where keys are split, dQ goes through shared memory, and no warp of it finishes dQ")
+        if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
+            raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.stays and self.finishes and self.sees != "from":
+            raise ValueError("blocks that stay finish dQ in the order in which it is complete under a causal mask")
 
     @property
     def consumers(self) -> int:
