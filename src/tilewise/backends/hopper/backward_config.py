@@ -32,6 +32,7 @@ class Config:
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
+    shares: bool = False  # thread blocks may share the walk of a block of keys (backward_shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
@@ -192,8 +193,9 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     if config.modified:
         return replace(config, **_instead(config, dims))
     fields = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
+    shares = config.split == "keys" and sees == "all"
     stays = config.split == "keys" and sees in STAYS and (sees != "from" or seqlen_q <= STAYS_UP_TO)
-    return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+    return replace(config, **({"stays": stays, "shares": shares} | (fields[-1] if fields else {}) | choice))
 
 
 def lengths() -> list[int]:

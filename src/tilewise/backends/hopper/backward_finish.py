@@ -67,10 +67,12 @@ def make_finisher(storage: SmemAllocator, store: tma.Tma, dtype: Constexpr, conf
 
 
 @cute.jit
-def finish_earlier(tensors: Tensors, finisher: Finisher, order: Order, band: Band, scale: Float32, config: Constexpr[Config]):
+def finish_earlier(
+    tensors: Tensors, finisher: Finisher, order: Order, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+):  # fmt: skip
     """By the last warp of the producer's warpgroup: what is complete of the share of an earlier block."""
     number, done = arch.block_idx()[0] - order.behind, Int32(0)
-    if number >= 0:
+    if warp_idx == WARPS - 1 and number >= 0:
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
         group = tensors.Q.shape[2] // tensors.K.shape[2]
@@ -85,12 +87,13 @@ def finish_earlier(tensors: Tensors, finisher: Finisher, order: Order, band: Ban
 
 
 @cute.jit
-def finish_all(tensors: Tensors, finisher: Finisher, band: Band, scale: Float32, config: Constexpr[Config]):
+def finish_all(tensors: Tensors, finisher: Finisher, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]):
     """Likewise, of all tiles those with this block's number and every grid's length after it; waits until they are complete."""
     arch.griddepcontrol_wait()
     batch, heads, m_blocks, _ = tensors.turns.shape
     group, done = heads // tensors.K.shape[2], Int32(0)
-    for tile in cutlass.range(arch.block_idx()[0], batch * heads * m_blocks, arch.grid_dim()[0], unroll=1):
+    tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
+    for tile in cutlass.range(arch.block_idx()[0], tiles, arch.grid_dim()[0], unroll=1):
         of_heads, member = tile // group, tile % group  # the heads of a group come to their tiles side by side
         of_batch, m_block = of_heads // m_blocks, of_heads % m_blocks
         batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
@@ -176,7 +179,7 @@ def round_rows(finisher: Finisher, warp: Int32, slab: Int32, scale: Float32, con
     """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them."""
     lane, dtype = arch.lane_idx(), finisher.rounded.element_type
     source = (finisher.sums.iterator + 4 * (warp * WARP + lane)).toint()
-    # where the lane's row of eight columns is written: of `stmatrix`, lanes 0 to 7 have the first rows, 8 to 15 the others, and 16 on the next columns
+    # the row of eight columns whose place the lane gives to `stmatrix`: lanes 0 to 7 the first eight rows, 8 to 15 the others, 16 on the next columns
     row, lower, right = lane % 8, lane // 8 % 2, lane // 16
     target = finisher.rounded.iterator.toint() + slab * 2 * ROWS * COLUMNS + 1024 * lower + 128 * row + 16 * (row ^ right)
     nothing = Float32(0.0)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
+from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
     THREADS,
@@ -84,7 +86,7 @@ class Tile(NamedTuple):
 @cute.jit
 def consume(
     tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
-    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+    scale: Float32, scale_log2: Float32, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
@@ -94,7 +96,15 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
-    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    if const_expr(config.shares):
+        if block.share < block.shares - 1:
+            shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+        else:
+            shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+            epilogue.write(*given)
+    else:
+        epilogue.write(*given)
 
 
 @cute.jit

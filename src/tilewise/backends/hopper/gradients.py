@@ -17,6 +17,8 @@ LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 TURNS = 32  # heads of 64 and less that take turns under a window
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+MOST_SHARES = 8  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
+OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
 
@@ -82,10 +84,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    counter = torch.empty(1, dtype=torch.int32, device=call.q.device) if config.stays else None
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
     order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
+    shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
+    partial = torch.empty((sharing, config.tile_n * (config.head_dim + config.head_dim_v)), **new) if config.shares else None
+    counter = torch.empty(max(1, sharing), dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
@@ -102,6 +106,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
                 *given,
                 counter,
                 *order,
+                partial,
+                shared_from,
+                shares,
                 int(d_lse is not None),
                 *numbers,
                 *of_part,
@@ -146,6 +153,22 @@ def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int
     return heads - together, together
 
 
+def _shared(config: Config, batch: int, seqlen_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, int, int]:
+    """(shared_from, shares) of `backward_order.Order`, and how many thread blocks leave a part of dK and dV to another: the blocks of the last
+    wave are shared by as many as make the end the earliest.
+    """
+    blocks, m_blocks = -(-seqlen_k // config.tile_n) * heads_k * batch, -(-seqlen_q // config.tile_m)
+    last = blocks % slots
+    if not config.shares or last == 0 or batch > MOST:
+        return blocks, 1, 0
+
+    def tiles(shares: int) -> int:
+        return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
+
+    shares = min(range(1, 1 + min(MOST_SHARES, max(1, m_blocks // OF_A_BLOCK))), key=tiles)
+    return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
+
+
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
     """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `slots` of the longest. If as many take turns at the end,
     longest first, all multiprocessors come to an end at about the same time.
@@ -186,8 +209,10 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    counter = hopper.tensor(Int32, 1, aligned=False) if config.stays else None
-    numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
+    counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
+    order = [Int32(0) for _ in range(5)]
+    partial = hopper.tensor(Float32, hopper.size(), hopper.size()) if config.shares else None
+    numbers = [*order, partial, *(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [
