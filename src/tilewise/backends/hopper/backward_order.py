@@ -133,7 +133,7 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         wave, _ = divmod(place, order.per_wave)
         first_of_wave = wave * order.slots + n_block - place  # as a block of this head
         before, until = max(first_of_wave, 0), min(first_of_wave + order.slots, n_blocks)
-        if const_expr(config.shares):
+        if const_expr(config.shares):  # noqa: SIM102
             if number >= order.shared_from:
                 before = max(before, n_block - (number - order.shared_from))
                 until = min(until, n_block - number + heads * n_blocks)

@@ -84,8 +84,9 @@ def prepare(
 @cute.jit
 def set_back(counters: cute.Tensor, thread: Int32, mine: Boolean):
     """To 0, by one thread block of all."""
-    if mine and thread < counters.shape[0]:
-        counters[thread] = Int32(0)
+    if mine:
+        for i in cutlass.range(thread, counters.shape[0], THREADS, unroll=1):
+            counters[i] = Int32(0)
 
 
 @cute.jit

@@ -17,7 +17,7 @@ LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 TURNS = 32  # heads of 64 and less that take turns under a window
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
-MOST_SHARES = 8  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
+MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
