@@ -28,6 +28,10 @@ class Config:
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    always: Literal["scores", "exponents"] | None = (
+        None  # every tile is masked, so that no branch divides what ptxas may arrange; for all keys, or from a first query on
+    )
+    pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
@@ -74,8 +78,14 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
-        if self.stays and self.finishes and self.sees != "from":
-            raise ValueError("blocks that stay finish dQ in the order in which it is complete under a causal mask")
+        if self.stays and self.finishes and self.sees not in ("all", "from"):
+            raise ValueError(
+                "blocks that stay finish dQ in the order in which it is complete where all keys are seen, and under a causal mask"
+            )
+        if self.shares and (self.stays or self.split == "columns" or self.sees != "all"):
+            raise ValueError("blocks of keys are shared only where keys are split and all are seen, and no thread block stays")
+        if self.always and (self.modified or self.sees not in ("all", "from")):
+            raise ValueError("every tile is masked only where all keys are seen, or under a causal mask")
 
     @property
     def consumers(self) -> int:
@@ -174,17 +184,17 @@ FINISHES = dict(finishes=True)
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
 LONG = {
     ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
-    ((128, 128), "from"): ((2049, FINISHES),),
+    ((128, 128), "from"): ((1024, FINISHES),),
     ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
-    ((64, 64), "from"): ((256, THREE), (2049, {})),
+    ((64, 64), "from"): ((256, FINISHES),),
     ((192, 128), "from"): ((2048, dict(tile_m=96)),),  # timed at 8,192
 }
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
-STAYS = "from", "interval", "rows"
-STAYS_UP_TO = 2048  # queries, under a causal mask; beyond it gains nothing (H200, 2026-11-22: 8,192 0 % at head_dim 128, -0.4 % at 64)
+STAYS = "all", "from", "interval", "rows"
+STAYS_UP_TO = 8192  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
 
 
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
@@ -193,9 +203,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     if config.modified:
         return replace(config, **_instead(config, dims))
     fields = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
-    shares = config.split == "keys" and sees == "all"
-    stays = config.split == "keys" and sees in STAYS and (sees != "from" or seqlen_q <= STAYS_UP_TO)
-    return replace(config, **({"stays": stays, "shares": shares} | (fields[-1] if fields else {}) | choice))
+    stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
+    return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
 
 
 def lengths() -> list[int]:

@@ -17,6 +17,7 @@ LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 TURNS = 32  # heads of 64 and less that take turns under a window
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
@@ -92,7 +93,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     counter = torch.empty(max(1, sharing), dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
+    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2) or TINY
     numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
