@@ -179,7 +179,6 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
 FINISHES = dict(finishes=True)
-# Three warpgroups spill 16 bytes with fp16, which keeps two.
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
 LONG = {
     ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
@@ -206,9 +205,14 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     if config.modified:
         return replace(config, **_instead(config, dims))
     larger = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
-    fields = [fields for fields in larger if dtype == torch.bfloat16 or fields.get("tile_n") != THREE["tile_n"]]
+    fields = [fields for fields in larger if dtype == torch.bfloat16 or not _spills_in_fp16(fields, sees)]
     stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
     return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+
+
+def _spills_in_fp16(fields: dict, sees: str) -> bool:
+    """Rows of LONG that spill 8 or 16 bytes there, or may."""
+    return fields.get("tile_n") == THREE["tile_n"] or (fields.get("lean", False) and sees in ("interval", "rows"))
 
 
 def lengths() -> list[int]:
