@@ -324,8 +324,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    unmasked = min(max(walk.free_last - int(config.stale_max), walk.first), last)  # the first that all rows see gives each a maximum
-    masked = min(walk.free_first, unmasked)
+    masked, unmasked = seams(walk, last, config)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
         state = steps(tile, pipes, state, masked, unmasked, False, config)
@@ -340,6 +339,16 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
         low = unmasked if end == 0 else walk.first
         state = steps(tile, pipes, state, low, high, True, config)
     return state
+
+
+@cute.jit
+def seams(walk: Walk, last: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask, and come after one under whose mask every row got a maximum.
+
+    That may be the first one that all rows see: where maxima stay, it counts with the masked ones.
+    """
+    unmasked = min(max(walk.free_last - int(config.stale_max), walk.first), last)
+    return min(walk.free_first, unmasked), unmasked
 
 
 @cute.jit
@@ -389,9 +398,8 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, config: Constexpr[Config]):
     thread = arch.thread_idx()[0] - THREADS
-    if const_expr(
-        config.stale_max and config.sees == "rows" and config.consumers == 3
-    ):  # else addresses in sO are kept for the next unit, and spill
+    if const_expr(config.stale_max and config.consumers == 3 and (config.sees == "rows" or config.sink)):
+        # read anew, or addresses in sO are kept for the next unit, and spill
         thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
     if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
