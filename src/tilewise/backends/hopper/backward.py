@@ -355,11 +355,9 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
+        next_m_block, next_turn = visit_at(max(place, 0), own, block, band, tensors.K.shape[1], config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
-            m_block = tile_at(place, band, config)
-            turn = Int32(-1)
-            if const_expr(config.ordered):
-                turn = turn_of(place, own, block, band, tensors.K.shape[1], config)
+            m_block, turn, place = next_m_block, next_turn, next_in(own, place, config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 head = block.head_k * group + g
                 arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
@@ -373,6 +371,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                         while now != turn:
                             now = turn_now(counter)
                     before = counter
+                next_m_block, next_turn = visit_at(place, own, block, band, tensors.K.shape[1], config)  # now, as nobody waits for it
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     gSum = tensors.sum_dQ[block.batch, head, m_block, None]
@@ -383,11 +382,19 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                     arch.cp_async_bulk_commit_group()
                     arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
-            place = next_in(own, place, config)
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
             give_turn(before)
+
+
+@cute.jit
+def visit_at(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The tile of queries at a place of the walk, and this block's turn there."""
+    turn = Int32(-1)
+    if const_expr(config.ordered):
+        turn = turn_of(place, walk, block, band, seqlen_k, config)
+    return tile_at(place, band, config), turn
 
 
 @cute.jit

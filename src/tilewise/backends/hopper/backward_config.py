@@ -29,6 +29,7 @@ class Config:
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
     always: Literal["scores", "exponents"] | None = (
         None  # every tile is masked, so that no branch divides what ptxas may arrange; for all keys, or from a first query on
     )
@@ -50,7 +51,7 @@ class Config:
         """What P is multiplied by before it is rounded to an operand: fp16 has few bits for probabilities below 6e-5, and none below 6e-8, as keys
         have that are far away or of a low bias. Where P stays in fp32 for dS and no score is changed, the naive formula loses as much of dV.
         """
-        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.split == "columns") else 1.0
+        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.lean or self.split == "columns") else 1.0
 
     @property
     def own_factor(self) -> bool:
@@ -79,10 +80,6 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
-        if self.stays and self.finishes and self.sees not in ("all", "from"):
-            raise ValueError(
-                "blocks that stay finish dQ in the order in which it is complete where all keys are seen, and under a causal mask"
-            )
         if self.shares and (self.stays or self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen, and no thread block stays")
         if self.always and (self.modified or self.sees not in ("all", "from")):
@@ -189,8 +186,11 @@ LONG = {
     ((128, 128), "from"): ((1024, FINISHES),),
     ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
     ((64, 64), "from"): ((256, FINISHES),),
-    ((192, 128), "from"): ((2048, dict(tile_m=96)),),  # timed at 8,192
 }
+LONG |= {((128, 128), sees): ((1, FINISHES),) for sees in ("interval", "rows")}  # not timed yet
+# Five products, where tables or changed scores take no registers besides. Not timed yet.
+WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)
+LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval", "rows")}
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of

@@ -4,6 +4,7 @@ Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and d
 dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ = dS K, which the warpgroups compute together.
 """
 
+import math
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
@@ -37,6 +38,7 @@ from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_i
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
+    BFloat16,
     Boolean,
     Constexpr,
     Float32,
@@ -62,6 +64,7 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
+    tKrdS: cute.Tensor | None  # where `lean`
     tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
     tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
@@ -152,8 +155,13 @@ def visit_all(
             masked = m_block < own.free_first or m_block >= own.free_last
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-                state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
+                if const_expr(config.lean):
+                    state = step_lean(tile, pipes, state, gSum, m_block, masked, config)
+                else:
+                    state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
             m_block = next_in(own, m_block, config)
+    if const_expr(config.lean):
+        warpgroup.wait_group(0)  # dK is there
     return state
 
 
@@ -184,6 +192,7 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
+        tKrdS=dk.make_fragment_A(dk.partition_A(transposed(sm.dS))) if const_expr(config.lean) else None,
         tQrA=dq.make_fragment_A(dq.partition_A(left)),
         tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
@@ -266,6 +275,87 @@ def step(
     pipes.q.consumer_release(state)
     state.advance()
     return state
+
+
+@cute.jit
+def step_lean(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+):  # fmt: skip
+    """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
+    computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
+    """
+    stage, shape = state.index, (config.tile_n, config.tile_m)
+    pipes.q.consumer_wait(state)
+    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+    lse = per_query(tile.tlse, stage)
+    warpgroup.wait_group(1)  # dK of the tile before is there
+    if state.count > 0:
+        pipes.q.consumer_release(tma.after(state.count - 1, config.stages))
+        arch.barrier_arrive(barrier_id=Barrier.READ + 1 - tile.consumer, number_of_threads=2 * THREADS)
+    warpgroup.wait_group(0)
+    if const_expr(config.enlarged != 1.0):
+        for c in range_constexpr(cute.size(lse)):
+            lse[c] -= math.log2(config.enlarged)
+    subtract(acc_S, lse, tile.scale_log2)
+    P, columns = left_operand(tile.mma.dv, config), const_expr(cute.size(acc_S) // fragments.ROWS)
+    cut = const_expr(int(columns * config.ahead) // 2 * 2)
+    weigh_columns(tile, acc_S, P, m_block, masked, 0, cut, config)
+    pipes.do.consumer_wait(state)
+    acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
+    weigh_columns(tile, acc_S, P, m_block, masked, cut, columns, config)
+    fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    minus_delta = per_query(tile.tdelta, stage)
+    warpgroup.wait_group(1)  # dP is there, dV is not
+    add_to_rows(acc_dP, minus_delta)
+    multiply_by_rounded(acc_dP, P, config)
+    dS = left_operand(tile.mma.dv, config)
+    fragments.round_pairs_into(dS, acc_dP)
+    if state.count > 0:
+        arch.barrier(barrier_id=Barrier.READ + tile.consumer, number_of_threads=2 * THREADS)  # the other has read the dS before this one
+    values = cute.make_tensor(dS.iterator, acc_dP.layout)
+    cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, 0])
+    arch.fence_proxy("async.shared", space="cta")
+    warpgroup.wait_group(0)  # dV is there, and dO read
+    pipes.do.consumer_release(state)
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of both warpgroups is there
+    shape_dQ = config.tile_m, config.head_dim
+    acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
+    fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
+    warpgroup.wait_group(1)  # dQ is there
+    hand_over(tile, acc_dQ, gSum, config)
+    state.advance()
+    return state
+
+
+@cute.jit
+def multiply_by_rounded(acc: cute.Tensor, rounded: cute.Tensor, config: Constexpr[Config]):
+    """acc *= rounded, taken apart word by word: element by element, the DSL keeps a copy of every other one in a register of its own."""
+    words = cute.recast_tensor(rounded, Int32)
+    for i in range_constexpr(cute.size(words)):
+        if const_expr(rounded.element_type is BFloat16):
+            instructions = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+        else:
+            instructions = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
+        low, high = arch.inline_ptx(instructions, write_only_types=[Float32, Float32], read_only_args=[words[i]])
+        if const_expr(config.enlarged != 1.0):
+            low, high = low * (1.0 / config.enlarged), high * (1.0 / config.enlarged)
+        acc[2 * i] *= low
+        acc[2 * i + 1] *= high
+
+
+@cute.jit
+def weigh_columns(
+    tile: Tile, acc_S: cute.Tensor, P: cute.Tensor, m_block: Int32, masked: Boolean, first: Constexpr[int], last: Constexpr[int],
+    config: Constexpr[Config],
+):  # fmt: skip
+    """P of some of a thread's columns from their exponents, rounded."""
+    if const_expr(last > first):
+        if masked:
+            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), first, last)
+        exponentiate(acc_S, first, last)
+        part = cute.make_layout(2 * (last - first))
+        into, numbers = (cute.make_tensor(x.iterator + 2 * first, part) for x in (P, acc_S))
+        fragments.round_pairs_into(into, numbers)
 
 
 @cute.jit
