@@ -64,6 +64,16 @@ class Config:
         return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
+    def shares(self) -> bool:
+        """Whether tiles that are left over for less than a round are shared out by keys (schedule.py): where all take as long, by a fixed step."""
+        return self.sees == "all" and not (self.draws or self.modified or self.sink)  # each piece would count the sink
+
+    @property
+    def partial_numbers(self) -> int:
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
+        return self.cluster * self.tile_m * (self.head_dim_v + 4)
+
+    @property
     def natural(self) -> bool:
         """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
         return self.alibi or self.bias is not None
@@ -89,9 +99,14 @@ def any_length(**fields) -> tuple[Choice, ...]:
     return (Choice(fields=fields),)
 
 
+def step(**fields) -> dict:
+    """For full masks, whose units all take as long."""
+    return {**fields, "draws": False}
+
+
 def pairs(**fields) -> tuple[Choice, ...]:
     """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
-    paired = {**fields, "cluster": 2, "draws": False}
+    paired = {**fields, "cluster": 2}
     return (
         Choice(most_queries=fields["tile_m"], fields=fields),
         Choice(most_queries=2048, fields=paired),
@@ -116,32 +131,36 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
     (64, 64): {
-        "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
         "until": (Choice(most_queries=512, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
                   Choice(most_queries=2048, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
         "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
         "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
-    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+    (96, 96): {
+        "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+    },
     (128, 128): {
-        "all": pairs(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
         "until": (Choice(most_queries=4096, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=128, tile_n=128)),
         "interval": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {
-        "all": any_length(tile_m=128, tile_n=128, late=True),
+        "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
         "until": any_length(tile_m=128, tile_n=128),
         "interval": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
-        "all": any_length(tile_m=128, tile_n=112, late=True),
+        "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
         "until": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
     (256, 256): {
-        "all": (Choice(most_queries=512, fields={"tile_m": 128, "tile_n": 64, "pingpong": True, "late": True}),
-                *any_length(tile_m=128, tile_n=80, late=True)),
+        "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
+                *any_length(**step(tile_m=128, tile_n=80, late=True))),
         "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 64, "late": True}), *any_length(tile_m=128, tile_n=80, late=True)),
         "interval": any_length(tile_m=128, tile_n=80, late=True),
     },

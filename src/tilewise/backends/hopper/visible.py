@@ -94,6 +94,13 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) 
 
 
 @cute.jit
+def within(walk: Walk, first: Int32, last: Int32) -> Walk:
+    """The part in the tiles [first, last), where every row sees every key; that of a block beyond the queries is one tile still."""
+    visited = min(walk.last - walk.first, last - first)
+    return Walk(first, first + visited, first, first + visited, first, last)
+
+
+@cute.jit
 def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k: Int32, config):
     """Tiles of keys [first, last) that hold all that any of the rows from m0 on sees; at least one, so that all blocks walk alike."""
     tile_n = config.tile_n
