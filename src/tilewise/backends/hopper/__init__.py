@@ -152,7 +152,9 @@ def arguments(config) -> list:
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
     m_blocks, heads = hopper.size(), (batch, heads_q)
-    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("rows", "runs") else None
+    order = (
+        hopper.tensor(Int32, m_blocks if config.cluster == 1 else hopper.size(), aligned=False) if config.sees in ("rows", "runs") else None
+    )
     tables = [None] * 5
     if config.sees == "runs":
         shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
