@@ -21,7 +21,7 @@ def cut():
 
     @cute.jit
     def fill(found: cute.Tensor, shares: cute.Tensor, units: Int32, tiles: Int32, clusters: Int32):
-        shared = schedule.shared_of(units, tiles, clusters)
+        shared = schedule.shared_of(units, tiles, clusters, 128)
         shares[0], shares[1] = shared.first, shared.share
         for cluster in cutlass.range(clusters, unroll=1):
             for turn in cutlass.range(TURNS, unroll=1):

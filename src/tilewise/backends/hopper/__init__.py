@@ -126,12 +126,22 @@ class Hopper:
             call.head_dim,
             call.head_dim_v,
             sees,
-            call.seqlen_q,
+            _queries(call, sees),
             call.seqlen_k,
             **changes.fields(call),
             bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
             sink=call.sink is not None,
         )
+
+
+def _queries(call: Call, sees: str) -> int:
+    """Of a sequence, or of what it consists of, as `config.Choice` counts them."""
+    if sees == "rows":
+        return documents.longest(call.mask)
+    if sees == "interval":
+        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+        return min(call.seqlen_q, hi - lo + 1)
+    return call.seqlen_q
 
 
 def _empty_lse(call: Call) -> Tensor:

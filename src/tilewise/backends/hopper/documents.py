@@ -4,6 +4,7 @@ Tiles of queries straddle documents, so documents shorter than a tile share one.
 sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,6 +71,11 @@ def offsets(mask: Mask) -> Offsets | None:
 
 def _aligned(align: str, lo: int, hi: int) -> Offsets:
     return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
+
+
+def longest(mask: Documents | Unread) -> int:
+    """Queries of the longest document; 0 where only the device knows."""
+    return max((end - start for start, end in itertools.pairwise(mask.cu_seqlens_q)), default=0) if isinstance(mask, Documents) else 0
 
 
 def by_rows(mask: Mask) -> bool:

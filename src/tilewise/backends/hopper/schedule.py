@@ -20,6 +20,7 @@ from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, 
 AHEAD = 4  # units that may be told of and not done yet
 WORDS = 4  # of what is told of one; as many again where units are shared
 LEAST_SHARE, MOST_SHARES = 4, 16  # tiles of keys of a cluster, where units are shared; and clusters of one unit, about
+LEAST_SAVED = 640  # keys that sharing must save the cluster with most of them: beginning and ending a piece, and adding up, take as long
 
 
 class Units(NamedTuple):
@@ -59,12 +60,14 @@ class Span(NamedTuple):
 
 
 @cute.jit
-def shared_of(units: Int32, tiles: Int32, clusters: Int32) -> Shared:
+def shared_of(units: Int32, tiles: Int32, clusters: Int32, tile_n: Constexpr[int]) -> Shared:
     """On the host; for `units` of `tiles` each, of which each of `clusters` first has as many as all others."""
     first = units // clusters * clusters
     even = cute.ceil_div((units - first) * tiles, clusters)
     share = max(max(even, cute.ceil_div(tiles, MOST_SHARES)), LEAST_SHARE)
-    return Shared(first, tiles, min(share, tiles))
+    if (tiles - share) * tile_n < LEAST_SAVED:
+        share = tiles
+    return Shared(first, tiles, share)
 
 
 @cute.jit

@@ -229,6 +229,14 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
 
 
 @cute.jit
+def mark_overflow(inverse: cute.Tensor, lse: cute.Tensor):
+    """NaN in place of 1 / l where l is infinite, for O would be 0 there; `epilogue.needs_repair` sees it."""
+    for r in range_constexpr(fragments.ROWS):
+        positive = arch.fmax(lse[r], Float32(0.0))
+        inverse[r] += positive - positive
+
+
+@cute.jit
 def weight(x: Float32, lse: Float32, scores: Scores, config: Constexpr) -> Float32:
     """P of one pair, from what `logit` gives and the row's log-sum-exp."""
     if const_expr(config.natural):
