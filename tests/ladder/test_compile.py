@@ -207,11 +207,13 @@ def check_backward(shipped, compile_and_inspect, capfd):
 
 
 LONG = [(*what, least) for what, each in backward_config.LONG.items() for least, _ in each]
+LONG += [(dims, "from", backward_config.STAYS_UP_TO + 1) for dims in ((64, 64), (128, 128))]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dims, sees, least", LONG, ids=lambda x: str(x).replace(" ", ""))
-def test_backward_of_long_sequences(dims, sees, least, compile_and_inspect, capfd):
-    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, least), compile_and_inspect, capfd)
+def test_backward_of_long_sequences(dims, sees, least, dtype, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(dtype, *dims, sees, least), compile_and_inspect, capfd)
 
 
 BACKWARD_CHANGES = (

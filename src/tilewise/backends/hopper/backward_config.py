@@ -1,6 +1,7 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -28,10 +29,15 @@ class Config:
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    always: Literal["scores", "exponents"] | None = (
+        None  # every tile is masked, so that no branch divides what ptxas may arrange; for all keys, or from a first query on
+    )
+    pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
+    shares: bool = False  # thread blocks may share the walk of a block of keys (backward_shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
@@ -71,8 +77,16 @@ class Config:
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
             )
 
-        if self.stays and (self.split == "columns" or self.direct or self.finishes or self.sees not in STAYS):
-            raise ValueError("a thread block stays only where keys are split, dQ goes through shared memory, and no warp of it finishes dQ")
+        if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
+            raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.stays and self.finishes and self.sees not in ("all", "from"):
+            raise ValueError(
+                "blocks that stay finish dQ in the order in which it is complete where all keys are seen, and under a causal mask"
+            )
+        if self.shares and (self.stays or self.split == "columns" or self.sees != "all"):
+            raise ValueError("blocks of keys are shared only where keys are split and all are seen, and no thread block stays")
+        if self.always and (self.modified or self.sees not in ("all", "from")):
+            raise ValueError("every tile is masked only where all keys are seen, or under a causal mask")
 
     @property
     def consumers(self) -> int:
@@ -168,29 +182,32 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
 FINISHES = dict(finishes=True)
+# Three warpgroups spill 16 bytes with fp16, which keeps two.
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
 LONG = {
     ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
-    ((128, 128), "from"): ((2049, FINISHES),),
+    ((128, 128), "from"): ((1024, FINISHES),),
     ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
-    ((64, 64), "from"): ((256, THREE), (2049, {})),
+    ((64, 64), "from"): ((256, FINISHES),),
     ((192, 128), "from"): ((2048, dict(tile_m=96)),),  # timed at 8,192
 }
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
-STAYS = "from", "interval", "rows"
-STAYS_UP_TO = 2048  # queries, under a causal mask; beyond it gains nothing (H200, 2026-11-22: 8,192 0 % at head_dim 128, -0.4 % at 64)
+STAYS = "all", "from", "interval", "rows"
+STAYS_UP_TO = 8192  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
 
 
+@lru_cache(1024)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
-    fields = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
-    stays = config.split == "keys" and sees in STAYS and (sees != "from" or seqlen_q <= STAYS_UP_TO)
+    larger = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
+    fields = [fields for fields in larger if dtype == torch.bfloat16 or fields.get("tile_n") != THREE["tile_n"]]
+    stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
     return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
 
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
+from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
     THREADS,
@@ -84,7 +86,7 @@ class Tile(NamedTuple):
 @cute.jit
 def consume(
     tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
-    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+    scale: Float32, scale_log2: Float32, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
@@ -94,7 +96,15 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
-    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    if const_expr(config.shares):
+        if block.share < block.shares - 1:
+            shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+        else:
+            shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+            epilogue.write(*given)
+    else:
+        epilogue.write(*given)
 
 
 @cute.jit
@@ -225,7 +235,11 @@ def step(
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
-    dS = as_left_operand(tile.mma.dk, acc_dP, config)
+    dS = left_operand(tile.mma.dk, config)
+    if const_expr(config.pairwise):
+        fragments.round_pairs_into(dS, acc_dP)
+    else:
+        fragments.round_into(dS, acc_dP)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
@@ -281,7 +295,16 @@ def weights(
     left operand of dV. g: of the group's heads.
     """
     if const_expr(not config.modified):
-        if const_expr(at_once(config)):
+        if const_expr(config.always):
+            if const_expr(config.always == "exponents"):
+                subtract(acc_S, lse, tile.scale_log2)
+                hide_always(tile, acc_S, m_block * config.tile_m, -Float32.inf, config)
+            else:
+                hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
+                hide_always(tile, acc_S, m_block * config.tile_m, hidden, config)
+                subtract(acc_S, lse, tile.scale_log2)
+            exponentiate(acc_S)
+        elif const_expr(at_once(config)):
             hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         else:
             subtract(acc_S, lse, tile.scale_log2)
@@ -297,7 +320,7 @@ def weights(
 
 def at_once(config: Config) -> bool:
     """Whether all of P is computed ahead of what hides some of it."""
-    return not config.modified and (config.ahead == 1 or config.sees == "runs")
+    return not (config.modified or config.always) and (config.ahead == 1 or config.sees == "runs")
 
 
 @cute.jit
@@ -312,6 +335,23 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
     if masked:
         hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
     exponentiate(acc_S, cut, columns)
+
+
+@cute.jit
+def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32, hidden: Float32, config: Constexpr[Config]):
+    """What any tile may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is worked out where
+    ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
+    """
+    S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+    for r in range_constexpr(fragments.ROWS):
+        first = Int32(0)
+        if const_expr(config.sees == "from"):
+            first = arch.inline_ptx(
+                "sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]]
+            )
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            seen = tile.end[r] > 0 if const_expr(config.sees == "all") else first <= fragments.column(c)
+            S[r, c] = S[r, c] if seen else hidden
 
 
 @cute.jit

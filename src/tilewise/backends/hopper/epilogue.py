@@ -111,7 +111,10 @@ def needs_repair(acc_O: cute.Tensor, lse: cute.Tensor, m: cute.Tensor, config: C
     """
     spoiled = not all_finite(acc_O)
     if const_expr(config.sees == "all" and config.stale_max):
-        spoiled = spoiled and (lse[0] > m[0] * LN2 + LARGE or lse[1] > m[1] * LN2 + LARGE)
+        large = lse[0] > m[0] * LN2 + LARGE or lse[1] > m[1] * LN2 + LARGE
+        if const_expr(config.sink):  # which makes NaN of an infinite sum
+            large = large or lse[0] != lse[0] or lse[1] != lse[1]
+        spoiled = spoiled and large
     return spoiled
 
 

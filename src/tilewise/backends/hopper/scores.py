@@ -230,10 +230,9 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
 
 @cute.jit
 def mark_overflow(inverse: cute.Tensor, lse: cute.Tensor):
-    """NaN in place of 1 / l where l is infinite, for O would be 0 there; `epilogue.needs_repair` sees it."""
+    """NaN in place of 1 / l where l is infinite (with a sink LSE may be NaN then), for O would be 0; `epilogue.needs_repair` sees it."""
     for r in range_constexpr(fragments.ROWS):
-        positive = arch.fmax(lse[r], Float32(0.0))
-        inverse[r] += positive - positive
+        inverse[r] = inverse[r] if lse[r] < Float32.inf else Float32.nan
 
 
 @cute.jit
