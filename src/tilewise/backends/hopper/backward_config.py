@@ -82,8 +82,8 @@ class Config:
             raise ValueError(
                 "blocks that stay finish dQ in the order in which it is complete where all keys are seen, and under a causal mask"
             )
-        if self.shares and (self.stays or self.split == "columns" or self.sees != "all"):
-            raise ValueError("blocks of keys are shared only where keys are split and all are seen, and no thread block stays")
+        if self.shares and (self.split == "columns" or self.sees != "all"):
+            raise ValueError("blocks of keys are shared only where keys are split and all are seen")
         if self.always and (self.modified or self.sees not in ("all", "from")):
             raise ValueError("every tile is masked only where all keys are seen, or under a causal mask")
 

@@ -109,7 +109,7 @@ def consume(
 
 @cute.jit
 def consume_units(
-    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
+    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
@@ -125,9 +125,19 @@ def consume_units(
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
-        block, _ = units.place_of(units.read(queue, done), tensors, band, order, config)
-        sdK, sdV = epilogue.places(sm, config)
-        epilogue.write_through(tensors, outputs, tile.acc_dK, tile.acc_dV, sdK, sdV, mma, block, band, scale, scale_log2, config)
+        unit = units.read(queue, done)
+        block, _ = units.place_of(unit, tensors, band, order, config)
+        given = (tensors, outputs, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, band, scale, scale_log2, config)
+        if const_expr(config.shares):
+            blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+            partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
+            if block.share < block.shares - 1:
+                shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+            else:
+                shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+                epilogue.write_through(*given)
+        else:
+            epilogue.write_through(*given)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             pipes.v.consumer_release(tma.after(done, 1))
