@@ -13,6 +13,7 @@ import tilewise
 from tilewise import bench, checks, cli, dispatch
 from tilewise.backends.reference import Reference
 from tilewise.demo import job, pictures, sweep
+from tilewise.demo.place import CPU
 from tilewise.errors import UnsupportedError
 from tilewise.testing.conformance import CLOSED_FORMS
 
@@ -37,13 +38,15 @@ def test_every_example_parses(line):
 
 
 def test_defaults_of_the_demo_are_those_of_the_job():
-    options = vars(cli.parser().parse_args(["demo"]))
-    assert {name: options[name] for name in vars(job.Options())} == vars(job.Options())
+    given = vars(cli.parser().parse_args(["demo", "--device", "cpu"]))
+    whole = job.options(**{name: given[name] for name in ("device", *vars(job.options())) if name != "place"})
+    assert whole == job.options(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     "argv",
     [[], ["paint"], ["demo", "--steps", "0"], ["demo", "--seqlens", "64,x"], ["demo", "--budget", "nan"], ["check", "--device", "toaster"]]
+    + [["demo", "--device", "toaster"]]
     + [["bench", "--budget", budget] for budget in ("-1", "0", "nan", "inf", "soon")]
     + [["doctor", "--threads", number] for number in ("0", "99999", str(8 * os.cpu_count() + 1))],
 )
@@ -162,12 +165,12 @@ def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
     config = job.GPTConfig(context=64)
     chosen = dispatch.named(job.tilewise.explain(*(torch.empty(1, 64, heads, 64) for heads in (4, 2, 2)), causal=True).backend)
     monkeypatch.setattr(type(chosen), "describe", lambda self: "for the [abacus] of 12 rods", raising=False)
-    assert f"backend: {chosen.name} (for the [abacus] of 12 rods)\n" in job.explain(config, 1)
+    assert f"backend: {chosen.name} (for the [abacus] of 12 rods)\n" in job.explain(config, 1, CPU)
     monkeypatch.setenv("COLUMNS", "160")
     assert cli.main(["doctor"]) == 0
     assert "for the [abacus] of 12 rods" in capsys.readouterr().out
     monkeypatch.setattr(type(chosen), "describe", None)
-    assert f"backend: {chosen.name}\n" in job.explain(config, 1)
+    assert f"backend: {chosen.name}\n" in job.explain(config, 1, CPU)
 
 
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):

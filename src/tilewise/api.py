@@ -160,7 +160,8 @@ def attention_varlen(
     text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
     o, lse = ops.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
-    return (o[0], lse[0]) if return_lse else o[0]
+    o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
+    return (o, lse) if return_lse else o
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:

@@ -210,10 +210,11 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("tilewise-report.html"), metavar="FILE", help="the page to write (default: %(default)s)"
     )
     command.add_argument("--steps", type=_positive, default=120, metavar="N", help="training steps (default: %(default)s)")
-    command.add_argument("--batch", type=_positive, default=2, metavar="N", help="windows of text a step (default: %(default)s)")
-    command.add_argument("--context", type=_positive, default=1024, metavar="N", help="bytes a window (default: %(default)s)")
-    lengths = (512, 1024, 2048, 4096, 8192)
-    command.add_argument("--seqlens", type=_positives, default=lengths, metavar="N,N,...", help="of the sweep (default: 512 to 8192)")
+    command.add_argument("--batch", type=_positive, metavar="N", help="windows of text a step (default: 2, on a GPU 16)")
+    command.add_argument("--context", type=_positive, metavar="N", help="bytes a window (default: 1024, on a GPU 4096)")
+    lengths = "of the sweep (default: 512 to 8192, on a GPU 1024 to 32768)"
+    command.add_argument("--seqlens", type=_positives, metavar="N,N,...", help=lengths)
+    command.add_argument("--device", type=_device, help="cpu, cuda, ... (default: a GPU where there is one)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)")
     command.add_argument(
         "--budget", dest="budget_s", type=_seconds, default=165.0, metavar="SECONDS",

@@ -55,11 +55,13 @@ def require_writable(path: Path) -> None:
 
 
 def demo(options: Namespace) -> int:
-    from tilewise.demo.job import Options, run
+    from tilewise.demo import job
 
     require_writable(options.out)
-    names = ("steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
-    same = run(Options(**{name: getattr(options, name) for name in names}), console_for_tables())
+    if options.device is not None:
+        require(options.device)
+    names = ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
+    same = job.run(job.options(**{name: getattr(options, name) for name in names}), console_for_tables())
     return OK if same else FAILED
 
 

@@ -6,6 +6,7 @@ import torch
 
 from tilewise.demo import sweep as module
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
+from tilewise.demo.place import Place
 from tilewise.demo.sweep import Yardstick, make_inputs, naive_attention, sweep
 
 SMALL = GPTConfig(head_dim=16)
@@ -46,6 +47,13 @@ def test_sweep_has_a_point_for_each_contender_and_length(monkeypatch):
         assert [point.seqlen for point in result.of(name)] == [64, 128]
         for point in result.of(name):
             assert point.forward_ms > 0 and point.both_ms > 0 and point.error_o < 1e-5 and point.error_grad < 1e-4
+
+
+def test_half_precision_has_errors_of_its_own_size(monkeypatch):
+    monkeypatch.setattr(module, "TIMING_BUDGET_S", 0.01)
+    result = sweep(BOTH, (64,), SMALL, place=Place(torch.device("cpu"), torch.bfloat16))
+    assert result.place.name == "bf16" and result.names == ["tilewise", "SDPA", "naive"]
+    assert all(1e-4 < point.error_o < 3e-2 and 1e-4 < point.error_grad < 3e-1 for point in result.points)
 
 
 def test_naive_formula_stops_at_the_limit_and_says_so(monkeypatch):

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
-from tilewise.demo.train import SAME_LOSS, Curve, TrainConfig, Training, train
+from tilewise.demo.place import CPU, Place
+from tilewise.demo.train import Curve, TrainConfig, Training, train
 
 SMALL = GPTConfig(layers=1, context=64)
+HALF = Place(torch.device("cpu"), torch.bfloat16)
 CONFIG = TrainConfig(steps=6, batch=1, warmup=2)
 
 
@@ -31,13 +33,27 @@ def test_tilewise_and_sdpa_train_alike():
         assert len(curve.seconds) == 6 and curve.median_ms > 0
 
 
-def test_a_wrong_attention_is_found_out():
-    def sees_the_future(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+def sees_the_future(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
+
+def test_a_wrong_attention_is_found_out():
     training = train({"tilewise": sees_the_future, "SDPA": sdpa_attention}, SMALL, CONFIG)
-    assert not training.same and training.worst > SAME_LOSS
+    assert not training.same and training.worst > CPU.same_loss
+
+
+def test_half_precision_trains_alike_too():
+    """As on a GPU: attention gets bf16, weights stay in fp32."""
+    seen = set()
+
+    def ours(q, k, v):
+        seen.update(x.dtype for x in (q, k, v))
+        return tilewise_attention(q, k, v)
+
+    training = train({"tilewise": ours, "SDPA": sdpa_attention}, SMALL, CONFIG, place=HALF)
+    assert training.same and seen == {torch.bfloat16} and training.place == HALF
+    assert all(curve.losses[-1] < curve.losses[0] for curve in training.curves)
 
 
 AGREEMENT = [([2.0, 1.0], True), ([2.0, 1.0009], True), ([2.0, 1.0011], False), ([math.nan, 1.0], False), ([2.0, math.inf], False)]

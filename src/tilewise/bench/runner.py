@@ -74,7 +74,7 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
     if not timing.clocks:
         return [row for _, _, row in checked]
     inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl in impls}}
-    calls = {impl.name: _call(attend, workload, inputs[_heads_first(impl)]) for impl, attend, _ in checked if attend is not None}
+    calls = {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend, _ in checked if attend is not None}
     timed = _timed(calls, timing, device)
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
@@ -116,7 +116,8 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate) -> 
     return attend, replace(row, passed=True, error=error)
 
 
-def _call(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
+def call_of(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
+    """What is timed of a prepared contender."""
     q, k, v, d_o = inputs
     if workload.direction == "fwd":
         return torch.no_grad()(lambda: attend(q, k, v))

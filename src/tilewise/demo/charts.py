@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tilewise.bench.plots import apart
 from tilewise.demo.sweep import Sweep
-from tilewise.demo.train import SAME_LOSS, Training
+from tilewise.demo.train import Training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,19 +79,21 @@ def loss_chart(training: Training) -> str:
 
 
 def difference_chart(training: Training) -> str:
+    allowed = training.place.same_loss
+
     def draw(axes: "Axes") -> None:
         shown = [max(difference, BELOW_ONE_ULP) for difference in training.differences]
         axes.plot(range(1, training.steps + 1), shown, color=SERIES["tilewise"], marker=".", markersize=4, linewidth=0.8)
-        axes.axhline(SAME_LOSS, color=INK, linestyle="--", linewidth=1)
+        axes.axhline(allowed, color=INK, linestyle="--", linewidth=1)
         axes.annotate(
-            f"allowed: {SAME_LOSS:g}",
-            (1, SAME_LOSS),
+            f"allowed: {allowed:g}",
+            (1, allowed),
             xycoords=("axes fraction", "data"),
             xytext=(0, -11),
             textcoords="offset points",
             ha="right",
         )
-        axes.set(xlabel="step", ylabel="relative difference of the losses", yscale="log", ylim=(BELOW_ONE_ULP / 2, 10 * SAME_LOSS))
+        axes.set(xlabel="step", ylabel="relative difference of the losses", yscale="log", ylim=(BELOW_ONE_ULP / 2, 10 * allowed))
 
     return inline_svg(draw, "Relative difference of the two losses at each step, logarithmic, with the allowed difference")
 

@@ -14,6 +14,9 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(x.to(device) for x in self))
+
 
 def corpus() -> Tensor:
     """The whole text as bytes, (length,) uint8: about 460 thousand, in the order of the topics' names."""

@@ -13,12 +13,17 @@ import tilewise
 from tilewise.bench.provenance import provenance
 from tilewise.demo import data, pictures
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
-from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict
+from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict, what_was_trained
+from tilewise.demo.place import CPU, Place, place_of
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
 
 ATTENTIONS = {"tilewise": tilewise_attention, "SDPA": sdpa_attention}
-SEQLENS = (512, 1024, 2048, 4096, 8192)
+SIZES = {
+    "cpu": {"batch": 2, "context": 1024, "seqlens": (512, 1024, 2048, 4096, 8192)},
+    "cuda": {"batch": 16, "context": 4096, "seqlens": (1024, 2048, 4096, 8192, 16384, 32768)},
+}
+"""What the demo takes where it is not told: a GPU has more to do in a step than a CPU, or its host would be all that is timed."""
 TRAINING_SHARE = 0.6  # of the time budget; the sweep has the rest
 
 
@@ -26,13 +31,21 @@ TRAINING_SHARE = 0.6  # of the time budget; the sweep has the rest
 class Options:
     """What `tilewise demo` was asked for. `budget_s` bounds training and sweep together; a step or a length is never cut short."""
 
+    batch: int
+    context: int
+    seqlens: tuple[int, ...]
+    place: Place = CPU
     steps: int = 120
-    batch: int = 2
-    context: int = 1024
-    seqlens: tuple[int, ...] = SEQLENS
     seed: int = 0
     budget_s: float = 165.0
     out: Path = Path("tilewise-report.html")
+
+
+def options(device: torch.device | None = None, **given) -> Options:
+    """The options of a run on `device`, by default a GPU where there is one; what is not given, or None, is SIZES' for such a device."""
+    place = place_of(device)
+    sizes = SIZES["cuda" if place.device.type == "cuda" else "cpu"]
+    return Options(place=place, **{**sizes, **{name: value for name, value in given.items() if value is not None}})
 
 
 def run(options: Options, console: Console) -> bool:
@@ -43,7 +56,7 @@ def run(options: Options, console: Console) -> bool:
     start = time.monotonic()
     data.check_context(data.split(data.corpus())[1], options.context)
     model = GPTConfig(context=options.context)
-    explanation = explain(model, options.batch)  # before the work: it refuses where no backend can run
+    explanation = explain(model, options.batch, options.place)  # before the work: it refuses where no backend can run
     with progress(console) as bars:
         training = _train(options, model, start + TRAINING_SHARE * options.budget_s, bars)
         measured = _sweep(options, model, start + options.budget_s, bars)
@@ -52,7 +65,7 @@ def run(options: Options, console: Console) -> bool:
             sweep=measured,
             explanation=explanation,
             pictures=pictures.draw(),
-            machine=machine(),
+            machine=machine(options.place),
             seconds=time.monotonic() - start,
         )
         options.out.write_text(render(report), encoding="utf-8")
@@ -81,7 +94,7 @@ def _train(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
             task, completed=done, note="loss " + "  ".join(f"{name} {loss:.4f}" for name, loss in zip(ATTENTIONS, losses, strict=True))
         )
 
-    training = train(ATTENTIONS, model, config, deadline=deadline, on_step=on_step)
+    training = train(ATTENTIONS, model, config, place=options.place, deadline=deadline, on_step=on_step)
     bars.update(task, total=training.steps)
     return training
 
@@ -92,26 +105,25 @@ def _sweep(options: Options, model: GPTConfig, deadline: float, bars: Progress) 
     def on_point(seqlen: int) -> None:
         bars.update(task, advance=1, note=f"{seqlen:,} tokens")
 
-    measured = sweep(ATTENTIONS, options.seqlens, model, deadline=deadline, on_point=on_point)
+    measured = sweep(ATTENTIONS, options.seqlens, model, place=options.place, deadline=deadline, on_point=on_point)
     bars.update(task, total=len({point.seqlen for point in measured.points}))
     return measured
 
 
-def explain(model: GPTConfig, batch: int) -> str:
+def explain(model: GPTConfig, batch: int, place: Place) -> str:
     """What `tilewise.explain` says about the attention of the model that was trained."""
-    q, k, v = (torch.empty(batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
+    shapes = ((batch, model.context, heads, model.head_dim) for heads in (model.heads_q, model.heads_k, model.heads_k))
+    q, k, v = (torch.empty(shape, device=place.device, dtype=place.dtype) for shape in shapes)
     return str(tilewise.explain(q.requires_grad_(), k, v, causal=True))
 
 
-def machine() -> tuple[tuple[str, str], ...]:
+def machine(place: Place) -> tuple[tuple[str, str], ...]:
     """Where the numbers come from, as (name, value)."""
-    return tuple((name, str(value)) for name, value in provenance("cpu").items() if value is not None)
+    return tuple((name, str(value)) for name, value in provenance(place.device).items() if value is not None)
 
 
 def training_table(training: Training) -> Table:
-    table = Table(
-        title=f"Training, {training.steps} steps of {training.config.batch} x {training.model.context:,} bytes", title_justify="left"
-    )
+    table = Table(title=f"Training, {what_was_trained(training)}", title_justify="left")
     for column in ("attention", "first loss", "last loss", "held-out", "a step", "peak memory"):
         table.add_column(column, justify="left" if column == "attention" else "right")
     for curve in training.curves:
@@ -123,7 +135,7 @@ def training_table(training: Training) -> Table:
 def sweep_table(sweep: Sweep) -> Table:
     """One row a length; every cell has one number for each contender."""
     names = " / ".join(sweep.names)
-    table = Table(title=f"Attention alone, causal, forward + backward ({names})", title_justify="left")
+    table = Table(title=f"Attention alone, causal, {sweep.place.name}, forward + backward ({names})", title_justify="left")
     for column in ("tokens", "time, ms", "peak extra memory, MB", "largest error of O"):
         table.add_column(column, justify="right")
     for seqlen in sorted({point.seqlen for point in sweep.points}):

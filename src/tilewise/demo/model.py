@@ -47,10 +47,10 @@ def rotary_angles(config: GPTConfig) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate each pair of channels of x (batch, seqlen, heads, head_dim) by its position's angle."""
+    """Rotate each pair of channels of x (batch, seqlen, heads, head_dim) by its position's angle, in fp32; returns x's dtype."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ class GPT(nn.Module):
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a byte; inputs and targets (batch, seqlen) int64."""
-        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self(inputs).float().flatten(0, 1), targets.flatten())
 
 
 def build(config: GPTConfig, attention: Attention, seed: int) -> GPT:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from tilewise.demo import charts, html
+from tilewise.demo.place import Place
 from tilewise.demo.sweep import CHECKED_ROWS, Point, Sweep
-from tilewise.demo.train import SAME_LOSS, Training
+from tilewise.demo.train import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,20 @@ def against(ours: float, theirs: float) -> str:
     return f"{theirs / ours:.2f}x faster" if ours <= theirs else f"{ours / theirs:.2f}x slower"
 
 
+ROUNDING = {"fp32": "fp32 rounds at 6e-8", "bf16": "bf16, in which attention and matrix products read and write, rounds at 4e-3"}
+
+
+def precision(place: Place) -> str:
+    return place.name if place.name == "fp32" else f"{place.name} with weights in fp32"
+
+
+def what_was_trained(training: Training) -> str:
+    return f"{training.steps} steps of {training.config.batch} x {training.model.context:,} bytes, {precision(training.place)}"
+
+
 def verdict(training: Training) -> str:
     """Whether the trainings agree, in a sentence."""
-    allowed = f"relative; {SAME_LOSS:g} is allowed"
+    allowed = f"relative; {training.place.same_loss:g} is allowed"
     if training.same:
         return f"The two trainings agree: at each of {training.steps} steps the losses differ by at most {training.worst:.1e} ({allowed})."
     return f"The two trainings DISAGREE: at the worst of {training.steps} steps the losses differ by {training.worst:.1e} ({allowed})."
@@ -71,7 +83,7 @@ def _summary(report: Report) -> list[str]:
     ]
     if sweep.points:
         last, other = (sweep.of(name)[-1] for name in (ours.name, theirs.name))
-        scores = 4 * sweep.heads_q * last.seqlen**2
+        scores = sweep.place.dtype.itemsize * sweep.heads_q * last.seqlen**2
         speed = against(last.both_ms, other.both_ms)
         items += [
             (milliseconds(last.both_ms), f"attention at {last.seqlen:,} tokens, forward + backward: {speed} than {theirs.name}"),
@@ -112,7 +124,7 @@ def _training(training: Training) -> list[str]:
     )
     return [
         html.heading("Training"),
-        html.paragraph(f"{training.steps} steps of {training.config.batch} x {training.model.context:,} bytes, fp32, AdamW.{cut}"),
+        html.paragraph(f"{what_was_trained(training)}, AdamW.{cut}"),
         html.figures(_training_figures(training, names)),
         html.table(("attention", "first loss", "last loss", "held-out loss", "median step", "peak memory a step"), rows),
     ]
@@ -124,7 +136,7 @@ def _training_figures(training: Training, names: str) -> list[str]:
         html.figure(
             "Difference of the losses",
             charts.difference_chart(training),
-            "Relative, at each step. fp32 rounds at 6e-8; steps with equal losses are drawn at the bottom.",
+            f"Relative, at each step. {ROUNDING[training.place.name]}; steps with equal losses are drawn at the bottom.",
         ),
         html.figure("Time a step", charts.step_time_chart(training), charts.STEP_TIME_CAPTION),
     ]
@@ -157,7 +169,9 @@ def _sweep(sweep: Sweep) -> list[str]:
     header = ("", "tokens", "forward", "fwd + bwd", "peak memory", "error of O", "error of gradients")
     return [
         html.heading("Attention alone"),
-        html.paragraph(f"Causal, fp32, batch 1, {sweep.heads_q} heads with {sweep.heads_k} key/value heads, head_dim {sweep.head_dim}."),
+        html.paragraph(
+            f"Causal, {sweep.place.name}, batch 1, {sweep.heads_q} heads with {sweep.heads_k} key/value heads, head_dim {sweep.head_dim}."
+        ),
         html.figures(filter(None, drawn)),
         html.table(header, [_row(point) for point in sorted(sweep.points, key=lambda point: point.seqlen)]),
         html.bullets(sweep.omitted),
@@ -182,15 +196,23 @@ def _masks(report: Report) -> list[str]:
     ]
 
 
+CLOCKS = {"cpu": "", "cuda": ", of attention alone between two events on the GPU, the L2 cache flushed before"}
+MEMORY = {
+    "cpu": "that of the whole process above the level before the call (on Linux, the kernel's high-water mark, reset just before)",
+    "cuda": "that of the GPU's allocator above the level before the call",
+}
+
+
 def _method(report: Report) -> list[str]:
+    where = "cuda" if report.training.place.device.type == "cuda" else "cpu"
     return [
         html.heading("How it was measured"),
         html.bullets(
             [
-                "Same process, same weights at the start, same batches in the same order. Times are wall-clock medians; the contenders "
-                "take turns, so that what else the machine does slows them alike. The first training step is left out of the median.",
-                "Peak memory is that of the whole process above the level before the call (on Linux, the kernel's high-water mark, reset "
-                "just before), in a call of its own that is not timed.",
+                "Same process, same weights at the start, same batches in the same order. Times are wall-clock medians"
+                f"{CLOCKS[where]}; the contenders take turns, so that what else the machine does slows them alike. The first training step "
+                "is left out of the median.",
+                f"Peak memory is {MEMORY[where]}, in a call of its own that is not timed.",
                 f"The error is the largest absolute difference to the formula in fp64, for O and dQ at {CHECKED_ROWS} query rows spread "
                 "over the sequence; all other rows receive a zero gradient, so that dK and dV are checked completely.",
                 "The naive formula stores the score matrix; it is left out where one such matrix passes the limit.",

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.bench.timing import interleave
 from tilewise.demo.model import Attention, GPTConfig
+from tilewise.demo.place import CPU, Place
 
 CHECKED_ROWS = 128
 RUNS = 7  # of each contender in each direction at least: error, warm-up, three timed, memory
@@ -41,6 +42,7 @@ class Sweep:
     head_dim: int
     points: tuple[Point, ...]
     omitted: tuple[str, ...]
+    place: Place = CPU
 
     def of(self, name: str) -> list[Point]:
         return [point for point in self.points if point.name == name]
@@ -58,8 +60,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None)
     group = q.shape[2] // k.shape[2]
     q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (batch, heads_k, group, seqlen_q, head_dim)
     k, v = (x.permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))  # (batch, heads_k, 1, seqlen_k, head_dim)
-    position = torch.arange(q.shape[3]) if rows is None else rows
-    hidden = torch.arange(k.shape[3]) > position[:, None]
+    position = torch.arange(q.shape[3], device=q.device) if rows is None else rows
+    hidden = torch.arange(k.shape[3], device=q.device) > position[:, None]
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     o = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -74,11 +76,12 @@ class Inputs(NamedTuple):
     d_o: Tensor
 
 
-def make_inputs(seqlen: int, config: GPTConfig, seed: int = 0) -> Inputs:
-    """Fresh normal inputs of batch 1 in fp32."""
+def make_inputs(seqlen: int, config: GPTConfig, place: Place = CPU, seed: int = 0) -> Inputs:
+    """Fresh normal inputs of batch 1, the same ones on every device but for rounding to its dtype."""
     generator = torch.Generator().manual_seed(seed + seqlen)
     heads = (config.heads_q, config.heads_k, config.heads_k, config.heads_q)
-    q, k, v, d_o = (torch.randn(1, seqlen, n, config.head_dim, generator=generator) for n in heads)
+    shapes = ((1, seqlen, n, config.head_dim) for n in heads)
+    q, k, v, d_o = (torch.randn(shape, generator=generator).to(place.device, place.dtype) for shape in shapes)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_o)
 
 
@@ -92,7 +95,7 @@ class Result(NamedTuple):
 
 
 class Yardstick:
-    """The exact answer (fp64) and the naive formula's (fp32) on a choice of query rows.
+    """The exact answer (fp64) and the naive formula's (in the inputs' dtype) on a choice of query rows.
 
     The gradient that reaches every other row is zero, so these rows alone determine dK and dV: the check is complete for them,
     at a cost of O(rows * seqlen).
@@ -101,11 +104,11 @@ class Yardstick:
     def __init__(self, inputs: Inputs) -> None:
         seqlen = inputs.q.shape[1]
         self.inputs = inputs
-        self.rows = torch.linspace(0, seqlen - 1, min(seqlen, CHECKED_ROWS)).round().long().unique()
+        self.rows = torch.linspace(0, seqlen - 1, min(seqlen, CHECKED_ROWS)).round().long().unique().to(inputs.q.device)
         self.d_o = torch.zeros_like(inputs.d_o)
         self.d_o[:, self.rows] = inputs.d_o[:, self.rows]
         self.exact = self._on_rows(torch.float64)
-        self.naive = self._on_rows(torch.float32)
+        self.naive = self._on_rows(inputs.q.dtype)
 
     def _on_rows(self, dtype: torch.dtype) -> Result:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (self.inputs.q[:, self.rows], self.inputs.k, self.inputs.v)]
@@ -124,9 +127,9 @@ class Yardstick:
         return error_o.item(), torch.stack(error_grad).max().item()  # torch's max lets NaN through
 
 
-def score_bytes(seqlen: int, config: GPTConfig) -> int:
-    """Bytes of one fp32 score matrix, all heads."""
-    return 4 * config.heads_q * seqlen * seqlen
+def score_bytes(seqlen: int, config: GPTConfig, place: Place = CPU) -> int:
+    """Bytes of one score matrix, all heads."""
+    return place.dtype.itemsize * config.heads_q * seqlen * seqlen
 
 
 def forward(attention: Attention, inputs: Inputs) -> None:
@@ -143,6 +146,7 @@ def sweep(
     seqlens: Sequence[int],
     config: GPTConfig,
     *,
+    place: Place = CPU,
     deadline: float = math.inf,
     on_point: Callable[[int], None] = lambda seqlen: None,
 ) -> Sweep:
@@ -158,16 +162,17 @@ def sweep(
             omitted.append(f"{seqlen:,} tokens: left out, the time budget was spent.")
             continue
         contenders = dict(attentions)
-        need, limit = score_bytes(seqlen, config), NAIVE_LIMIT_BYTES
+        need, limit = score_bytes(seqlen, config, place), NAIVE_LIMIT_BYTES
         if need <= limit:
             contenders["naive"] = naive_attention
         else:
             omitted.append(
                 f"naive formula at {seqlen:,} tokens: not run, one score matrix would take {need >> 20:,} MiB (limit {limit >> 20:,} MiB)."
             )
-        points += measure(contenders, make_inputs(seqlen, config))
+        points += measure(contenders, make_inputs(seqlen, config, place), place)
         on_point(seqlen)
-    return Sweep(heads_q=config.heads_q, heads_k=config.heads_k, head_dim=config.head_dim, points=tuple(points), omitted=tuple(omitted))
+    sizes = {"heads_q": config.heads_q, "heads_k": config.heads_k, "head_dim": config.head_dim}
+    return Sweep(**sizes, points=tuple(points), omitted=tuple(omitted), place=place)
 
 
 def predicted_s(points: Sequence[Point], seqlen: int) -> float:
@@ -179,14 +184,13 @@ def predicted_s(points: Sequence[Point], seqlen: int) -> float:
     return sum(max(2 * TIMING_BUDGET_S, run_s) for run_s in runs_s)
 
 
-def measure(contenders: Mapping[str, Attention], inputs: Inputs) -> list[Point]:
+def measure(contenders: Mapping[str, Attention], inputs: Inputs, place: Place = CPU) -> list[Point]:
     """The points of one length. The error comes first, which also warms every contender up."""
     yardstick = Yardstick(inputs)
     errors = {name: yardstick.errors(yardstick.measure(attention)) for name, attention in contenders.items()}
     only = {name: partial(forward, attention, inputs) for name, attention in contenders.items()}
     both = {name: partial(forward_backward, attention, inputs) for name, attention in contenders.items()}
-    only_s = interleave(only, budget_s=TIMING_BUDGET_S)
-    both_s = interleave(both, budget_s=TIMING_BUDGET_S)
-    peak = {name: peak_extra_bytes(task)[1] for name, task in both.items()}
+    only_s, both_s = (interleave(tasks, budget_s=TIMING_BUDGET_S, device=place.device, clock=place.clock) for tasks in (only, both))
+    peak = {name: peak_extra_bytes(task, place.device)[1] for name, task in both.items()}
     seqlen = inputs.q.shape[1]
     return [Point(name, seqlen, 1e3 * only_s[name].median, 1e3 * both_s[name].median, peak[name], *errors[name]) for name in contenders]

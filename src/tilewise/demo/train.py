@@ -12,9 +12,7 @@ from torch import Tensor
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.demo import data
 from tilewise.demo.model import GPT, Attention, GPTConfig, build
-
-SAME_LOSS = 1e-3
-"""The largest relative difference between two losses of one step that counts as the same training, in fp32."""
+from tilewise.demo.place import CPU, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +54,7 @@ class Training:
     config: TrainConfig
     parameters: int
     curves: tuple[Curve, ...]
+    place: Place = CPU
 
     @property
     def steps(self) -> int:
@@ -74,29 +73,33 @@ class Training:
 
     @property
     def same(self) -> bool:
-        """Whether every step's losses agree to SAME_LOSS; a NaN anywhere does not."""
-        return self.worst <= SAME_LOSS
+        """Whether every step's losses agree as far as the dtype lets them (`Place.same_loss`); a NaN anywhere does not."""
+        return self.worst <= self.place.same_loss
 
 
 class Trainee:
     """One model, its optimizer and its record."""
 
-    def __init__(self, name: str, attention: Attention, model: GPTConfig, config: TrainConfig) -> None:
-        self.config = config
-        self.model: GPT = build(model, attention, config.seed)
+    def __init__(self, name: str, attention: Attention, model: GPTConfig, config: TrainConfig, place: Place) -> None:
+        self.config, self.place = config, place
+        self.model: GPT = build(model, attention, config.seed).to(place.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.peak_rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.curve = Curve(name=name)
+
+    def loss(self, batch: data.Batch) -> Tensor:
+        with self.place.autocast():
+            return self.model.loss(*batch)
 
     def step(self, step: int, batch: data.Batch) -> float:
         """One update of the weights; returns the loss before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.rate(step)
         self.optimizer.zero_grad()
-        loss = self.model.loss(*batch)
+        loss = self.loss(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return loss.item()
+        return loss.item()  # which waits for a GPU
 
     def timed_step(self, step: int, batch: data.Batch) -> None:
         start = time.perf_counter()
@@ -107,9 +110,9 @@ class Trainee:
     def finish(self, step: int, batch: data.Batch, held_out: data.Batch) -> None:
         """Loss on text never trained on, then the peak memory of one more, untimed step beyond weights and optimizer state."""
         with torch.no_grad():
-            self.curve.held_out = self.model.loss(*held_out).item()
+            self.curve.held_out = self.loss(held_out).item()
         self.optimizer.zero_grad()
-        _, self.curve.peak_bytes = peak_extra_bytes(lambda: self.step(step, batch))
+        _, self.curve.peak_bytes = peak_extra_bytes(lambda: self.step(step, batch), self.place.device)
 
 
 def train(
@@ -117,6 +120,7 @@ def train(
     model: GPTConfig,
     config: TrainConfig,
     *,
+    place: Place = CPU,
     deadline: float = math.inf,
     on_step: Callable[[int, list[float]], None] = lambda step, losses: None,
 ) -> Training:
@@ -130,10 +134,10 @@ def train(
     text, held_out = data.split(data.corpus())
 
     def batch_at(source: Tensor, step: int) -> data.Batch:
-        return data.batch_at(source, step, batch=config.batch, context=model.context, seed=config.seed)
+        return data.batch_at(source, step, batch=config.batch, context=model.context, seed=config.seed).to(place.device)
 
     unseen = batch_at(held_out, 0)
-    trainees = [Trainee(name, attention, model, config) for name, attention in attentions.items()]
+    trainees = [Trainee(name, attention, model, config, place) for name, attention in attentions.items()]
     done = 0
     while done < config.steps and (done < 2 or time.monotonic() < deadline):
         batch = batch_at(text, done)
@@ -144,4 +148,4 @@ def train(
     for trainee in trainees:
         trainee.finish(done, batch_at(text, done), unseen)
     parameters = sum(parameter.numel() for parameter in trainees[0].model.parameters())
-    return Training(model=model, config=config, parameters=parameters, curves=tuple(trainee.curve for trainee in trainees))
+    return Training(model=model, config=config, parameters=parameters, curves=tuple(trainee.curve for trainee in trainees), place=place)

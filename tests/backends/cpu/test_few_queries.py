@@ -14,7 +14,7 @@ CASES = [
     Case(batch=2, seqlen_q=1, seqlen_k=1030, **HEADS, head_dim=64, head_dim_v=40, mask=Causal()),
     Case(batch=1, seqlen_q=3, seqlen_k=700, **HEADS, head_dim=72, mask=SlidingWindow(600, None), lse_grad=True),
     Case(batch=1, seqlen_q=5, seqlen_k=260, **HEADS, head_dim=33, head_dim_v=130, mask=FirstKeys(4) | SlidingWindow(70, 0), dtype="bf16"),
-    Case(batch=2, seqlen_q=8, seqlen_k=40, heads_q=7, heads_k=7, head_dim=16, mask=Causal(align="top_left"), dtype="fp16", layout="bhsd"),
+    Case(batch=2, seqlen_q=8, seqlen_k=140, heads_q=7, heads_k=7, head_dim=16, mask=Causal(align="top_left"), dtype="fp16", layout="bhsd"),
     Case(batch=1, seqlen_q=7, seqlen_k=130, **HEADS, head_dim=128, mask=Full(), layout="sliced"),
 ]
 

@@ -20,8 +20,10 @@ from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Cpu"]
 
-# Up to so many queries, of KEYS_A_QUERY times as many keys, every key is read once for all the rows of its head, and keys are split over threads.
-FEW_QUERIES, KEYS_A_QUERY = 8, 4
+# Up to so many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
+# the numbers of K and V that a head reads are NUMBERS_A_PAIR times the queries' square (measured: docs/cpu-notes.md).
+FEW_QUERIES, FEW_QUERIES_NARROW, NUMBERS_A_PAIR = 8, 4, 64
+NARROW = ("avx2", "generic")
 
 
 class Cpu:
@@ -58,7 +60,7 @@ class Cpu:
         """The instruction set that this call's kernels use, which for small calls need not be the best one; for `explain`."""
         found = library()
         args, keep = arguments_of(call, self._isa(found))
-        few = _few_queries(call)
+        few = self._few_queries(call, found)
         runs = abi.RUN_DECODE if few else abi.RUN_FORWARD, abi.RUN_BACKWARD
         forward, backward = (abi.ISAS[found.functions.tw_isa_of(ctypes.byref(args), run)] for run in runs)
         del keep
@@ -76,7 +78,7 @@ class Cpu:
         args, keep = arguments_of(call, self._isa(found))
         set_tensor(args.o, o)
         args.lse = lse.data_ptr()
-        if _few_queries(call):
+        if self._few_queries(call, found):
             keep.append(add_workspace(args, found.functions.tw_decode_workspace))
             run(found.functions.tw_decode, args)
         else:
@@ -90,7 +92,7 @@ class Cpu:
         if any(x is not None for x in modified) or 0 in (*call.q.shape, *call.k.shape):
             return None
         found = library()
-        return Repeat(call, found, self._isa(found), _few_queries(call))
+        return Repeat(call, found, self._isa(found), self._few_queries(call, found))
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
@@ -127,11 +129,13 @@ class Cpu:
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))
 
+    def _few_queries(self, call: Call, found: Library) -> bool:
+        """Whether lanes of a panel would stay so empty that the rows of a head are better computed key by key."""
+        most = FEW_QUERIES_NARROW if (self._forced or found.isa) in NARROW else FEW_QUERIES
+        read = call.seqlen_k * (call.head_dim + call.head_dim_v)
+        few = call.seqlen_q == 1 or (call.seqlen_q <= most and read >= NUMBERS_A_PAIR * call.seqlen_q**2)
+        return few and call.dropout is None and call.mask.kind != "bitmap"
+
     @property
     def _forced(self) -> str | None:
         return None if self.isa == "auto" else self.isa
-
-
-def _few_queries(call: Call) -> bool:
-    few = call.seqlen_q == 1 or (call.seqlen_q <= FEW_QUERIES and call.seqlen_k >= KEYS_A_QUERY * call.seqlen_q)
-    return few and call.dropout is None and call.mask.kind != "bitmap"

@@ -126,7 +126,8 @@ class Hopper:
             call.head_dim,
             call.head_dim_v,
             sees,
-            max(call.seqlen_q, call.seqlen_k) if sees == "until" else call.seqlen_q,  # few queries may see many keys
+            call.seqlen_q,
+            call.seqlen_k,
             **changes.fields(call),
             bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
             sink=call.sink is not None,

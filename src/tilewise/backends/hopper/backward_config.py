@@ -1,6 +1,7 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -198,6 +199,7 @@ STAYS = "all", "from", "interval", "rows"
 STAYS_UP_TO = 8192  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
 
 
+@lru_cache(1024)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
     dims = tile_dims(head_dim, head_dim_v)
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))

@@ -324,7 +324,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    unmasked = min(walk.free_last, last)
+    unmasked = min(walk.free_last - int(config.stale_max), last)  # the first that all rows see gives each a maximum
     masked = min(walk.free_first, unmasked)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
@@ -347,6 +347,10 @@ def steps(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:
     """The tiles [first, last), the last one first."""
+    stale = const_expr(config.stale_max and not masked)
+    if const_expr(stale and config.late_before_last):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
+        tile.rescale.fill(1.0)
     for i in cutlass.range(last - first, unroll=1):
         state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
@@ -385,12 +389,16 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, config: Constexpr[Config]):
     thread = arch.thread_idx()[0] - THREADS
+    if const_expr(
+        config.stale_max and config.sees == "rows" and config.consumers == 3
+    ):  # else addresses in sO are kept for the next unit, and spill
+        thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
     if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
+    if const_expr(config.may_need_repair) and arch.vote_any_sync(epilogue.needs_repair(tile.acc_O, lse, tile.rows.m, config)):
         epilogue.repair(tensors, block, tile.band, tile.changes, arch.make_warp_uniform(thread // WARP), config)
 
 
@@ -419,14 +427,15 @@ def step(
 ):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
+    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own; not at all where maxima stay (`stale_max`).
     """
+    stale = const_expr(config.stale_max and not masked)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, state, config)
-    if const_expr(config.late):
+    if const_expr(config.late and not stale):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
@@ -435,14 +444,18 @@ def step(
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
+    if const_expr(stale):
+        fragments.stale_softmax(acc_S, tile.rows, tile.changes.scale_log2)
+    else:
+        rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(config.late):
-        tile.rescale.store(rescale.load())
-    else:
-        fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(not stale):
+        if const_expr(config.late):
+            tile.rescale.store(rescale.load())
+        else:
+            fragments.scale_rows(tile.acc_O, rescale)
     return state
 
 
@@ -474,11 +487,13 @@ def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, co
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
-    if const_expr(config.late):
+    if const_expr(config.late_at_end):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
+    if const_expr(config.stale_max):
+        scores.mark_overflow(inverse, lse)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

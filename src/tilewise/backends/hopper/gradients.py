@@ -75,7 +75,7 @@ def kernels(call: Call) -> list[tuple]:
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
     """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates dQ in fp32 and two numbers a row."""
     batch, seqlen_q, heads_q, _ = call.q.shape
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
     if d_q.numel() == 0 or d_k.numel() == 0:
         d_bias = torch.zeros_like(call.bias) if bias_grad else None
         return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
@@ -101,22 +101,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         tables, apart = backward_tables.of_call(call, config)
         for first in range(0, batch, MOST):
             part = slice(first, first + MOST)
-            given = (x[part] for x in (*tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns))
-            of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in (changed.bias, changed.slopes))
-            compute(
-                *given,
-                counter,
-                *order,
-                partial,
-                shared_from,
-                shares,
-                int(d_lse is not None),
-                *numbers,
-                *of_part,
-                changed.diagonal,
-                *backward_tables.of_batch(tables, part),
-                *apart,
-            )
+            given = *tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns
+            of_part, of_tables = (changed.bias, changed.slopes), tables
+            if batch > MOST:
+                given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
+                of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
+            shared = partial, shared_from, shares
+            compute(*given, counter, *order, *shared, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
@@ -240,7 +231,7 @@ def arguments(config: Config) -> list:
 
 def _readable(x: Tensor) -> Tensor:
     """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
-    repeated = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
     return x.contiguous() if repeated else hopper.aligned(x)
 
 

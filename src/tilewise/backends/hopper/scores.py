@@ -229,6 +229,13 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
 
 
 @cute.jit
+def mark_overflow(inverse: cute.Tensor, lse: cute.Tensor):
+    """NaN in place of 1 / l where l is infinite (with a sink LSE may be NaN then), for O would be 0; `epilogue.needs_repair` sees it."""
+    for r in range_constexpr(fragments.ROWS):
+        inverse[r] = inverse[r] if lse[r] < Float32.inf else Float32.nan
+
+
+@cute.jit
 def weight(x: Float32, lse: Float32, scores: Scores, config: Constexpr) -> Float32:
     """P of one pair, from what `logit` gives and the row's log-sum-exp."""
     if const_expr(config.natural):

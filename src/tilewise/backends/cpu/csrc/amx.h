@@ -46,9 +46,23 @@ constexpr int kProducts[4] = {0, 1, 4, 6};
 constexpr int kPlanesOfA[4][6] = {{}, {0}, {1, 0, 1, 0}, {0, 2, 1, 0, 1, 0}};
 constexpr int kPlanesOfB[4][6] = {{}, {0}, {1, 1, 0, 0}, {2, 0, 1, 1, 0, 0}};
 
+// Vector work that is done beside products, so that the processor overlaps the two: next() does a piece of it, `pieces` are left, to be spread
+// evenly over `steps` steps of products (measured: docs/cpu-notes.md).
+struct Nothing {
+  TW_MEMBER void step() {}
+};
+template <class Work>
+struct Beside {
+  Work& work;
+  int64_t steps, pieces = work.pieces, due = 0;
+  TW_MEMBER void step() {
+    for (due += pieces; due >= steps; due -= steps) work.next();
+  }
+};
+
 // M x N tiles of C, M and N at most 2: C = A B, or C += A B.
-template <int T, int M, int N>
-TW_INLINE void tile_product(char* c, int64_t c_column, const Cells& a, const Cells& b, int64_t steps, bool add) {
+template <int T, int M, int N, class Other>
+TW_INLINE void tile_product(char* c, int64_t c_column, const Cells& a, const Cells& b, int64_t steps, bool add, Other& other) {
   if (add) {
     _tile_loadd(0, c, kCell);
     if constexpr (N == 2) _tile_loadd(1, c + c_column, kCell);
@@ -76,6 +90,7 @@ TW_INLINE void tile_product(char* c, int64_t c_column, const Cells& a, const Cel
         _tile_dpbf16ps(2, 5, 6);
       }
       if constexpr (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+      other.step();
     }
   }
   _tile_stored(0, c, kCell);
@@ -84,12 +99,12 @@ TW_INLINE void tile_product(char* c, int64_t c_column, const Cells& a, const Cel
   if constexpr (M == 2 && N == 2) _tile_stored(3, c + c_column + kTile, kCell);
 }
 
-template <int T, int M, int N>
-static void product_block(char* c, int64_t c_column, const Cells& a, const Cells& b, int64_t steps, bool add) {
-  if (T < 3 || !add) return tile_product<T, M, N>(c, c_column, a, b, steps, add);
+template <int T, int M, int N, class Other>
+static void product_block(char* c, int64_t c_column, const Cells& a, const Cells& b, int64_t steps, bool add, Other& other) {
+  if (T < 3 || !add) return tile_product<T, M, N>(c, c_column, a, b, steps, add, other);
   // fp32: a block's sum is rounded at its own magnitude before it joins a long one.
   alignas(64) char sum[M * N * kTile];
-  tile_product<T, M, N>(sum, M * kTile, a, b, steps, false);
+  tile_product<T, M, N>(sum, M * kTile, a, b, steps, false, other);
   memory_barrier();
   TW_UNROLL for (int n = 0; n < N; n++) for (int r = 0; r < 16 * M; r++) {
     float* p = (float*)(c + n * c_column + r * kCell);
@@ -97,21 +112,30 @@ static void product_block(char* c, int64_t c_column, const Cells& a, const Cells
   }
 }
 
-// C (+)= A B, of m x n tiles, over `steps` times 32 of what is summed over.
+// The steps of a matrix_product.
 template <int T>
-static void matrix_product(const Cells& c, const Cells& a, const Cells& b, int64_t m, int64_t n, int64_t steps, bool add) {
+TW_INLINE int64_t product_steps(int64_t m, int64_t n, int64_t steps) { return (m + 1) / 2 * ((n + 1) / 2) * kProducts[T] * steps; }
+
+// C (+)= A B, of m x n tiles, over `steps` times 32 of what is summed over.
+template <int T, class Other>
+static void matrix_product(const Cells& c, const Cells& a, const Cells& b, int64_t m, int64_t n, int64_t steps, bool add, Other& other) {
   memory_barrier();
   const int64_t column = c.rows * kCell;
   for (int64_t y = 0; y < n; y += 2)
     for (int64_t x = 0; x < m; x += 2) {
       char* to = c.at(16 * x, y);
       const Cells from_a = a.from(16 * x, 0), from_b = b.from(0, y);
-      if (m - x > 1 && n - y > 1) product_block<T, 2, 2>(to, column, from_a, from_b, steps, add);
-      else if (m - x > 1) product_block<T, 2, 1>(to, column, from_a, from_b, steps, add);
-      else if (n - y > 1) product_block<T, 1, 2>(to, column, from_a, from_b, steps, add);
-      else product_block<T, 1, 1>(to, column, from_a, from_b, steps, add);
+      if (m - x > 1 && n - y > 1) product_block<T, 2, 2>(to, column, from_a, from_b, steps, add, other);
+      else if (m - x > 1) product_block<T, 2, 1>(to, column, from_a, from_b, steps, add, other);
+      else if (n - y > 1) product_block<T, 1, 2>(to, column, from_a, from_b, steps, add, other);
+      else product_block<T, 1, 1>(to, column, from_a, from_b, steps, add, other);
     }
   memory_barrier();
+}
+template <int T>
+static void matrix_product(const Cells& c, const Cells& a, const Cells& b, int64_t m, int64_t n, int64_t steps, bool add) {
+  Nothing nothing;
+  matrix_product<T>(c, a, b, m, n, steps, add, nothing);
 }
 
 }  // namespace TW_NAMESPACE

@@ -82,7 +82,7 @@ template <int T>
 struct TileBackwardScratch {
   TileKeys keys;
   TileQueries queries;
-  TileGradBuffers buffers = {};
+  TileGradBuffers buffers[kOverlaps<T> ? 2 : 1] = {};
   float* dq;
   TileBackwardScratch(Arena& arena, const TileBackward& plan) {
     const tw_args& a = plan.args;
@@ -99,13 +99,15 @@ struct TileBackwardScratch {
     queries.d_o_pairs = bf16_cells<T>(arena, pairs, dim_v / 16);
     queries.lse = arena.floats(kTileGradRows);
     queries.delta = arena.floats(kTileGradRows);
-    buffers.s = arena_cells(arena, 32, kTileColumns, 1);
-    buffers.dp = arena_cells(arena, 32, kTileColumns, 1);
-    buffers.p = bf16_cells<T>(arena, 32, kTileColumns / 2);
-    buffers.ds = bf16_cells<T>(arena, 32, kTileColumns / 2);
-    buffers.ds_keys = bf16_cells<T>(arena, plan.block / 2, kTileColumns);
-    if (a.dropout_rescale > 0) buffers.kept = arena_cells(arena, 32, kTileColumns, 1);
-    if (a.softcap > 0) buffers.cap = arena_cells(arena, 32, kTileColumns, 1);
+    for (TileGradBuffers& b : buffers) {
+      b.s = arena_cells(arena, 32, kTileColumns, 1);
+      b.dp = arena_cells(arena, 32, kTileColumns, 1);
+      b.p = bf16_cells<T>(arena, 32, kTileColumns / 2);
+      b.ds = bf16_cells<T>(arena, 32, kTileColumns / 2);
+      b.ds_keys = &b == buffers ? bf16_cells<T>(arena, plan.block / 2, kTileColumns) : buffers[0].ds_keys;
+      if (a.dropout_rescale > 0) b.kept = arena_cells(arena, 32, kTileColumns, 1);
+      if (a.softcap > 0) b.cap = arena_cells(arena, 32, kTileColumns, 1);
+    }
   }
 };
 
@@ -177,43 +179,121 @@ TW_INLINE Crop key_group(const BandList& bands, int64_t x, int64_t row, int64_t 
   return c;
 }
 
-// 32 keys against the rows: P and dS, and what they add to dV and dK.
+// 32 keys of a band's crop against the rows.
+struct GradStep {
+  Crop crop = {};
+  int64_t x = 0, pair = 0;  // the band; where the keys' pairs begin in ds_keys
+  bool any = false;
+};
+
+// P and dS of a step from its scores: next() makes those of two keys and a pair of columns.
 template <int T>
-static void grad_keys(const TileKeys& keys, const TileQueries& queries, const Head& h, const BandList& bands, int64_t x, const Crop& c, int64_t pair,
-                      const TileGradBuffers& b) {
-  const tw_args& a = h.args;
-  const int64_t at = c.key_begin - keys.key, columns = queries.columns;
-  matrix_product<T>(b.s, keys.k.from(at, 0), queries.q, 2, columns, (a.head_dim + 31) / 32, false);
-  matrix_product<T>(b.dp, keys.v.from(at, 0), queries.d_o, 2, columns, (a.head_dim_v + 31) / 32, false);
-  float factor = score_factor(a);
-  const bool general = h.adjusts() || c.partial || b.kept.base || queries.dead_rows;
-  if (general) {
-    finish_scores(b.s, columns, factor, h, bands, x, c, (vf)splat(kHiddenBits), b.cap.base ? &b.cap : nullptr);
-    factor = 1.f;
-    for (int64_t w = 0; b.kept.base && w < columns; w++) {
-      Crop part = c;
+struct GradWeights {
+  const TileQueries& queries;
+  const TileGradBuffers& buffers;
+  vf scale;
+  int64_t pair, pieces;
+  bool general, fused, keep_ds;
+  int64_t w = 0, j = 0;
+
+  template <bool General, bool Fused>
+  TW_MEMBER void weigh() { weigh_gradients<T, General, Fused>(queries, buffers, j, w, scale, pair + j / 2, General && keep_ds); }
+  __attribute__((noinline)) void weigh_general() { T < 3 && fused ? weigh<true, true>() : weigh<true, false>(); }
+  TW_MEMBER void next() {
+    if (general) weigh_general();
+    else if (T < 3 && fused) weigh<false, true>();
+    else weigh<false, false>();
+    if ((j += 2) == 32) j = 0, w += 2;
+  }
+};
+
+// Steps one after another, each in three: S and dP; P and dS; what they add to dV and dK. Where it pays, while P and dS of one step are made, the tiles
+// multiply for the step before and the step after (see TilePipeline).
+template <int T>
+struct GradPipeline {
+  const Head& h;
+  const TileKeys& keys;
+  const TileQueries& queries;
+  const BandList& bands;
+  const TileGradBuffers* buffers;  // in turns
+  GradStep last, now;              // last: wants its gradients added; now: has S and dP
+  int turn = 0;                    // now's buffers
+
+  int64_t at(const GradStep& s) const { return s.crop.key_begin - keys.key; }
+  template <class Other>
+  void scores(const GradStep& s, const TileGradBuffers& b, Other& other) const {
+    matrix_product<T>(b.s, keys.k.from(at(s), 0), queries.q, 2, queries.columns, (h.args.head_dim + 31) / 32, false, other);
+    matrix_product<T>(b.dp, keys.v.from(at(s), 0), queries.d_o, 2, queries.columns, (h.args.head_dim_v + 31) / 32, false, other);
+  }
+  template <class Other>
+  void gradients(const GradStep& s, const TileGradBuffers& b, Other& other) const {
+    matrix_product<T>(keys.dv.from(at(s), 0), b.p, queries.d_o_pairs, 2, (h.args.head_dim_v + 15) / 16, queries.columns / 2, true, other);
+    matrix_product<T>(keys.dk.from(at(s), 0), b.ds, queries.q_pairs, 2, (h.args.head_dim + 15) / 16, queries.columns / 2, true, other);
+  }
+  int64_t steps(bool next) const {
+    const int64_t dim = h.args.head_dim, dim_v = h.args.head_dim_v, columns = queries.columns;
+    int64_t n = 0;
+    if (next) n += product_steps<T>(2, columns, (dim + 31) / 32) + product_steps<T>(2, columns, (dim_v + 31) / 32);
+    if (last.any) n += product_steps<T>(2, (dim_v + 15) / 16, columns / 2) + product_steps<T>(2, (dim + 15) / 16, columns / 2);
+    return n;
+  }
+  // P and dS of a step that has S and dP.
+  GradWeights<T> weights(const GradStep& s, const TileGradBuffers& b) const {
+    const tw_args& a = h.args;
+    const bool general = h.adjusts() || s.crop.partial || b.kept.base || queries.dead_rows, fused = T < 3 && queries.fused;
+    float factor = score_factor(a);
+    if (general) {
+      finish_scores(b.s, queries.columns, factor, h, bands, s.x, s.crop, (vf)splat(kHiddenBits), b.cap.base ? &b.cap : nullptr);
+      factor = 1.f;
+      for (int64_t w = 0; b.kept.base && w < queries.columns; w++) {
+        Crop part = s.crop;
+        part.row += w * L;
+        dropout_factors(floats(b.kept, 0, w), L, h, part, 1);
+      }
+    }
+    return {queries, b, splat(fused ? factor * kLog2e : factor), s.pair, queries.columns / 2 * 16, general, fused, a.dbias.data != nullptr};
+  }
+  void add_bias(const GradStep& s, const TileGradBuffers& b) const {
+    for (int64_t w = 0; h.args.dbias.data && w * L < queries.rows; w++) {
+      Crop part = s.crop;
       part.row += w * L;
-      dropout_factors(floats(b.kept, 0, w), L, h, part, 1);
+      part.rows = min_of(s.crop.rows - w * L, (int64_t)L);
+      add_bias_gradient(floats(b.dp, 0, w), L, h, part, 1);
     }
   }
-  const bool fused = T < 3 && queries.fused;
-  const vf scale = splat(fused ? factor * kLog2e : factor);
-  for (int64_t w = 0; w < columns; w += 2)
-    for (int64_t j = 0; j < 32; j += 2) {
-      if (general && fused) weigh_gradients<T, true, true>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
-      else if (general) weigh_gradients<T, true, false>(queries, b, j, w, scale, pair + j / 2, a.dbias.data);
-      else if (fused) weigh_gradients<T, false, true>(queries, b, j, w, scale, pair + j / 2, false);
-      else weigh_gradients<T, false, false>(queries, b, j, w, scale, pair + j / 2, false);
+  // `next`, or nothing, takes now's place.
+  void advance(const GradStep& next) {
+    if (now.any) {
+      GradWeights<T> made = weights(now, buffers[turn]);
+      Beside<GradWeights<T>> beside = {made, max_of(steps(next.any), (int64_t)1)};
+      if (last.any) gradients(last, buffers[turn ^ 1], beside);
+      if (next.any) scores(next, buffers[turn ^ 1], beside);
+      while (made.w < queries.columns) made.next();
+      add_bias(now, buffers[turn]);
+    } else if (next.any) {
+      Nothing nothing;
+      scores(next, buffers[turn ^ 1], nothing);
     }
-  for (int64_t w = 0; a.dbias.data && w * L < queries.rows; w++) {
-    Crop part = c;
-    part.row += w * L;
-    part.rows = min_of(c.rows - w * L, (int64_t)L);
-    add_bias_gradient(floats(b.dp, 0, w), L, h, part, 1);
+    last = now;
+    now = next;
+    turn ^= 1;
   }
-  matrix_product<T>(keys.dv.from(at, 0), b.p, queries.d_o_pairs, 2, (a.head_dim_v + 15) / 16, columns / 2, true);
-  matrix_product<T>(keys.dk.from(at, 0), b.ds, queries.q_pairs, 2, (a.head_dim + 15) / 16, columns / 2, true);
-}
+  void add(const GradStep& step) {
+    if constexpr (kOverlaps<T>) return advance(step);
+    Nothing nothing;
+    scores(step, buffers[0], nothing);
+    GradWeights<T> made = weights(step, buffers[0]);
+    while (made.w < queries.columns) made.next();
+    add_bias(step, buffers[0]);
+    gradients(step, buffers[0], nothing);
+  }
+  void finish() {
+    Nothing nothing;
+    if (now.any) advance({});
+    if (last.any) gradients(last, buffers[turn ^ 1], nothing);
+    last.any = false;
+  }
+};
 
 // What is read after a block of rows of a head, of those that see the keys [key, key + keys): the block before it, or the last one of the next
 // head, and its keys where they are others.
@@ -252,13 +332,14 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
           load_tile_queries<T>(scratch.queries, plan, h, row, finite);
           loaded = true;
         }
+        GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, {}, {}};
         for (int64_t from = all.key_begin; from < all.key_end; from += 32) {
           ahead.fetch((all.key_end - from) / 32 + 1);
-          grad_keys<T>(keys, scratch.queries, h, bands, x, key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)),
-                       (from - all.key_begin) / 2, scratch.buffers);
+          pipeline.add({key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)), x, (from - all.key_begin) / 2, true});
         }
+        pipeline.finish();
         turns.wait(step);
-        matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers.ds_keys,
+        matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers[0].ds_keys,
                           (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
       }
     }

@@ -59,12 +59,16 @@ struct TilePanel {
 // subtracted from scores rounded alike, so that the largest comes out as exactly 0.
 constexpr float kFusedScores = 65536.f;
 
-// P = exp(S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. `center` is times log2 e where Fused, and
-// then S still wants `scale`, which has log2 e in it.
+// P = exp(scale S - center) of U keys, added up, and as pairs of keys; with dropout the sum is what it was before. Where Fused, scale and center have
+// log2 e in them.
 template <int T, int U, bool Fused>
 TW_INLINE vf weigh_keys(const float* s, vf scale, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
   vf x[U], sum[U];
-  TW_UNROLL for (int u = 0; u < U; u++) x[u] = Fused ? load(s + u * L) * scale - center : (load(s + u * L) - center) * splat(kLog2e);
+  TW_UNROLL for (int u = 0; u < U; u++) {
+    x[u] = load(s + u * L) * scale;
+    if constexpr (!Fused) __asm__("" : "+v"(x[u]));  // rounded as the center was, so that the largest comes out as exactly 0
+    x[u] = Fused ? x[u] - center : (x[u] - center) * splat(kLog2e);
+  }
   power_each<T, U>(x);
   TW_UNROLL for (int u = 0; u < U; u++) sum[u] = x[u];
   TW_UNROLL for (int n = U / 2; n; n /= 2) TW_UNROLL for (int u = 0; u < n; u++) sum[u] += sum[u + n];
@@ -80,39 +84,82 @@ TW_INLINE vf largest_of(const float* s, int64_t keys) {
   return maximum(maximum(top[0], top[1]), maximum(top[2], top[3]));
 }
 
-// The online softmax of one column: m, l, P, and O rescaled.
-template <int T>
-static void softmax_column(const TilePanel& panel, int64_t w, float* s, int64_t keys, float factor, const float* kept, const Cells& p,
-                           int64_t dim_v) {
-  float *m = panel.state->m + w * L, *l = panel.state->l + w * L;
-  const vf m_old = load(m);
-  vf m_new = maximum(m_old, largest_of(s, keys) * splat(factor));
-  const bool fused = T < 3 && factor > 0.f && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
-  if (!fused && factor != 1.f) {
-    for (int64_t j = 0; j < keys; j++) store(s + j * L, load(s + j * L) * splat(factor));
-    m_new = maximum(m_old, largest_of(s, keys));
-  }
-  const vf center = m_new == splat(-kInf) ? vf{} : m_new, rescale = power_of<T>((m_old - center) * splat(kLog2e));
-  vf sum = {};
-  if (fused) {
-    const vf scale = splat(factor * kLog2e), center2 = center * splat(kLog2e);
-    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, true>(s + j * L, scale, center2, kept ? kept + j * L : nullptr, p, j / 2, w);
-  } else {
-    for (int64_t j = 0; j < keys; j += 8) sum += weigh_keys<T, 8, false>(s + j * L, vf{}, center, kept ? kept + j * L : nullptr, p, j / 2, w);
-  }
-  store(m, m_new);
-  store(l, load(l) * rescale + sum);
-  if (any_lane(rescale != splat(1.f)))
-    for (int64_t c = 0; c < dim_v; c++) {
-      float* o = floats(panel.o, c, w);
-      store(o, load(o) * rescale);
-    }
-}
-
 struct TileBuffers {
   Cells s, p;
-  float* kept;
+  float* kept;  // factors of dropout, as s
 };
+
+// The online softmax of a panel against the keys of a crop, a column of rows at a time: begin() finds m, rest() makes P, end() gives l and rescales O;
+// next() does a piece of rest(), eight keys.
+template <int T>
+struct Softmax {
+  const TilePanel& panel;
+  Cells p;
+  int64_t keys, dim_v;
+  float factor;
+  struct Column {
+    float* s;
+    const float* kept;
+    vf scale, center, rescale, sum;
+    bool fused;
+  } column[2];
+  int64_t pieces = 0, w_next = 0, j_next = 0;  // the piece that is next
+
+  Softmax(const TilePanel& of, const TileBuffers& b, int64_t n_keys, int64_t n_dim_v, float times, bool dropout)
+      : panel(of), p(b.p), keys(n_keys), dim_v(n_dim_v), factor(times), pieces((of.rows + L - 1) / L * (n_keys / 8)) {
+    for (int64_t w = 0; w < 2; w++) column[w].s = floats(b.s, 0, w), column[w].kept = dropout ? b.kept + w * b.s.rows * L : nullptr;
+  }
+  TW_MEMBER void begin(int64_t w) {
+    Column& c = column[w];
+    float *s = c.s, *m = panel.state->m + w * L, times = factor;
+    const int64_t n = keys;
+    if (times < 0.f) {
+      for (int64_t j = 0; j < n; j++) store(s + j * L, load(s + j * L) * splat(times));
+      times = 1.f;
+    }
+    const vf m_old = load(m), m_new = maximum(m_old, largest_of(s, n) * splat(times)), center = m_new == splat(-kInf) ? vf{} : m_new;
+    store(m, m_new);
+    c.fused = T < 3 && !any_lane((m_new > splat(kFusedScores)) | (m_new < splat(-kFusedScores)));
+    c.scale = splat(c.fused ? times * kLog2e : times);
+    c.center = c.fused ? center * splat(kLog2e) : center;
+    c.rescale = power_of<T>((m_old - center) * splat(kLog2e));
+    c.sum = vf{};
+  }
+  template <bool Fused>
+  TW_MEMBER void weigh(int64_t w, int64_t begin, int64_t end) {
+    const vf scale = column[w].scale, center = column[w].center;
+    const float *s = column[w].s, *kept = column[w].kept;
+    vf sum = column[w].sum;
+    for (int64_t j = begin; j < end; j += 8) sum += weigh_keys<T, 8, Fused>(s + j * L, scale, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+    column[w].sum = sum;
+  }
+  TW_MEMBER void next() {
+    Column& c = column[w_next];
+    const float *s = c.s + j_next * L, *kept = c.kept ? c.kept + j_next * L : nullptr;
+    c.sum += T < 3 && c.fused ? weigh_keys<T, 8, true>(s, c.scale, c.center, kept, p, j_next / 2, w_next)
+                              : weigh_keys<T, 8, false>(s, c.scale, c.center, kept, p, j_next / 2, w_next);
+    if ((j_next += 8) == keys) j_next = 0, w_next++;
+  }
+  TW_MEMBER void rest(int64_t w) {
+    const int64_t from = w < w_next ? keys : w == w_next ? j_next : 0;
+    if (T < 3 && column[w].fused) weigh<true>(w, from, keys);
+    else weigh<false>(w, from, keys);
+  }
+  TW_MEMBER void end(int64_t w) {
+    const vf rescale = column[w].rescale;
+    float* l = panel.state->l + w * L;
+    store(l, load(l) * rescale + column[w].sum);
+    if (any_lane(rescale != splat(1.f)))
+      for (int64_t c = 0; c < dim_v; c++) {
+        float* o = floats(panel.o, c, w);
+        store(o, load(o) * rescale);
+      }
+  }
+};
+
+// bf16 has too few products for its softmax to hide behind (measured: docs/cpu-notes.md).
+template <int T>
+constexpr bool kOverlaps = T > 1;
 
 struct TileForward {
   const tw_args& args;
@@ -123,7 +170,7 @@ struct TileForward {
 template <int T>
 struct TileForwardScratch {
   Cells q, o, k, v;
-  TileBuffers buffers;
+  TileBuffers buffers[kOverlaps<T> ? 2 : 1];
   RowState* states;
   TileForwardScratch(Arena& arena, const TileForward& plan) {
     const int64_t dim = round_up(plan.args.head_dim, 32), dim_v = round_up(plan.args.head_dim_v, 16);
@@ -131,36 +178,105 @@ struct TileForwardScratch {
     o = arena_cells(arena, dim_v, 2 * plan.panels, 1);
     k = bf16_cells<T>(arena, plan.block, dim / 32);
     v = bf16_cells<T>(arena, dim_v, plan.block / 32);
-    buffers.s = arena_cells(arena, plan.block, 2, 1);
-    buffers.p = bf16_cells<T>(arena, plan.block / 2, 2);
-    buffers.kept = arena.floats(plan.args.dropout_rescale > 0 ? plan.block * L : 0);
+    for (TileBuffers& b : buffers) {
+      b.s = arena_cells(arena, plan.block, 2, 1);
+      b.p = bf16_cells<T>(arena, plan.block / 2, 2);
+      b.kept = arena.floats(plan.args.dropout_rescale > 0 ? plan.block * 2 * L : 0);
+    }
     states = (RowState*)arena.floats(plan.panels * (int64_t)(sizeof(RowState) / 4));
   }
 };
 
-// One block of keys against a panel.
+// The keys of a crop against a panel.
+struct TileStep {
+  const TilePanel* panel = nullptr;
+  Cells k = {}, v = {};  // from the crop's first key on
+  BandList bands = {};
+  int64_t x = 0;
+  Crop crop = {};
+};
+
+// Steps one after another, each in three: scores, softmax, values. Where it pays, while the softmax of one step goes on, the tiles multiply for the
+// values of the step before and the scores of the next.
 template <int T>
-static void tile_step(const TilePanel& panel, const Head& h, const Cells& k, const Cells& v, int64_t first, const BandList& bands, int64_t x,
-                      const Crop& c, const TileBuffers& buffers) {
-  const tw_args& a = h.args;
-  const int64_t keys = c.key_end - c.key_begin, columns = (panel.rows + L - 1) / L, dim_v = round_up(a.head_dim_v, 16);
-  matrix_product<T>(buffers.s, k.from(first, 0), panel.q, keys / 16, columns, (a.head_dim + 31) / 32, false);
-  float factor = score_factor(a);
-  if (h.adjusts() || c.partial) {
-    finish_scores(buffers.s, columns, factor, h, bands, x, c, splat(-kInf), nullptr);
-    factor = 1.f;
+struct TilePipeline {
+  const Head& h;
+  const TileBuffers* buffers;  // in turns
+  TileStep last, now;          // last: wants its values added; now: has its scores
+  int turn = 0;                // now's buffers
+
+  int64_t columns(const TileStep& s) const { return (s.panel->rows + L - 1) / L; }
+  int64_t keys(const TileStep& s) const { return s.crop.key_end - s.crop.key_begin; }
+  int64_t dim_v() const { return round_up(h.args.head_dim_v, 16); }
+
+  template <class Other>
+  void scores(const TileStep& s, int to, Other& other) const {
+    matrix_product<T>(buffers[to].s, s.k, s.panel->q, keys(s) / 16, columns(s), (h.args.head_dim + 31) / 32, false, other);
   }
-  for (int64_t w = 0; w < columns; w++) {
-    const bool dropout = a.dropout_rescale > 0;
-    if (dropout) {
-      Crop part = c;
-      part.row += w * L;
-      dropout_factors(buffers.kept, L, h, part, 1);
+  template <class Other>
+  void values(const TileStep& s, int from, Other& other) const {
+    matrix_product<T>(s.panel->o, s.v, buffers[from].p, dim_v() / 16, columns(s), keys(s) / 32, true, other);
+  }
+  int64_t steps(const TileStep* next) const {
+    int64_t n = next ? product_steps<T>(keys(*next) / 16, columns(*next), (h.args.head_dim + 31) / 32) : 0;
+    if (last.panel) n += product_steps<T>(dim_v() / 16, columns(last), keys(last) / 32);
+    return n;
+  }
+
+  // The softmax of a step that has its scores.
+  Softmax<T> softmax(const TileStep& s, const TileBuffers& b) const {
+    const bool dropout = h.args.dropout_rescale > 0;
+    float factor = score_factor(h.args);
+    if (h.adjusts() || s.crop.partial) {
+      finish_scores(b.s, columns(s), factor, h, s.bands, s.x, s.crop, splat(-kInf), nullptr);
+      factor = 1.f;
     }
-    softmax_column<T>(panel, w, floats(buffers.s, 0, w), keys, factor, dropout ? buffers.kept : nullptr, buffers.p, dim_v);
+    for (int64_t w = 0; dropout && w < columns(s); w++) {
+      Crop part = s.crop;
+      part.row += w * L;
+      dropout_factors(b.kept + w * b.s.rows * L, L, h, part, 1);
+    }
+    return {*s.panel, b, keys(s), dim_v(), factor, dropout};
   }
-  matrix_product<T>(panel.o, v.from(0, first / 32), buffers.p, dim_v / 16, columns, keys / 32, true);
-}
+  // `next`, or nothing, takes now's place.
+  void advance(const TileStep* next) {
+    if (now.panel) {
+      Softmax<T> weights = softmax(now, buffers[turn]);
+      for (int64_t w = 0; w < columns(now); w++) weights.begin(w);
+      Beside<Softmax<T>> beside = {weights, max_of(steps(next), (int64_t)1)};
+      if (last.panel) values(last, turn ^ 1, beside);
+      if (next) scores(*next, turn ^ 1, beside);
+      for (int64_t w = 0; w < columns(now); w++) {
+        weights.rest(w);
+        weights.end(w);
+      }
+    } else if (next) {
+      Nothing nothing;
+      scores(*next, turn ^ 1, nothing);
+    }
+    last = now;
+    now = next ? *next : TileStep{};
+    turn ^= 1;
+  }
+  void add(const TileStep& step) {
+    if constexpr (kOverlaps<T>) return advance(&step);
+    Nothing nothing;
+    scores(step, 0, nothing);
+    Softmax<T> weights = softmax(step, buffers[0]);
+    for (int64_t w = 0; w < columns(step); w++) {
+      weights.begin(w);
+      weights.rest(w);
+      weights.end(w);
+    }
+    values(step, 0, nothing);
+  }
+  void finish() {
+    Nothing nothing;
+    if (now.panel) advance(nullptr);
+    if (last.panel) values(last, turn ^ 1, nothing);
+    last.panel = nullptr;
+  }
+};
 
 // O / l and LSE, with the sink as one more logit, of a column of rows; see finish_panel in forward.h.
 template <int T>
@@ -203,6 +319,7 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
     memset(p.o.base, 0, (size_t)(2 * dim_v * kCell));
     for (int64_t i = 0; i < kTileRows; i++) p.state->m[i] = -kInf, p.state->l[i] = 0.f;
   }
+  TilePipeline<T> pipeline = {h, scratch.buffers, {}, {}};
   for (int64_t key = seen.begin / plan.block * plan.block; key < seen.end; key += plan.block) {
     const int64_t keys = min_of(plan.block, a.seqlen_k - key);
     bool packed = false;
@@ -222,19 +339,32 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
           pack_pairs_transposed<T>(scratch.v, {h.v(key), a.v.seq, keys, a.head_dim_v}, keys, finite);
           packed = true;
         }
-        tile_step<T>(p, h, scratch.k, scratch.v, c.key_begin - key, bands, b, c, scratch.buffers);
+        pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c});
       }
     }
+    pipeline.finish();
   }
   for (int64_t x = 0; x < panels; x++)
     for (int64_t w = 0; w * L < panel[x].rows; w++) finish_column<T>(panel[x], w, h);
   if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
 }
 
+// How long `panels` panels a tile take, in passes of a panel over the keys: equal shares, and half of the longest tile, for which the last threads wait
+// about so long; it is twice the average where masks make tiles uneven. Packing a head's keys and values takes kPacking passes.
+static double span_of(const tw_args& a, int64_t all, int64_t panels) {
+  constexpr double kPacking = 2;
+  const double threads = (double)max_of((int64_t)a.threads, (int64_t)1), tiles = (double)(a.batch * a.heads_q * ((all + panels - 1) / panels));
+  const double longest = kPacking + (double)panels * (shows_all(a) ? 1 : 2);
+  return tiles * kPacking / threads + (1 - 1 / threads) * longest;
+}
+
+// Tiles of as many panels as there are, but enough tiles for the threads.
 static TileForward plan_tiles(const tw_args& a, int32_t* finite) {
-  const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows;
-  int64_t panels = min_of(kMostPanels, max_of(all, (int64_t)1));
-  while (panels > 1 && a.threads > 1 && a.batch * a.heads_q * ((all + panels - 1) / panels) < 4 * a.threads) panels--;
+  const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows, most = min_of(kMostPanels, max_of(all, (int64_t)1));
+  const auto enough = [&](int64_t panels) { return a.threads <= 1 || a.batch * a.heads_q * ((all + panels - 1) / panels) >= 4 * a.threads; };
+  int64_t panels = most;
+  for (int64_t fewer = most - 1; fewer > 0 && !enough(fewer + 1); fewer--)
+    if (span_of(a, all, fewer) < span_of(a, all, panels)) panels = fewer;
   return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kTileKeys, 32), finite};
 }
 

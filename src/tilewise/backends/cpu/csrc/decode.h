@@ -92,7 +92,11 @@ static void decode_block(const DecodePlan& plan, const DecodeScratch& scratch, c
     const float highest = maximum_of_lanes(top), m_new = m[r] > highest ? m[r] : highest;
     const float center = m_new == -kInf ? 0.f : m_new, rescale = exp_of(splat(m[r] - center))[0];
     vf sum = {};
-    for (int64_t j = 0; j < keys; j += 4 * L) {  // the scores beyond are -inf, up to a multiple of 4 L
+    if (keys <= L) {
+      sum = exp_of(load(s) - center);
+      store(s, sum);
+    }
+    for (int64_t j = 0; keys > L && j < keys; j += 4 * L) {  // the scores beyond are -inf, up to a multiple of 4 L
       vf p[4];
       TW_UNROLL for (int x = 0; x < 4; x++) p[x] = load(s + j + x * L) - center;
       exp_each<4>(p);
@@ -120,11 +124,24 @@ static void decode_rows(int64_t n, const Arguments&... arguments) {
   if constexpr (R > 1) decode_rows<DT, R - 1>(n, arguments...);
 }
 
+// O / l and LSE of a row whose keys are one split, without a sink: nothing is to be weighed.
+static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at) {
+  const tw_args& a = plan.parts.args;
+  const int64_t dim_v = round_up(a.head_dim_v, kPad);
+  const float l = plan.l[at], factor = l == 0.f ? 0.f : 1.f / l;
+  store_rows(h.out(a.o, row, h.head), 0, plan.o + at * dim_v, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
+  if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : plan.m[at] + log_of(splat(l))[0];
+}
+
 static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head) {
   const tw_args& a = plan.parts.args;
   const int64_t dim_v = round_up(a.head_dim_v, kPad), first = (batch * a.heads_k + kv_head) * plan.parts.splits * plan.rows;
   for (int64_t r = 0; r < plan.rows; r++) {
     const Head h = decode_head(a, batch, kv_head, r);
+    if (plan.parts.splits == 1 && !a.sink) {
+      finish_row(plan, h, r % a.seqlen_q, first + r);
+      continue;
+    }
     const float sink = a.sink ? a.sink[h.head] : -kInf;
     float top = sink;
     for (int64_t s = 0; s < plan.parts.splits; s++) {

@@ -26,6 +26,14 @@ TW_INLINE BandList bands_at(const tw_plane& plane, int64_t row) {
   return {&plane, plane.row_ptr[block], plane.row_ptr[block + 1]};
 }
 
+// Whether every query sees every key.
+TW_INLINE bool shows_all(const tw_args& a) {
+  const tw_plane& plane = a.planes[0];
+  if (a.plane_of || plane.n_bands != 1 || plane.in_bitmap) return false;
+  const Band& b = *(const Band*)plane.bands;
+  return b.q0 <= 0 && b.k0 <= 0 && b.q1 >= a.seqlen_q && b.k1 >= a.seqlen_k && b.lo <= 1 - a.seqlen_q && b.hi >= a.seqlen_k - 1;
+}
+
 // The part of a band in rows [row, row + rows) and keys [key, key + keys): the keys that at least one of those rows sees.
 struct Crop {
   int64_t row, rows;          // the panel

@@ -12,6 +12,7 @@
 #endif
 
 #define TW_INLINE static inline __attribute__((always_inline))
+#define TW_MEMBER inline __attribute__((always_inline))
 #define TW_UNROLL _Pragma("GCC unroll 32")
 
 namespace TW_NAMESPACE {

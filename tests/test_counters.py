@@ -1,7 +1,8 @@
-"""tools/ladder_profile.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
+"""tools/counters.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tilewise.ladder import RUNGS
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("ladder_profile", ROOT / "tools/ladder_profile.py")
+spec = importlib.util.spec_from_file_location("counters", ROOT / "tools/counters.py")
 profile = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(profile)
 
@@ -51,7 +52,7 @@ def report(*kernels):
 def rows():
     environment = {"device": "NVIDIA H100", "date": "2026-11-21T06:00:00", "commit": "abc", "ncu": "Version 1"}
     slow = {"gpu__time_duration.sum": "5000000", "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "50"}
-    return profile.rows([RUNGS["k5"], RUNGS["k6"]], profile.parse(report(slow, {})), environment)
+    return profile.rows(list(map(profile.described, (RUNGS["k5"], RUNGS["k6"]))), profile.parse(report(slow, {})), environment)
 
 
 def test_measures(rows):
@@ -73,22 +74,22 @@ def test_metrics_that_exist_are_asked_for():
         "Device NVIDIA H100 (GH100)\n---- ----\nsm__pipe_tensor_op_gmma_cycles_active  Counter  %  words\nsm__inst_executed_pipe_xu  Counter\n"
         "sm__inst_executed_pipe_uniform  Counter\nl1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld  Counter\n"
     )
-    assert profile.extra(query) == [
+    assert profile.extra(query, profile.EXTRA) == [
         "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
         "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     ]
-    assert profile.extra("") == []
+    assert profile.extra("", profile.EXTRA) == []
 
 
 def test_k1_is_three_kernels():
     names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.K1_KERNELS]
-    rows = profile.rows([RUNGS["k1"]], profile.parse(report(*names)), {})
+    rows = profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names)), {})
     assert [row["kernel"] for row in rows] == list(profile.K1_KERNELS) and rows[0]["case"]["seqlen"] == 2048
     with pytest.raises(ValueError, match="not \\['k1 compute_S'"):
-        profile.rows([RUNGS["k1"]], profile.parse(report(*names[:2])), {})
+        profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names[:2])), {})
     with pytest.raises(ValueError, match="the report holds the kernels"):
-        profile.rows([RUNGS["k1"]], profile.parse(report(*reversed(names))), {})
+        profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*reversed(names))), {})
 
 
 def test_table_beside_the_rung_before(rows):
@@ -103,7 +104,7 @@ def test_table_beside_the_rung_before(rows):
 
 
 def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
-    kept = {"rungs": ["k6"], "environment": {"device": "NVIDIA H100"}, "csv": report({})}
+    kept = {"what": [profile.described(RUNGS["k6"])], "environment": {"device": "NVIDIA H100"}, "csv": report({})}
     (tmp_path / "raw.json").write_text(json.dumps(kept))
     for _ in range(2):
         assert profile.main(["reread", str(tmp_path / "raw.json"), "--out", str(tmp_path / "rows.jsonl")]) == 0
@@ -111,20 +112,99 @@ def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
     assert "| k6 |" in capsys.readouterr().out
 
 
+def chosen(*more):
+    arguments = profile.argparse.Namespace(
+        set="papers", dtype="bf16", direction="fwd,bwd", only=["b1 s16384 h16 d128 Causal"], impls="tilewise,fa4"
+    )
+    return [profile.described(each) for each in profile.calls_of(arguments)]
+
+
+@pytest.fixture
+def calls():
+    """The made-up report of a forward and a backward pass, ours and FlashAttention-4's: markers, then kernels, the backward's three."""
+    mark = {"Kernel Name": "void at::cuda::spin_kernel(long)"}
+    names = {"Kernel Name": "prepare", "gpu__time_duration.sum": "1000"}, {"Kernel Name": "main"}, {"Kernel Name": "finish"}
+    forward, backward = [mark, {}], [mark, names[0], {**names[1], "gpu__time_duration.sum": "4000000"}, {**names[2], **names[0], "ID": "9"}]
+    environment = {"device": "NVIDIA H200", "date": "2026-11-22T03:42:00", "commit": "abc", "ncu": "Version 1"}
+    return profile.rows(chosen(), profile.parse(report(*forward, *forward, *backward, *backward)), environment)
+
+
+def test_calls_are_told_apart_by_the_kernel_between_them(calls):
+    assert [(row["impl"], row["case"]["direction"], row["kernel"]) for row in calls] == [
+        ("tilewise", "fwd", HEADER["Kernel Name"][1]),
+        ("fa4", "fwd", HEADER["Kernel Name"][1]),
+        ("tilewise", "bwd", "main"),
+        ("fa4", "bwd", "main"),
+    ]
+    assert calls[2]["time_us"] == 4000 and [time_us for _, time_us in calls[2]["others_us"]] == [1, 1]
+    with pytest.raises(ValueError, match="kernels of 3 calls, not of 4"):
+        profile.rows(chosen(), profile.parse(report(*3 * [{"Kernel Name": "spin_kernel"}, {}])), {})
+    with pytest.raises(ValueError, match="kernels of 3 calls, not of 4"):
+        profile.rows(chosen(), profile.parse(report(*3 * [{"Kernel Name": "spin_kernel"}, {}], {"Kernel Name": "spin_kernel"})), {})
+
+
+def test_calls_in_a_page(calls):
+    energy = {key: calls[0][key] for key in ("impl", "name", "id", "case", "environment")}
+    energy |= {"time_us": 3000.0, "clock_mhz": 1500.0, "watts": 700.0, "joules": 2.1, "flops": 2e12}
+    page = "# The forward\n\n<!-- counters:fwd -->\nold\n<!-- /counters -->\n<!-- counters:fwd+bwd -->\nkept\n<!-- /counters -->\n"
+    written = profile.refreshed(page, [*calls, energy])
+    assert "| | | us | tensor cores, % |" in written and "| papers b1 s16384 h16 d128 Causal() bf16 fwd | fa4 | 2,500 | 71.5 |" in written
+    assert "| papers b1 s16384 h16 d128 Causal() bf16 fwd | tilewise | 3,000 | 1,500 | 700 | 2.100 | 1.050 |" in written
+    assert "other kernels" not in written and " bwd " not in written and "old" not in written and "kept" in written
+    assert profile.refreshed(written, [*calls, energy]) == written
+    assert "| other kernels, us |" in profile.refreshed(page.replace("counters:fwd -->", "counters:bwd -->"), calls)
+
+
+class Clockwork:
+    """A board that takes 100 W at 1,500 MHz, and whose meter moves every 20 ms."""
+
+    def clock_mhz(self):
+        return 1500
+
+    def throttled(self):
+        return 4
+
+    def joules(self):
+        return 100 * (time.perf_counter() // 0.02 * 0.02)
+
+
+def test_power_is_read_where_the_meter_moves(monkeypatch):
+    class Event:
+        def record(self):
+            self.at = time.perf_counter() + 0.01
+
+        def query(self):
+            return time.perf_counter() >= self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profile, "SETTLE_S", 0.02)
+    found = profile.keep_busy(lambda: None, Clockwork(), 0.3)
+    assert 85 < found["watts"] < 115 and set(found["clocks"]) == {1500} and found["throttled"] == 4
+    assert found["calls"] > 0 and 0.2 < found["seconds"] < 0.6
+
+
 def test_committed_tables_are_what_the_rows_make():
-    rows = profile.load(profile.ROWS)
-    for page in profile.PAGES.glob("*.md"):
+    rows = [row for path in sorted(profile.PROFILES.glob("*.jsonl")) for row in profile.load(path)]
+    for page in profile.PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/ladder_profile.py tables`"
+        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/counters.py tables`"
 
 
 def test_unknown_names(capsys):
-    with pytest.raises(SystemExit):
-        profile.main(["run", "k9"])
-    assert "no rung is called k9; there are k1" in capsys.readouterr().err
+    for given, sentence in (
+        (["rungs", "k9"], "no rung is called k9; there are k1"),
+        (["cells", "--only", "d12345"], "no workload matches d12345; the first of "),
+        (["cells", "--impls", "fa9"], "impl is 'fa9'"),
+        (["energy", "--set", "paper"], "set is 'paper'"),
+    ):
+        with pytest.raises(SystemExit):
+            profile.main(given)
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_a_sentence():
-    with pytest.raises(SystemExit, match="the ladder cannot be profiled here: "):
-        profile.main(["run"])
+    for given in (["rungs"], ["cells"], ["energy"]):
+        with pytest.raises(SystemExit, match="Hopper's kernels cannot be profiled here: "):
+            profile.main(given)

@@ -1,0 +1,603 @@
+"""What limits a kernel, by the hardware's counters: `python tools/counters.py` on a machine with a Hopper GPU and Nsight Compute.
+
+    rungs [k5 ...]  profile one launch of each rung of the ladder; rows go to benchmarks/results/profiles/h100.jsonl (or --out)
+    cells           profile one call of each contender (--impls) on each workload; rows go to benchmarks/results/profiles/h200.jsonl
+    energy          the same calls again and again, in turns: the clock that the board settles at, its power, and joules a call
+    reread FILE     make rows of counters that --raw FILE kept; needs no GPU
+    tables          write the rows as tables into docs/worklog/*.md, between `<!-- profile:k5 -->` and `<!-- /profile -->`; a list of
+                    rungs (`profile:k3_1,k3_2`) shows these, a single one also the rung before it; and into docs/*.md, between
+                    `<!-- counters:fwd -->` and `<!-- /counters -->`, all cells of a direction
+
+Workloads are chosen by --set, --dtype and --direction as in `tilewise bench`, and of these by --only, patterns of their ids.
+
+What is profiled together shares one process, whose compilations and first launches are not profiled. Nsight Compute runs a kernel alone, many
+times, with pauses: it counts cycles at a clock that the kernel would not keep. Counters have names that move between GPUs and versions, so the
+names are looked up, and the columns that match a pattern are kept.
+"""
+
+import argparse
+import csv
+import functools
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from ctypes import CDLL, byref, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROFILES = ROOT / "benchmarks/results/profiles"
+ROWS, CELLS = PROFILES / "h100.jsonl", PROFILES / "h200.jsonl"
+PAGES = ROOT / "docs"
+HEAD_DIM, HIDDEN = 128, 2048
+SEQLEN, TOKENS = 4096, 16384
+K1_SEQLEN, K1_TOKENS = 2048, 4096  # its S takes 0.5 GB, ten times the L2 cache
+K1_KERNELS = ("compute_S", "compute_P", "compute_O")
+
+# Kept as one number each: name in the row -> candidates, the first that Nsight Compute knows.
+NUMBERS = {
+    "sm_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "l1_percent": ("l1tex__throughput.avg.pct_of_peak_sustained_active", "l1tex__throughput.avg.pct_of_peak_sustained_elapsed"),
+    "l2_percent": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"),
+    "dram_percent": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "dram__throughput.avg.pct_of_peak_sustained_elapsed"),
+    "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active", "sm__inst_issued.avg.pct_of_peak_sustained_active"),
+    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "l2_hit_percent": ("lts__t_sector_hit_rate.pct",),
+    "dram_read_bytes": ("dram__bytes_read.sum",),
+    "dram_write_bytes": ("dram__bytes_write.sum",),
+    "shared_load_wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum", "smsp__l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"),
+    "shared_load_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",),
+    "shared_store_wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum", "smsp__l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st.sum"),
+    "shared_store_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",),
+    "shared_percent": (
+        "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+        "smsp__l1tex_data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+        "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "registers": ("launch__registers_per_thread",),
+    "shared_bytes_a_block": ("launch__shared_mem_per_block", "launch__shared_mem_per_block_dynamic"),
+    "cycles": ("sm__cycles_elapsed.max",),
+    "instructions": ("sm__inst_executed.sum", "smsp__inst_executed.sum"),
+    "l2_sectors": ("lts__t_sectors_srcunit_tex.sum",),
+    "shared_wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "l1tex__data_pipe_lsu_wavefronts.sum"),
+    "issue_per_cycle": ("smsp__issue_active.avg.per_cycle_active", "smsp__inst_executed.avg.per_cycle_active"),
+}  # fmt: skip
+PIPE = re.compile(r"sm__(?:inst_executed_)?pipe_(\w+?)(?:_cycles_active)?\.(?:avg|sum)\.pct_of_peak_sustained_(active|elapsed)")
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
+SAMPLED = re.compile(r"smsp__pcsamp_warps_issue_stalled_(?!\w+_not_issued)(\w+)")
+EXTRA = {  # what a set of sections may leave out, by the patterns of the names that Nsight Compute knows
+    r"sm__pipe_tensor\w*_cycles_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__inst_executed_pipe_(alu|fma|fmaheavy|lsu|xu)": ".avg.pct_of_peak_sustained_active",
+    r"l1tex__data_(pipe_lsu_wavefronts|bank_conflicts_pipe_lsu)_mem_shared_op_(ld|st)": ".sum",
+    r"l1tex__data_pipe_lsu_wavefronts_mem_shared": ".avg.pct_of_peak_sustained_elapsed",
+}
+CALLS = {  # all that is asked for of a call on a workload, whose kernels take milliseconds: each pass runs them again
+    "gpu__time_duration": ".sum",
+    "sm__cycles_elapsed": ".max",
+    r"(sm|smsp)__inst_executed": ".sum",
+    r"smsp__issue_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__pipe_tensor_op_[hg]mma_cycles_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__inst_executed_pipe_(alu|fma|fmaheavy|xu|uniform)": ".avg.pct_of_peak_sustained_active",
+    r"lts__t_(sectors|requests)_srcunit_tex": ".sum",
+    r"lts__t_sectors": ".avg.pct_of_peak_sustained_elapsed",
+    r"lts__t_sector_hit_rate": ".pct",
+    r"dram__bytes_(read|write)": ".sum",
+    r"l1tex__data_pipe_lsu_wavefronts(_mem_shared)?": ".sum",
+    r"l1tex__m_xbar2l1tex_read_bytes": ".sum",
+}
+OF_LAUNCH = ("launch__registers_per_thread", "launch__grid_size", "launch__shared_mem_per_block")
+BETWEEN = "spin_kernel"  # of torch.cuda._sleep: in a report it stands ahead of each call's kernels
+TIME_UNITS = {"s": 1e6, "second": 1e6, "ms": 1e3, "msecond": 1e3, "us": 1.0, "usecond": 1.0, "ns": 1e-3, "nsecond": 1e-3}
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    rungs, cells, energy = (commands.add_parser(name) for name in ("rungs", "cells", "energy"))
+    rungs.add_argument("names", nargs="*")
+    rungs.add_argument("--set", default="full", dest="sections", help="Nsight Compute's set of sections")
+    for command, out in ((rungs, ROWS), (cells, CELLS), (energy, CELLS)):
+        command.add_argument("--out", type=Path, default=out)
+    for command in (rungs, cells):
+        command.add_argument("--report", type=Path, help="keep Nsight Compute's own report (.ncu-rep) here")
+        command.add_argument("--raw", type=Path, help="keep all counters here")
+        command.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the process that is profiled
+    for command in (cells, energy):
+        command.add_argument("--set", default="papers,gpu-shapes", help="sets of workloads (default: %(default)s)")
+        command.add_argument("--dtype", default="bf16")
+        command.add_argument("--direction", default="fwd")
+        command.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
+        command.add_argument("--impls", default="tilewise,fa4", help="(default: %(default)s)")
+    energy.add_argument("--seconds", type=float, default=0.25, help="of measuring in each of TURNS turns (default: %(default)s)")
+    command = commands.add_parser("reread")
+    command.add_argument("raw", type=Path)
+    command.add_argument("--out", type=Path, required=True)
+    commands.add_parser("tables")
+    arguments = parser.parse_args(given)
+    if arguments.command == "tables":
+        return tables()
+    if arguments.command == "reread":
+        kept = json.loads(arguments.raw.read_text(encoding="utf-8"))
+        return append(kept["what"], kept["csv"], kept["environment"], arguments.out)
+    try:
+        chosen = rungs_of(arguments.names) if arguments.command == "rungs" else calls_of(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    from tilewise.hopper.compile import why_not_here
+
+    if reasons := why_not_here():
+        sys.exit(f"Hopper's kernels cannot be profiled here: {'; '.join(reasons)}")
+    if arguments.command == "energy":
+        return measure_energy(chosen, arguments)
+    return inside(chosen) if arguments.inside else run(chosen, given, arguments)
+
+
+def rungs_of(names: list[str]) -> list:
+    """ValueError for a name that no rung has."""
+    from tilewise.ladder import RUNGS, VARIANTS
+
+    known = {**RUNGS, **VARIANTS}
+    if unknown := set(names) - set(known):
+        raise ValueError(f"no rung is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return [known[name] for name in names or RUNGS]
+
+
+def calls_of(arguments) -> list[tuple]:
+    """(workload, contender) for all that are asked for; ValueError where there is none."""
+    from tilewise.bench.impls import find
+    from tilewise.bench.selectors import workloads_from
+
+    found = workloads_from({"set": arguments.set, "dtype": arguments.dtype, "direction": arguments.direction})
+    wanted = [each for each in found if not arguments.only or any(re.search(pattern, each.id) for pattern in arguments.only)]
+    if not wanted:
+        raise ValueError(f"no workload matches {', '.join(arguments.only)}; the first of {len(found)} is {found[0].id}")
+    return [(workload, impl) for workload in wanted for impl in find(arguments.impls)]
+
+
+def case(rung) -> dict:
+    """A row's case; the same words as a benchmark row's."""
+    seqlen, tokens = (K1_SEQLEN, K1_TOKENS) if rung.name == "k1" else (SEQLEN, TOKENS)
+    return {
+        "batch": tokens // seqlen,
+        "seqlen": seqlen,
+        "heads": HIDDEN // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "mask": "Full()",
+        "dtype": "bf16",
+    }
+
+
+def prepared(rung=None, workload=None, impl=None):
+    """What is profiled: a rung's launch, or a contender's call on a workload; compiled and run once."""
+    import torch
+
+    if rung is not None:
+        sizes = case(rung)
+        shape = sizes["batch"] * sizes["heads"], sizes["seqlen"], HEAD_DIM
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        launch = functools.partial(rung, *inputs)
+    else:
+        from tilewise.bench.runner import TIME_SEED, call_of
+
+        device = torch.device("cuda")
+        inputs = workload.inputs(TIME_SEED, device, getattr(impl, "heads_first", False))
+        launch = call_of(impl.prepare(workload, device), workload, inputs)
+    launch()
+    torch.cuda.synchronize()
+    return launch
+
+
+def inside(chosen) -> int:
+    """The process that is profiled: each once to compile it, then once between the profiler's marks."""
+    import torch
+
+    for each in chosen:
+        on_ladder = not isinstance(each, tuple)
+        launch = prepared(rung=each) if on_ladder else prepared(None, *each)
+        torch.cuda.profiler.start()
+        if not on_ladder:
+            torch.cuda._sleep(1)  # BETWEEN
+        launch()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    return 0
+
+
+def run(chosen, given: list[str], arguments) -> int:
+    from tilewise.bench.provenance import provenance
+
+    query = output("ncu", "--query-metrics", "--chips", "gh100") or ""
+    if arguments.command == "rungs":
+        names, options = extra(query, EXTRA), ["--set", arguments.sections]
+    else:
+        names, options = [*extra(query, CALLS), *OF_LAUNCH], ["--section", "WarpStateStats"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = arguments.report or Path(folder) / "counters.ncu-rep"
+        options += ["--profile-from-start", "off", "--clock-control", "none", *(["--metrics", ",".join(names)] if names else [])]
+        call("ncu", *options, "--force-overwrite", "--export", str(report), sys.executable, str(Path(__file__)), *given, "--inside")
+        text = call("ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base")
+    environment = {**provenance("cuda"), "ncu": call("ncu", "--version").strip().splitlines()[-1]}
+    what = [described(each) for each in chosen]
+    if arguments.raw:
+        arguments.raw.write_text(json.dumps({"what": what, "environment": environment, "csv": text}), encoding="utf-8")
+    return append(what, text, environment, arguments.out)
+
+
+def described(each) -> dict:
+    """What a row says of what was profiled; JSON-ready."""
+    if not isinstance(each, tuple):
+        return {"rung": each.name, "case": case(each)}
+    workload, impl = each
+    return {"impl": impl.name, "name": workload.name, "id": workload.id, "case": workload.case}
+
+
+def append(what: list[dict], text: str, environment: dict, out: Path) -> int:
+    """Rows of Nsight Compute's CSV, added to `out` and shown."""
+    written = rows(what, parse(text), environment)
+    keep(written, out)
+    on_ladder = [each["rung"] for each in what if "rung" in each]
+    print("\n".join(table(on_ladder, written) if on_ladder else table_of_calls(written)))
+    return 0
+
+
+def keep(rows: list[dict], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def extra(query: str, patterns: dict[str, str]) -> list[str]:
+    """Of the metrics that Nsight Compute says there are, those that match, with the ending that says what to make of them."""
+    known = [line.split()[0] for line in query.splitlines() if line[:1].islower()]
+    return [name + ending for name in known for pattern, ending in patterns.items() if re.fullmatch(pattern, name)]
+
+
+def output(*command: str) -> str | None:
+    """None where the command fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def call(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        sys.exit(f"{command[0]} is not on the PATH: install NVIDIA Nsight Compute")
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def parse(text: str) -> list[dict[str, tuple[str, str]]]:
+    """Nsight Compute's raw page as CSV: for each kernel, column -> (value, unit)."""
+    lines = text.splitlines()
+    begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if begin is None:
+        sys.exit(f"Nsight Compute's report holds no kernel:\n{text[-2000:]}")
+    header, units, *kernels = csv.reader(io.StringIO("\n".join(lines[begin:])))
+    return [dict(zip(header, zip(kernel, units, strict=True), strict=True)) for kernel in kernels if kernel]
+
+
+def rows(what: list[dict], kernels: list[dict], environment: dict) -> list[dict]:
+    """A row for each kernel of each of `what`; ValueError where the report holds other kernels than were launched."""
+    if not all("rung" in each for each in what):
+        return rows_of_calls(what, kernels, environment)
+    expected = [(each, name) for each in what for name in (K1_KERNELS if each["rung"] == "k1" else ("kernel",))]
+    named = [kernel["Kernel Name"][0] for kernel in kernels]
+    if len(named) != len(expected) or not all(name in found for (_, name), found in zip(expected, named, strict=True)):
+        wanted = [f"{each['rung']} {name}" for each, name in expected]
+        raise ValueError(f"the report holds the kernels {named}, not {wanted}")
+    return [
+        {"rung": each["rung"], "kernel": name, "case": each["case"], **measures(kernel), "environment": environment}
+        for (each, name), kernel in zip(expected, kernels, strict=True)
+    ]
+
+
+def rows_of_calls(what: list[dict], kernels: list[dict], environment: dict) -> list[dict]:
+    """A row for the longest kernel of each call; the others' times are in it."""
+    calls: list[list[dict]] = []
+    for kernel in kernels:
+        if BETWEEN in kernel["Kernel Name"][0]:
+            calls.append([])
+        elif calls:
+            calls[-1].append(kernel)
+    if len(calls) != len(what) or not all(calls):
+        raise ValueError(f"the report holds kernels of {sum(map(bool, calls))} calls, not of {len(what)}")
+    made = []
+    for each, launched in zip(what, calls, strict=True):
+        measured = [{"kernel": kernel["Kernel Name"][0], **measures(kernel)} for kernel in launched]
+        longest = max(measured, key=lambda row: row["time_us"] or 0.0)
+        others = [(row["kernel"], row["time_us"]) for row in measured if row is not longest]
+        made.append({**each, **longest, "others_us": others, "environment": environment})
+    return made
+
+
+def measures(kernel: dict[str, tuple[str, str]]) -> dict:
+    """Time, the numbers that are known here, the use of each pipe in %, and the share of each stall reason in %."""
+    values = {
+        name: float(value.replace(",", ""))
+        for name, (value, _) in kernel.items()
+        if re.fullmatch(r"-?[\d,]*\.?\d+(?:[eE][+-]?\d+)?", value)
+    }
+    duration = "gpu__time_duration.sum"
+    first = {name: next((values[each] for each in candidates if each in values), None) for name, candidates in NUMBERS.items()}
+    numbers = {name: value for name, value in first.items() if value is not None}
+    pipes: dict[str, float] = {}
+    for name, value in values.items():
+        if match := PIPE.fullmatch(name):
+            pipes[match[1]] = max(value, pipes.get(match[1], 0.0))
+    stalls = {match[1]: value for name, value in values.items() if (match := STALL.fullmatch(name))}
+    stalls = stalls or {match[1]: value for name, value in values.items() if (match := SAMPLED.fullmatch(name))}
+    waiting = {name: value for name, value in stalls.items() if name != "selected"}
+    total = sum(waiting.values()) or 1.0
+    shares = {name: round(100 * value / total, 1) for name, value in sorted(waiting.items(), key=lambda item: -item[1]) if value}
+    time_us = values[duration] * TIME_UNITS[kernel[duration][1]] if duration in values else None
+    return {"time_us": time_us, "numbers": numbers, "pipes_percent": pipes, "stalls_percent": shares}
+
+
+def pipe(row: dict, word: str) -> float | None:
+    """The busiest pipe whose name holds `word`: what a pipe counts differs between GPUs, and so does its name."""
+    return max((value for name, value in row["pipes_percent"].items() if re.search(word, name)), default=None)
+
+
+def conflicts(row: dict) -> float | None:
+    """Of the passes through shared memory that threads made, the share that bank conflicts added, in %."""
+    passes, added = (
+        sum(row["numbers"].get(f"shared_{way}_{what}", 0.0) for way in ("load", "store")) for what in ("wavefronts", "conflicts")
+    )
+    return 100 * added / passes if passes else None
+
+
+def number(name: str):
+    return lambda row: row["numbers"].get(name)
+
+
+LINES = (
+    ("time, us", lambda row: row["time_us"], "{:,.0f}"),
+    ("tensor cores, % of their cycles", lambda row: pipe(row, "tensor"), "{:.0f}"),
+    ("multiply-add pipe, %", lambda row: pipe(row, r"^fma"), "{:.0f}"),
+    ("exponential pipe (XU), %", lambda row: pipe(row, r"^xu"), "{:.0f}"),
+    ("load and store pipe, %", lambda row: pipe(row, r"^lsu"), "{:.0f}"),
+    ("shared memory by threads, % of its passes", number("shared_percent"), "{:.0f}"),
+    ("of these for bank conflicts, %", conflicts, "{:.0f}"),
+    ("L1 and shared memory in all, %", number("l1_percent"), "{:.0f}"),
+    ("L2, %", number("l2_percent"), "{:.0f}"),
+    ("HBM, %", number("dram_percent"), "{:.0f}"),
+    ("HBM read, MB", lambda row: _scaled(row, "dram_read_bytes"), "{:,.0f}"),
+    ("HBM written, MB", lambda row: _scaled(row, "dram_write_bytes"), "{:,.0f}"),
+    ("issue slots used, %", lambda row: row["numbers"].get("issue_percent", _scaled(row, "issue_per_cycle", 100)), "{:.0f}"),
+    ("warps resident, % of 64", number("occupancy_percent"), "{:.0f}"),
+    ("registers a thread", number("registers"), "{:.0f}"),
+)  # fmt: skip
+
+
+def _scaled(row: dict, name: str, factor: float = 1e-6) -> float | None:
+    found = row["numbers"].get(name)
+    return None if found is None else found * factor
+
+
+def table(names: list[str], rows: list[dict]) -> list[str]:
+    """Markdown: a line a measure, a column a kernel; the last row of each rung's kernel counts."""
+    latest = {(row["rung"], row["kernel"]): row for row in rows}
+    columns = [row for name in names for (rung, _), row in latest.items() if rung == name]
+    heads = [row["rung"] if row["kernel"] == "kernel" else f"{row['rung']} {row['kernel']}" for row in columns]
+    lines = [f"| head_dim {HEAD_DIM}, full | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
+    for title, read, form in LINES:
+        found = [read(row) for row in columns]
+        if any(value is not None for value in found):
+            lines.append(f"| {title} | {' | '.join('–' if value is None else form.format(value) for value in found)} |")
+    for place, ordinal in enumerate(("most", "second", "third")):
+        reasons = [list(row["stalls_percent"].items())[place : place + 1] for row in columns]
+        cells = ["–" if not each else f"{each[0][0].replace('_', ' ')} {each[0][1]:.0f} %" for each in reasons]
+        lines.append(f"| why warps wait, {ordinal} | {' | '.join(cells)} |")
+    tokens = ", ".join(dict.fromkeys(f"{head} {row['case']['seqlen']}" for head, row in zip(heads, columns, strict=True)))
+    where = columns[-1]["environment"]
+    stamp = f"{where.get('device')}, {where.get('date', '')[:10]}, commit {where.get('commit')}; {where.get('ncu')}"
+    return [*lines, "", f"One launch; tokens a sequence: {tokens}. {stamp}."]
+
+
+CALL_LINES = (  # title, what to read, how to write it; of the longest kernel
+    ("us", lambda row: row["time_us"], "{:,.0f}"),
+    ("million cycles", lambda row: _scaled(row, "cycles"), "{:.3f}"),
+    ("other kernels, us", lambda row: sum(time_us for _, time_us in row["others_us"]) or None, "{:,.0f}"),
+    ("tensor cores, %", lambda row: pipe(row, "tensor"), "{:.1f}"),
+    ("issue slots, %", number("issue_percent"), "{:.1f}"),
+    ("million instructions", lambda row: _scaled(row, "instructions"), "{:,.0f}"),
+    ("shared memory, million wavefronts", lambda row: _scaled(row, "shared_wavefronts"), "{:,.0f}"),
+    ("L2, million sectors", lambda row: _scaled(row, "l2_sectors"), "{:,.0f}"),
+    ("L2 hits, %", number("l2_hit_percent"), "{:.0f}"),
+    ("HBM, MB", lambda row: _scaled(row, "dram_read_bytes", 1e-6) + (_scaled(row, "dram_write_bytes") or 0.0), "{:,.0f}"),
+    ("why warps wait", lambda row: reasons(row, 4), "{}"),
+)
+ENERGY_LINES = (
+    ("us a call", lambda row: row["time_us"], "{:,.0f}"),
+    ("SM clock, MHz", lambda row: row["clock_mhz"], "{:,.0f}"),
+    ("W", lambda row: row["watts"], "{:.0f}"),
+    ("J a call", lambda row: row["joules"], "{:.3f}"),
+    ("pJ a FLOP", lambda row: 1e12 * row["joules"] / row["flops"], "{:.3f}"),
+)  # fmt: skip
+
+
+def reasons(row: dict, most: int) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {share:.0f} %" for name, share in list(row["stalls_percent"].items())[:most])
+
+
+def table_of_calls(rows: list[dict]) -> list[str]:
+    """Markdown: a line a call, counters first and, where it was measured, energy after them; the last row of each call counts."""
+    lines = []
+    for columns, note in ((CALL_LINES, "One call each, alone, by Nsight Compute"), (ENERGY_LINES, "Calls without a pause, in turns")):
+        kind = [row for row in rows if ("joules" in row) == (columns is ENERGY_LINES)]
+        latest = {(row["id"], row["impl"]): row for row in kind}
+        if not latest:
+            continue
+        found = [[_written(row, read, form) for _, read, form in columns] for row in latest.values()]
+        kept = [i for i in range(len(columns)) if any(cells[i] != "–" for cells in found)]
+        lines += ["", f"| | | {' | '.join(columns[i][0] for i in kept)} |", "|---|---|" + "---:|" * len(kept)]
+        for (name, impl), cells in zip(latest, found, strict=True):
+            lines.append(f"| {name} | {impl} | {' | '.join(cells[i] for i in kept)} |")
+        where = list(latest.values())[-1]["environment"]
+        stamp = f"{where.get('device')}, {where.get('date', '')[:10]}, commit {where.get('commit')}"
+        lines += ["", f"{note}. {stamp}{'; ' + where['ncu'] if 'ncu' in where else ''}."]
+    return lines
+
+
+def _written(row: dict, read, form: str) -> str:
+    try:
+        value = read(row)
+    except (KeyError, TypeError):  # not counted there
+        value = None
+    return "–" if value is None else form.format(value)
+
+
+MARKED = re.compile(r"(<!-- profile:([\w:,]+) -->\n).*?(<!-- /profile -->)", re.DOTALL)
+CALLS_MARKED = re.compile(r"(<!-- counters:([\w+]+) -->\n).*?(<!-- /counters -->)", re.DOTALL)
+
+
+def refreshed(page: str, rows: list[dict]) -> str:
+    """The page with every marked table written anew."""
+    from tilewise.ladder import RUNGS
+
+    ladder = list(RUNGS)
+    on_ladder, calls = [row for row in rows if "rung" in row], [row for row in rows if "impl" in row]
+
+    def write(match: re.Match) -> str:
+        names = match[2].split(",")
+        if not {row["rung"] for row in on_ladder} & set(names):
+            return match[0]  # not profiled yet
+        if len(names) == 1 and ladder.index(names[0].partition(":")[0]) > 0:
+            names.insert(0, ladder[ladder.index(names[0].partition(":")[0]) - 1])
+        return match[1] + "\n".join(table(names, on_ladder)) + "\n" + match[3]
+
+    def write_calls(match: re.Match) -> str:
+        mine = [row for row in calls if row["case"]["direction"] == match[2]]
+        return match[1] + "\n".join([*table_of_calls(mine), ""]) + "\n" + match[3] if mine else match[0]
+
+    return CALLS_MARKED.sub(write_calls, MARKED.sub(write, page))
+
+
+def tables() -> int:
+    found = [row for path in sorted(PROFILES.glob("*.jsonl")) for row in load(path)]
+    for page in sorted(PAGES.rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := refreshed(before, found)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page.relative_to(ROOT))
+    return 0
+
+
+TURNS, SETTLE_S, SAMPLE_S = 2, 0.15, 0.005  # of a contender; until the board's clock has settled; between two looks at it
+
+
+class Board:
+    """What NVIDIA's management library tells of the GPU that torch uses; it is only read."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.library, self.handle = CDLL("libnvidia-ml.so.1"), c_void_p()
+        self._call("nvmlInit_v2")
+        if torch.cuda.device_count() == 1:
+            self._call("nvmlDeviceGetHandleByIndex_v2", c_uint(0), byref(self.handle))
+        else:
+            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), byref(self.handle))
+
+    def _call(self, name: str, *arguments) -> None:
+        if code := getattr(self.library, name)(*arguments):
+            raise RuntimeError(f"{name} failed with NVML's error {code}")
+
+    def read(self, name: str, kind, *arguments) -> int:
+        value = kind()
+        self._call(name, self.handle, *arguments, byref(value))
+        return value.value
+
+    def clock_mhz(self) -> int:
+        return self.read("nvmlDeviceGetClockInfo", c_uint, c_uint(1))  # of the multiprocessors
+
+    def joules(self) -> float:
+        return self.read("nvmlDeviceGetTotalEnergyConsumption", c_ulonglong) * 1e-3
+
+    def throttled(self) -> int:
+        """Bits of why the clock is not higher; 4: the power limit."""
+        return self.read("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong)
+
+
+def measure_energy(chosen: list[tuple], arguments) -> int:
+    """Rows of clock, power and energy: the contenders of a workload in turns, each for --seconds after SETTLE_S, without a pause between calls."""
+    from tilewise.bench.provenance import provenance
+
+    board, environment, written = Board(), provenance("cuda"), []
+    for workload in dict.fromkeys(workload for workload, _ in chosen):
+        impls = [impl for other, impl in chosen if other is workload]
+        launches = {impl.name: prepared(None, workload, impl) for impl in impls}
+        turns = [(name, keep_busy(launches[name], board, arguments.seconds)) for _ in range(TURNS) for name in launches]
+        for impl in impls:
+            mine = [found for name, found in turns if name == impl.name]
+            time_s = sum(each["seconds"] for each in mine) / sum(each["calls"] for each in mine)
+            watts = sum(each["watts"] for each in mine) / len(mine)
+            clocks = [clock for each in mine for clock in each["clocks"]]
+            row = {
+                **described((workload, impl)),
+                "flops": workload.flops,
+                "time_us": 1e6 * time_s,
+                "clock_mhz": sum(clocks) / len(clocks),
+                "watts": watts,
+                "joules": watts * time_s,
+                "turns": [{key: value for key, value in each.items() if key != "clocks"} for each in mine],
+                "environment": environment,
+            }
+            written.append(row)
+            keep([row], arguments.out)
+    print("\n".join(table_of_calls(written)))
+    return 0
+
+
+def keep_busy(launch, board: Board, seconds: float) -> dict:
+    """Call again and again; from SETTLE_S on count calls and the board's energy, until `seconds` are over, and look at the clock in between."""
+    import torch
+
+    def batch() -> torch.cuda.Event:
+        for _ in range(calls):
+            launch()
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    begin = time.perf_counter()
+    launch()
+    torch.cuda.synchronize()
+    calls = max(1, round(2 * SAMPLE_S / (time.perf_counter() - begin)))  # a batch, of which one is always queued
+    begin, queued = time.perf_counter(), batch()
+    clocks, why, ends, meter = [], 0, [], []  # (time, calls done), and (time, joules) where the meter, which moves in steps, has moved
+    while not ends or ends[-1][0] - begin < SETTLE_S + seconds:
+        following = batch()
+        while not queued.query():
+            time.sleep(SAMPLE_S / 10)
+        queued, now = following, time.perf_counter()
+        if now - begin > SETTLE_S:
+            ends.append((now, len(ends) * calls))
+            clocks.append(board.clock_mhz())
+            why |= board.throttled()
+            if not meter or board.joules() != meter[-1][1]:
+                meter.append((now, board.joules()))
+    (t0, _), (t1, done) = ends[0], ends[-1]
+    steps = meter[1:] if len(meter) > 2 else meter  # the first is no step
+    spent = steps[-1][1] - steps[0][1], steps[-1][0] - steps[0][0]
+    watts = spent[0] / spent[1] if spent[1] else 0.0
+    found = {"calls": done, "seconds": t1 - t0, "watts": watts, "clocks": clocks, "throttled": why, "meter_steps": len(meter)}
+    torch.cuda.synchronize()
+    return found
+
+
+def load(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
