@@ -51,7 +51,7 @@ def test_a_visit_is_too_late_for_dQ_from_registers():
 
 
 def test_the_last_wave_is_shared_where_it_then_ends_earlier():
-    """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, three thread blocks each take two rounds of a third."""
+    """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, of which thirds take two rounds."""
     config = replace(backward_config.configure(torch.bfloat16, 128, 128, "all", 16384), shares=True)
     assert gradients._shared(config, 1, 16384, 16384, 16, 132) == (1980, 3, 2 * 68)
     assert gradients._shared(config, 1, 16384, 16384, 33, 132) == (33 * 128, 1, 0)  # whole waves
