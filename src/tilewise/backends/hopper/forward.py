@@ -324,7 +324,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    unmasked = min(walk.free_last - int(config.stale_max), last)  # the first that all rows see gives each a maximum
+    unmasked = min(max(walk.free_last - int(config.stale_max), walk.first), last)  # the first that all rows see gives each a maximum
     masked = min(walk.free_first, unmasked)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
