@@ -306,14 +306,8 @@ def weights(
     """
     if const_expr(not config.modified):
         if const_expr(config.always):
-            if const_expr(config.always == "exponents"):
-                subtract(acc_S, lse, tile.scale_log2)
-                hide_always(tile, acc_S, m_block * config.tile_m, -Float32.inf, config)
-            else:
-                hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
-                hide_always(tile, acc_S, m_block * config.tile_m, hidden, config)
-                subtract(acc_S, lse, tile.scale_log2)
-            exponentiate(acc_S)
+            hide_always(tile, acc_S, m_block * config.tile_m)
+            probabilities(acc_S, lse, tile.scale_log2)
         elif const_expr(at_once(config)):
             hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         else:
@@ -348,20 +342,16 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
 
 
 @cute.jit
-def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32, hidden: Float32, config: Constexpr[Config]):
-    """What any tile may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is worked out where
-    ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
+def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
+    """What any tile under a causal mask may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is
+    worked out where ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
     """
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+    hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
     for r in range_constexpr(fragments.ROWS):
-        first = Int32(0)
-        if const_expr(config.sees == "from"):
-            first = arch.inline_ptx(
-                "sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]]
-            )
+        first = arch.inline_ptx("sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]])
         for c in range_constexpr(cute.size(S, mode=[1])):
-            seen = tile.end[r] > 0 if const_expr(config.sees == "all") else first <= fragments.column(c)
-            S[r, c] = S[r, c] if seen else hidden
+            S[r, c] = S[r, c] if first <= fragments.column(c) else hidden
 
 
 @cute.jit
