@@ -169,19 +169,30 @@ class Clockwork:
 
 
 def test_power_is_read_where_the_meter_moves(monkeypatch):
+    """On a GPU that does one batch after another, 1 ms a call."""
+    busy_until = [0.0]
+
     class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
         def record(self):
-            self.at = time.perf_counter() + 0.01
+            self.at = busy_until[0]
 
         def query(self):
             return time.perf_counter() >= self.at
 
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    def launch():
+        busy_until[0] = max(busy_until[0], time.perf_counter()) + 1e-3
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profile, "SETTLE_S", 0.02)
-    found = profile.keep_busy(lambda: None, Clockwork(), 0.3)
+    found = profile.keep_busy(launch, Clockwork(), 0.4)
     assert 85 < found["watts"] < 115 and set(found["clocks"]) == {1500} and found["throttled"] == 4
-    assert found["calls"] > 0 and 0.2 < found["seconds"] < 0.6
+    assert 0.3 < found["seconds"] < 0.8 and found["calls"] / found["seconds"] == pytest.approx(1000, rel=0.2)
 
 
 def test_committed_tables_are_what_the_rows_make():

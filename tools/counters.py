@@ -20,6 +20,7 @@ import csv
 import functools
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--direction", default="fwd")
         command.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
         command.add_argument("--impls", default="tilewise,fa4", help="(default: %(default)s)")
-    energy.add_argument("--seconds", type=float, default=0.25, help="of measuring in each of TURNS turns (default: %(default)s)")
+    energy.add_argument("--seconds", type=float, default=0.5, help="of measuring in each of TURNS turns (default: %(default)s)")
     command = commands.add_parser("reread")
     command.add_argument("raw", type=Path)
     command.add_argument("--out", type=Path, required=True)
@@ -491,7 +492,7 @@ def tables() -> int:
     return 0
 
 
-TURNS, SETTLE_S, SAMPLE_S = 2, 0.15, 0.005  # of a contender; until the board's clock has settled; between two looks at it
+TURNS, SETTLE_S, BATCH_S = 2, 0.15, 0.03  # of a contender; until the board's clock has settled; of calls, after which one looks at it
 
 
 class Board:
@@ -559,38 +560,42 @@ def measure_energy(chosen: list[tuple], arguments) -> int:
 
 
 def keep_busy(launch, board: Board, seconds: float) -> dict:
-    """Call again and again; from SETTLE_S on count calls and the board's energy, until `seconds` are over, and look at the clock in between."""
+    """Call again and again; from SETTLE_S on, for `seconds`, count calls, look at the clock and read the meter, which moves in steps."""
     import torch
 
-    def batch() -> torch.cuda.Event:
+    def batch(calls: int) -> torch.cuda.Event:
         for _ in range(calls):
             launch()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    begin = time.perf_counter()
-    launch()
+    first, second = batch(1), batch(3)
     torch.cuda.synchronize()
-    calls = max(1, round(2 * SAMPLE_S / (time.perf_counter() - begin)))  # a batch, of which one is always queued
-    begin, queued = time.perf_counter(), batch()
-    clocks, why, ends, meter = [], 0, [], []  # (time, calls done), and (time, joules) where the meter, which moves in steps, has moved
-    while not ends or ends[-1][0] - begin < SETTLE_S + seconds:
-        following = batch()
-        while not queued.query():
-            time.sleep(SAMPLE_S / 10)
-        queued, now = following, time.perf_counter()
+    calls = max(1, round(BATCH_S / (first.elapsed_time(second) * 1e-3 / 3)))
+    begin, queued = time.perf_counter(), [batch(calls), batch(calls)]  # so that the GPU never waits
+    clocks, throttled, ends, meter = [], 0, [], []
+    while not ends or ends[-1] - begin < SETTLE_S + seconds:
+        queued.append(batch(calls))
+        while not queued[0].query():
+            time.sleep(BATCH_S / 100)
+        queued, now = queued[1:], time.perf_counter()
         if now - begin > SETTLE_S:
-            ends.append((now, len(ends) * calls))
+            ends.append(now)
             clocks.append(board.clock_mhz())
-            why |= board.throttled()
-            if not meter or board.joules() != meter[-1][1]:
-                meter.append((now, board.joules()))
-    (t0, _), (t1, done) = ends[0], ends[-1]
-    steps = meter[1:] if len(meter) > 2 else meter  # the first is no step
-    spent = steps[-1][1] - steps[0][1], steps[-1][0] - steps[0][0]
-    watts = spent[0] / spent[1] if spent[1] else 0.0
-    found = {"calls": done, "seconds": t1 - t0, "watts": watts, "clocks": clocks, "throttled": why, "meter_steps": len(meter)}
+            throttled |= board.throttled()
+            joules = board.joules()
+            if not meter or joules != meter[-1][1]:
+                meter.append((now, joules))
+    steps = meter[1:] if len(meter) > 2 else meter  # where the first was read, it had not moved
+    elapsed = steps[-1][0] - steps[0][0]
+    found = {
+        "calls": calls * (len(ends) - 1),
+        "seconds": ends[-1] - ends[0],
+        "watts": (steps[-1][1] - steps[0][1]) / elapsed if elapsed else math.nan,
+        "clocks": clocks,
+        "throttled": throttled,
+    }
     torch.cuda.synchronize()
     return found
 

@@ -41,7 +41,8 @@ def busy(call, config):
 
 
 def test_pairs_of_blocks_where_there_are_queries_for_both():
-    assert [made(seqlen=n)[1].cluster for n in (4096, 4097)] == [1, 2]
+    assert [made(seqlen=n)[1].cluster for n in (2048, 2049)] == [1, 2]
+    assert [made(seqlen=8192, mask=SlidingWindow(n, 0))[1].cluster for n in (1023, 4095)] == [1, 2]
     few, many = ((torch.empty((1, n, 4, 128), dtype=torch.bfloat16, device="meta")) for n in (100, 8192))
     assert Hopper()._config(Call(q=few, k=many, v=many, mask=CAUSAL, scale=1.0)).cluster == 1
 

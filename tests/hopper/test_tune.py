@@ -221,7 +221,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     assert cli.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert (
-        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, q_stages=2)}," in said
+        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, draws=False, q_stages=2)}," in said
         and "8 bytes are spilled" in said
         and "missed the tolerance" in said
     )

@@ -190,7 +190,7 @@ def kernel(
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + config.dq_consumers)
         pipes = make_pipes(storage, config)
-        stay(tensors, outputs, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
+        stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
@@ -215,7 +215,10 @@ def kernel(
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
         given = (tensors, outputs, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
         if const_expr(config.split == "keys"):
-            given = (*given, partials_of(partial, counter, order, n_blocks * heads) if const_expr(config.shares) else None)
+            given = (
+                *given,
+                partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads) if const_expr(config.shares) else None,
+            )
         if const_expr(config.split == "columns"):
             if consumer == 0:
                 backward_columns.consume(*given, True, config)
@@ -229,8 +232,8 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, outputs: Outputs, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, finisher: backward_finish.Finisher | None,
-    band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
+    finisher: backward_finish.Finisher | None, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
@@ -241,11 +244,11 @@ def stay(
         elif warp_idx <= config.dq_consumers:
             add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            backward_finish.finish_all(tensors, finisher, band, scale, warp_idx, config)
+            backward_finish.finish_all(tensors, finisher, queue, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, outputs, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        given = (tensors, outputs, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
         if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             backward_keys.consume_units(*given, True, config)
         else:
@@ -291,6 +294,8 @@ def produce_units(
     if const_expr(config.finishes):
         arch.griddepcontrol_launch_dependents()
     count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+    if const_expr(config.shares):
+        count += (count - order.shared_from) * (order.shares - 1)
     state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.draw(queue)
     while unit < count:
         units.tell(queue, done, unit)

@@ -30,9 +30,7 @@ class Config:
     )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
-    always: Literal["scores", "exponents"] | None = (
-        None  # every tile is masked, so that no branch divides what ptxas may arrange; for all keys, or from a first query on
-    )
+    always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
@@ -80,10 +78,10 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
-        if self.shares and (self.stays or self.split == "columns" or self.sees != "all"):
-            raise ValueError("blocks of keys are shared only where keys are split and all are seen, and no thread block stays")
-        if self.always and (self.modified or self.sees not in ("all", "from")):
-            raise ValueError("every tile is masked only where all keys are seen, or under a causal mask")
+        if self.shares and (self.split == "columns" or self.sees != "all"):
+            raise ValueError("blocks of keys are shared only where keys are split and all are seen")
+        if self.always and (self.modified or self.sees != "from"):
+            raise ValueError("every tile is masked only under a causal mask")
 
     @property
     def consumers(self) -> int:
@@ -180,10 +178,12 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
 FINISHES = dict(finishes=True)
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
+ONE_PIECE = dict(always=True, pairwise=True)
+SHARED = dict(shares=True)
 LONG = {
-    ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
-    ((128, 128), "from"): ((1024, FINISHES),),
-    ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
+    ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True) | SHARED)),
+    ((128, 128), "from"): ((1, ONE_PIECE), (1024, ONE_PIECE | FINISHES)),
+    ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES | SHARED)),
     ((64, 64), "from"): ((256, FINISHES),),
 }
 LONG |= {((128, 128), sees): ((1, FINISHES),) for sees in ("interval", "rows")}  # not timed yet
@@ -195,7 +195,7 @@ LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval"
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
 STAYS = "all", "from", "interval", "rows"
-STAYS_UP_TO = 8192  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
+STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
 
 
 @lru_cache(1024)

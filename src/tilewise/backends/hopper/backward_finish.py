@@ -9,6 +9,7 @@ What is not finite, and what was left, does `backward_parts.finish`, which compu
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Order, block_of, visitors_of
 from tilewise.backends.hopper.backward_parts import WARP, Tensors
@@ -35,7 +36,7 @@ WARPS = THREADS // WARP
 ROWS, COLUMNS = 16, 64  # of a warp's accumulator
 SLABS = 2  # of as many rounded numbers, on their way out
 FINISHED = -1  # in place of a tile's turns
-PAUSE = 200  # ns between two looks at a counter
+PAUSE = 100  # ns between two looks at a counter
 
 
 class Finisher(NamedTuple):
@@ -87,25 +88,36 @@ def finish_earlier(
 
 
 @cute.jit
-def finish_all(tensors: Tensors, finisher: Finisher, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]):
-    """Likewise, of all tiles those with this block's number and every grid's length after it; waits until they are complete."""
+def finish_all(
+    tensors: Tensors, finisher: Finisher, queue: units.Queue, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """Likewise, of all tiles those with this block's number and every grid's length after it. Waits until they are complete, or this block's
+    units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
+    """
     arch.griddepcontrol_wait()
     batch, heads, m_blocks, _ = tensors.turns.shape
     group, done = heads // tensors.K.shape[2], Int32(0)
+    tile = arch.block_idx()[0]
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
-    for tile in cutlass.range(arch.block_idx()[0], tiles, arch.grid_dim()[0], unroll=1):
+    while tile < tiles:
         of_heads, member = tile // group, tile % group  # the heads of a group come to their tiles side by side
         of_batch, m_block = of_heads // m_blocks, of_heads % m_blocks
         batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        tile += arch.grid_dim()[0]
         if visitors.last > visitors.first:
             for consumer in cutlass.range(config.dq_consumers, unroll=1):
                 part = Part(batch_of_tile, head_k * group + member, m_block, consumer)
                 counter = (tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint()
-                while added(counter) != visitors.last - visitors.first:
+                now, over = added(counter), units.ends(queue)
+                while now != visitors.last - visitors.first and not over:
                     arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
-                finish_part(tensors, finisher, part, done, scale, config)
-                done += 1
+                    now, over = added(counter), units.ends(queue)
+                if over:
+                    tile = tiles
+                else:
+                    finish_part(tensors, finisher, part, done, scale, config)
+                    done += 1
     arch.cp_async_bulk_wait_group(0, read=True)
 
 

@@ -112,7 +112,7 @@ def consume(
 
 @cute.jit
 def consume_units(
-    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
+    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
@@ -128,9 +128,19 @@ def consume_units(
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
-        block, _ = units.place_of(units.read(queue, done), tensors, band, order, config)
-        sdK, sdV = epilogue.places(sm, config)
-        epilogue.write_through(tensors, outputs, tile.acc_dK, tile.acc_dV, sdK, sdV, mma, block, band, scale, scale_log2, config)
+        unit = units.read(queue, done)
+        block, _ = units.place_of(unit, tensors, band, order, config)
+        given = (tensors, outputs, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, band, scale, scale_log2, config)
+        if const_expr(config.shares):
+            blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+            partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
+            if block.share < block.shares - 1:
+                shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+            else:
+                shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+                epilogue.write_through(*given)
+        else:
+            epilogue.write_through(*given)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             pipes.v.consumer_release(tma.after(done, 1))
@@ -386,14 +396,8 @@ def weights(
     """
     if const_expr(not config.modified):
         if const_expr(config.always):
-            if const_expr(config.always == "exponents"):
-                subtract(acc_S, lse, tile.scale_log2)
-                hide_always(tile, acc_S, m_block * config.tile_m, -Float32.inf, config)
-            else:
-                hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
-                hide_always(tile, acc_S, m_block * config.tile_m, hidden, config)
-                subtract(acc_S, lse, tile.scale_log2)
-            exponentiate(acc_S)
+            hide_always(tile, acc_S, m_block * config.tile_m)
+            probabilities(acc_S, lse, tile.scale_log2)
         elif const_expr(at_once(config)):
             hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         else:
@@ -428,20 +432,16 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
 
 
 @cute.jit
-def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32, hidden: Float32, config: Constexpr[Config]):
-    """What any tile may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is worked out where
-    ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
+def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
+    """What any tile under a causal mask may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is
+    worked out where ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
     """
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+    hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
     for r in range_constexpr(fragments.ROWS):
-        first = Int32(0)
-        if const_expr(config.sees == "from"):
-            first = arch.inline_ptx(
-                "sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]]
-            )
+        first = arch.inline_ptx("sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]])
         for c in range_constexpr(cute.size(S, mode=[1])):
-            seen = tile.end[r] > 0 if const_expr(config.sees == "all") else first <= fragments.column(c)
-            S[r, c] = S[r, c] if seen else hidden
+            S[r, c] = S[r, c] if first <= fragments.column(c) else hidden
 
 
 @cute.jit

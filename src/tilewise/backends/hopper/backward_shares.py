@@ -21,10 +21,11 @@ class Partials(NamedTuple):
 
 
 @cute.jit
-def partials_of(sums: cute.Tensor, ready: cute.Tensor, order: Order, blocks: Int32) -> Partials:
-    """Of this thread block, if it shares; `blocks` of keys of all heads."""
+def partials_of(sums: cute.Tensor, counters: cute.Tensor, unit: Int32, order: Order, blocks: Int32) -> Partials:
+    """Of a thread block that shares, or of a unit; `blocks` of keys of all heads."""
     shared = blocks - order.shared_from
-    return Partials(sums, ready, shared, (arch.block_idx()[0] - order.shared_from) % max(shared, 1))
+    ready = cute.make_tensor(counters.iterator + 1, counters.layout)  # behind what blocks that stay draw from
+    return Partials(sums, ready, shared, (unit - order.shared_from) % max(shared, 1))
 
 
 @cute.jit

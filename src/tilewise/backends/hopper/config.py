@@ -65,6 +65,16 @@ class Config:
         return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
+    def shares(self) -> bool:
+        """Whether tiles that are left over for less than a round are shared out by keys (schedule.py): where all take as long, by a fixed step."""
+        return self.sees == "all" and not (self.draws or self.modified or self.sink)  # each piece would count the sink
+
+    @property
+    def partial_numbers(self) -> int:
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
+        return self.cluster * self.tile_m * (self.head_dim_v + 4)
+
+    @property
     def late_before_last(self) -> bool:
         """Whether O may wait to be rescaled when the loop of whole tiles begins."""
         return self.late and self.sees != "all"
@@ -95,7 +105,10 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number."""
+    """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number.
+
+    Of a window as many queries count as it is wide, of packed documents those of the longest.
+    """
 
     most_queries: int | None = None
     few_keys: bool = False
@@ -109,9 +122,14 @@ def any_length(**fields) -> tuple[Choice, ...]:
     return (Choice(fields=fields),)
 
 
+def step(**fields) -> dict:
+    """For full masks, whose units all take as long."""
+    return {**fields, "draws": False}
+
+
 def pairs(**fields) -> tuple[Choice, ...]:
     """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
-    paired = {**fields, "cluster": 2, "draws": False}
+    paired = {**fields, "cluster": 2}
     return (
         Choice(most_queries=fields["tile_m"], fields=fields),
         Choice(most_queries=2048, fields=paired),
@@ -127,43 +145,51 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.
 #   Third round: windows of 4,096 504 / 423, packed documents ("rows") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
 #   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
-# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2): 681 / 654 at
-#   8k, 711 / 676 at 16k (in the first round, with turns or draws that waited, they lost).
+# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2
+#   and fwd-2): 460 / 488 at 1k, 584 / 594 at 2k, 666 / 659 at 4k, 681 / 654 at 8k, 711 / 676 at 16k; windows of 1,024 526 / 560, of 4,096 674 / 661.
+#   Documents, 192 queries and 80 keys a tile against 128: one long document 672 / 637, Zipf's lengths 497 / 552, all of 1,024 400 / 489.
 #   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k. Third round: causal 642 / 623 at 16k, windows 628 / 610.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
 #   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
 #   478 / 461 at 1k, 620 / 602 at 2k. Third round: full 697 / 711 at 2k, 743 / 776 at 8k.
-# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns.
+# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns; fourth, pairs: 746 / 720.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
     (64, 64): {
-        "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
         "until": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
                   Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
         "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
         "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
-    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+    (96, 96): {
+        "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+    },
     (128, 128): {
-        "all": pairs(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
-        "until": (Choice(most_queries=4096, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+        "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                   *any_length(tile_m=128, tile_n=128, cluster=2)),
-        "interval": any_length(tile_m=128, tile_n=128, q_stages=2),
+        "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                     *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
+        "rows": (Choice(most_queries=16384, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=192, tile_n=80)),
+        "runs": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {
-        "all": any_length(tile_m=128, tile_n=128, late=True),
-        "until": any_length(tile_m=128, tile_n=128),
+        "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
-        "all": any_length(tile_m=128, tile_n=112, late=True),
+        "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
         "until": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
     (256, 256): {
-        "all": (Choice(most_queries=512, fields={"tile_m": 128, "tile_n": 64, "pingpong": True, "late": True}),
-                *any_length(tile_m=128, tile_n=80, late=True)),
+        "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
+                *any_length(**step(tile_m=128, tile_n=80, late=True))),
         "until": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
                   *any_length(tile_m=128, tile_n=80, late=True)),
         "interval": any_length(tile_m=128, tile_n=80, late=True),

@@ -73,7 +73,9 @@ def forecast(config: Config, call: Call, machine: Machine = H100) -> Forecast:
     rows = math.ceil(call.seqlen_q / config.tile_m)
     units, busy = rows * call.heads_q * call.batch, machine.sms // config.cluster * config.cluster
     blocks, a_unit = busy * config.blocks, math.ceil(call.seqlen_k / config.tile_n)
-    even = math.ceil(units / blocks) * config.blocks * a_unit
+    rounds, left = divmod(units, blocks)
+    most = math.ceil(left * a_unit / blocks) if config.shares else min(left, 1) * a_unit  # tiles of what is left over, for a block
+    even = (rounds * a_unit + most) * config.blocks
     steps = even if config.sees == "all" else max(visited / busy, visited / max(units, 1))  # of a multiprocessor
     pairs = call.mask.pairs(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     flops = 2 * pairs * (call.head_dim + call.head_dim_v)

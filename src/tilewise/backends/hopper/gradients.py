@@ -90,7 +90,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
     shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
     partial = torch.empty((sharing, config.tile_n * (config.head_dim + config.head_dim_v)), **new) if config.shares else None
-    counter = torch.empty(max(1, sharing), dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
+    counter = torch.empty(1 + sharing, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2) or TINY

@@ -60,7 +60,10 @@ const int best_here = 31 - __builtin_clz(isas_here);
 // table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one; its backward has less softmax to a product.
 bool tiles_pay(const tw_args& a, bool backward) {
   const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
-  if (a.dtype == TW_BF16) return (shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40) || (a.seqlen_q > 8 && a.seqlen_k >= 64);
+  if (a.dtype == TW_BF16) {
+    const int64_t keys = a.head_dim + a.head_dim_v >= 128 ? 32 : 64;
+    return (shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40) || (a.seqlen_q > 8 && a.seqlen_k >= keys);
+  }
   if (a.dtype == TW_FP16) return shorter >= 32;
   return shorter >= (backward || a.head_dim + a.head_dim_v >= 192 ? 192 : 320);
 }
