@@ -1,8 +1,10 @@
-"""Settings of every test: one thread a worker (pytest runs one worker a core), the architecture that the DSL compiles for where there is no GPU,
-and hypothesis without deadlines on a shared machine.
+"""Settings of every test: one thread a worker (pytest runs one worker a core), and where a test asks for more, they sleep while they wait; the
+architecture that the DSL compiles for where there is no GPU, and hypothesis without deadlines on a shared machine.
 """
 
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read with torch: threads that wait would spin on the cores of other workers
 
 import torch
 from hypothesis import HealthCheck, settings
