@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends.cpu import Cpu, native
 from tilewise.backends.reference import eager
-from tilewise.masks import Causal, Full
+from tilewise.masks import Causal, Documents, FirstKeys, Full, PrefixLM, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing.cases import Case, make, upstream
 from tilewise.testing.conformance import run_case
@@ -53,6 +53,26 @@ def test_nan_and_infinity_are_left_to_avx512(dtype, operand, value):
     o, lse = Cpu("avx512").forward(call)  # the forward never meets it
     gradients = (Cpu(isa).backward(call, o, lse, d_o, None, bias_grad=True)[:4] for isa in ("amx", "avx512"))
     _assert_same(*gradients)
+
+
+SEVERAL_BANDS = [
+    PrefixLM(10),
+    SlidingWindow(20, 0) | FirstKeys(4),
+    Documents((0, 5, 9, 14, 20, 26, 33, 47, 65)),  # more bands in a panel than are computed at once
+    Documents((0, 18, 30, 65)) | FirstKeys(3),
+    (SlidingWindow(40, 0) - SlidingWindow(3, 3)) | FirstKeys(1),
+]
+
+
+@pytest.mark.parametrize("mask", SEVERAL_BANDS, ids=repr)
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_bands_of_one_tile_together(mask, dtype):
+    """Bands whose tiles of keys touch are computed at once; others, and those beyond four, one after another."""
+    for seqlen_q, seqlen_k in ((18, 65), (65, 65), (100, 300)):
+        if "Documents" in repr(mask) and (seqlen_q, seqlen_k) != (65, 65):
+            continue  # documents end with the sequence
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 3, "heads_k": 3, "head_dim": 96}
+        run_case(Cpu("amx"), Case(batch=2, mask=mask, dtype=dtype, **sizes))
 
 
 @pytest.mark.parametrize("value", (3.4e38, 1e-33))

@@ -26,9 +26,27 @@ TW_INLINE Crop tile_crop(const BandList& list, int64_t x, int64_t row, int64_t r
   return c;
 }
 
+// The crop of bands [x, end) that are computed at once, and their number: those whose tiles of keys are no more together than one after another.
+struct JointCrop {
+  Crop crop;
+  int64_t bands;
+};
+TW_INLINE JointCrop joint_crop(const BandList& list, int64_t x, int64_t row, int64_t rows, int64_t key, int64_t keys) {
+  JointCrop all = {tile_crop(list, x, row, rows, key, keys), 1};
+  Crop& c = all.crop;
+  for (; !c.empty() && all.bands < kMostBands && x + all.bands < list.end; all.bands++) {
+    const Crop more = tile_crop(list, x + all.bands, row, rows, key, keys);
+    if (more.empty()) break;
+    const int64_t begin = min_of(c.key_begin, more.key_begin), end = max_of(c.key_end, more.key_end);
+    if (end - begin > c.key_end - c.key_begin + more.key_end - more.key_begin) break;
+    c.key_begin = begin, c.key_end = end, c.partial = true;
+  }
+  return all;
+}
+
 // What masks and score modifiers make of a panel's scores, times `factor`: S as it goes into the softmax. s: C, cells are keys.
 static void finish_scores(const Cells& s, int64_t columns, float factor, const Head& h, const BandList& bands, int64_t x, const Crop& c, vf hidden,
-                          const Cells* cap) {
+                          const Cells* cap, int64_t joint = 1) {
   const int64_t keys = c.key_end - c.key_begin;
   for (int64_t w = 0; w < columns; w++) {
     float* column = floats(s, 0, w);
@@ -41,7 +59,8 @@ static void finish_scores(const Cells& s, int64_t columns, float factor, const H
       continue;
     }
     if (h.adjusts()) adjust_scores(column, cap ? floats(*cap, 0, w) : nullptr, L, h, part, 1);
-    if (c.partial) hide(column, L, bands, x, part, 1, hidden);
+    if (joint > 1) hide_from_all(column, L, bands, x, joint, part, 1, hidden);
+    else if (c.partial) hide(column, L, bands, x, part, 1, hidden);
   }
 }
 
@@ -194,6 +213,7 @@ struct TileStep {
   BandList bands = {};
   int64_t x = 0;
   Crop crop = {};
+  int64_t joint = 1;  // bands from x on, whose crop it is
 };
 
 // Steps one after another, each in three: scores, softmax, values. Where it pays, while the softmax of one step goes on, the tiles multiply for the
@@ -228,7 +248,7 @@ struct TilePipeline {
     const bool dropout = h.args.dropout_rescale > 0;
     float factor = score_factor(h.args);
     if (h.adjusts() || s.crop.partial) {
-      finish_scores(b.s, columns(s), factor, h, s.bands, s.x, s.crop, splat(-kInf), nullptr);
+      finish_scores(b.s, columns(s), factor, h, s.bands, s.x, s.crop, splat(-kInf), nullptr, s.joint);
       factor = 1.f;
     }
     for (int64_t w = 0; dropout && w < columns(s); w++) {
@@ -331,15 +351,17 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
       const TilePanel& p = panel[x];
       ahead.fetch(panels - x);
       const BandList bands = bands_at(h.plane, p.row);
-      for (int64_t b = bands.begin; b < bands.end; b++) {
-        const Crop c = tile_crop(bands, b, p.row, p.rows, key, keys);
+      for (int64_t b = bands.begin, joint; b < bands.end; b += joint) {
+        const JointCrop all = joint_crop(bands, b, p.row, p.rows, key, keys);
+        const Crop& c = all.crop;
+        joint = all.bands;
         if (c.empty()) continue;
         if (!packed) {
           pack_rows<T>(scratch.k, {h.k(key), a.k.seq, keys, a.head_dim}, round_up(keys, 32), finite);
           pack_pairs_transposed<T>(scratch.v, {h.v(key), a.v.seq, keys, a.head_dim_v}, keys, finite);
           packed = true;
         }
-        pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c});
+        pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c, joint});
       }
     }
     pipeline.finish();

@@ -95,6 +95,28 @@ TW_INLINE void lane_keys(LaneKeys& out, const Band& band, const Crop& c) {
 // A NaN that no arithmetic gives: what the backward writes for a hidden score, so that it can tell it from one that is -inf by itself.
 constexpr int32_t kHiddenBits = 0x7fedcba9;
 
+constexpr int64_t kMostBands = 4;  // whose keys are computed at once
+
+// Hidden scores of a crop of `bands` bands from x on become `hidden`: pairs that none of them shows.
+static void hide_from_all(float* s, int64_t lds, const BandList& list, int64_t x, int64_t bands, const Crop& c, int vectors, vf hidden) {
+  LaneKeys keys[kMostBands];
+  for (int64_t b = 0; b < bands; b++) lane_keys(keys[b], list[x + b], c);
+  for (int v = 0; v < vectors; v++) {
+    for (int64_t j = 0; j < c.key_end - c.key_begin; j++) {
+      const vi key = splat((int32_t)j);
+      vi seen = {};
+      for (int64_t b = 0; b < bands; b++) {
+        vi shown = (key >= load(keys[b].from + v * L)) & (key <= load(keys[b].to + v * L));
+        if (list.plane->in_bitmap && list.plane->in_bitmap[list.index(x + b)] && c.key_begin + j < list[x + b].k1)
+          shown &= lanes_of_bits(bits_from(*list.plane, c.key_begin + j, c.row + v * L));
+        seen |= shown;
+      }
+      float* p = s + j * lds + v * L;
+      store(p, seen ? load(p) : hidden);
+    }
+  }
+}
+
 // Hidden scores become `hidden`; s[key][lane] with rows `lds` apart.
 static void hide(float* s, int64_t lds, const BandList& list, int64_t x, const Crop& c, int vectors, vf hidden) {
   const Band& band = list[x];
