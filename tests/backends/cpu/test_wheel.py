@@ -1,8 +1,10 @@
 """The wheel: built here, installed into an empty environment, and used there without a compiler in sight."""
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -57,5 +59,6 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(tmp_path):
             (tools / tool).symlink_to(found)
     bare = {"PATH": str(tools), "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++", "HOME": str(tmp_path)}
     _run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", place, ROOT, env=bare)
-    said = _run(sys.executable, "-c", WITHOUT, env={**bare, "PYTHONPATH": str(place)}, cwd=tmp_path)
+    path = f"{place}{os.pathsep}{sysconfig.get_path('purelib')}"  # and without `site`, whose hooks would find an editable tilewise first
+    said = _run(sys.executable, "-S", "-c", WITHOUT, env={**bare, "PYTHONPATH": path}, cwd=tmp_path)
     assert said.startswith("backend: tiled") and "its compiled kernel is not installed: reinstall tilewise where a C++ compiler" in said
