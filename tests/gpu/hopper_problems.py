@@ -33,16 +33,16 @@ INNER = (
 """Masks inside a document that leave it one band."""
 
 
-def held(case, seed=0, run=conformance.run_hidden):
+def held(case, seed=0, run=conformance.run_hidden, backend=None):
     """The case through `run`, on the GPU; a failure says which case it was."""
     try:
-        run(Hopper(), case, seed=seed, device="cuda")
+        run(backend or Hopper(), case, seed=seed, device="cuda")
     except AssertionError as failure:
         raise AssertionError(f"{case.id}: {failure}") from None
 
 
-def held_forward(case, seed=0):
-    held(case, seed, conformance.run_forward)
+def held_forward(case, seed=0, backend=None):
+    held(case, seed, conformance.run_forward, backend)
 
 
 def beyond_one_band(seqlen_q, seqlen_k):

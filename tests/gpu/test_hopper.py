@@ -5,7 +5,9 @@ import torch
 from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, drawing, held_forward
 
 import tilewise as tw
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import _PARTIALS, Hopper
+from tilewise.backends.hopper.config import shipped
+from tilewise.backends.hopper.tune import Fixed
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.testing import conformance
@@ -23,6 +25,25 @@ def test_cases(mask, dims):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
         heads = ((4, 2), (3, 3), (8, 1))[turn % 3]
         held_forward(Case(batch=2, heads_q=heads[0], heads_k=heads[1], mask=mask, dtype=("bf16", "fp16")[turn % 2], **sizes))
+
+
+@pytest.mark.parametrize("chosen", [each for each in shipped(torch.bfloat16) if each.sees in ("all", "until", "interval")], ids=str)
+def test_every_configuration_on_short_sequences(chosen):
+    """Also those that calls of such lengths would not get."""
+    mask = {"all": Full(), "until": Causal(), "interval": SlidingWindow(50, 3)}[chosen.sees]
+    for heads, (seqlen_q, seqlen_k) in zip((1, 2, 3) * 3, (*LENGTHS, (900, 1100)), strict=False):
+        dims = {"head_dim": chosen.head_dim, "head_dim_v": chosen.head_dim_v}
+        case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2 * heads, heads_k=heads, mask=mask, dtype="bf16", **dims)
+        held_forward(case, backend=Fixed(chosen))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_units_that_are_shared(dims):
+    """Full masks whose tiles of queries do not fill a last round, or not even one: by sixteen blocks each, by two, cut in the middle."""
+    for seqlen_q, seqlen_k, heads in ((1, 9000, 2), (64, 5000, 4), (129, 3000, 2), (2100, 2100, 6), (4096, 1000, 5)):
+        sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads, "heads_k": 1}
+        held_forward(Case(**sizes, head_dim=dims[0], head_dim_v=dims[1], dtype="bf16"), seed=seqlen_q)
+    assert not any(arrivals.any() for _, arrivals in _PARTIALS.values())
 
 
 def test_quick_cases_that_it_covers():

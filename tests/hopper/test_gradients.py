@@ -1,5 +1,7 @@
 """What the Hopper backward pass takes, and by which kernels; without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -46,3 +48,12 @@ def test_a_visit_is_too_late_for_dQ_from_registers():
     with pytest.raises(ValueError, match="directly"):
         backward_config.Config(sees="runs", **fields)
     backward_config.Config(sees="rows", **fields)
+
+
+def test_the_last_wave_is_shared_where_it_then_ends_earlier():
+    """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, of which thirds take two rounds."""
+    config = replace(backward_config.configure(torch.bfloat16, 128, 128, "all", 16384), shares=True)
+    assert gradients._shared(config, 1, 16384, 16384, 16, 132) == (1980, 3, 2 * 68)
+    assert gradients._shared(config, 1, 16384, 16384, 33, 132) == (33 * 128, 1, 0)  # whole waves
+    assert gradients._shared(config, 1, 80, 16384, 16, 132) == (2048, 1, 0)  # a walk of one tile
+    assert gradients._shared(replace(config, shares=False), 1, 16384, 16384, 16, 132) == (2048, 1, 0)

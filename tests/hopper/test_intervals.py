@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,17 +70,18 @@ class Block:
             raise self.errors[0]
 
 
-def launched(monkeypatch, cu_q, cu_k, inner, seqlen_q: int, seqlen_k: int):
+def launched(monkeypatch, cu_q, cu_k, inner, seqlen_q: int, seqlen_k: int, tile=TILE):
     """order, ends and walks as the GPU makes them."""
     from tilewise.backends.hopper import intervals
 
     m_blocks = -(-seqlen_q // TILE.tile_m)
-    order, ends, walks = (np.full(shape, -7, np.int64) for shape in ((m_blocks,), (2, seqlen_q), (m_blocks, 4)))
+    order, ends, walks = (np.full(shape, -7, np.int64) for shape in ((-(-m_blocks // tile.cluster),), (2, seqlen_q), (m_blocks, 4)))
     documents = intervals.Documents(np.array(cu_q), np.array(cu_k), seqlen_k, *offsets(inner))
-    monkeypatch.setattr(intervals, "interval", intervals.interval.__wrapped__)
+    for name in ("interval", "visited"):
+        monkeypatch.setattr(intervals, name, getattr(intervals, name).__wrapped__)
     for kernel, count, threads, arguments in (
-        (intervals.kernel, m_blocks, TILE.tile_m, (documents, ends, walks, TILE)),
-        (intervals.rank, -(-m_blocks // intervals.RANKED), intervals.RANKED, (walks, order)),
+        (intervals.kernel, m_blocks, TILE.tile_m, (documents, ends, walks, tile)),
+        (intervals.rank, -(-m_blocks // intervals.RANKED), intervals.RANKED, (walks, order, tile)),
     ):
         for index in range(count):
             block = Block(index, threads)
@@ -119,6 +121,14 @@ def test_rows_and_walks(inner, monkeypatch):
         assert (np.diff(work) >= 0).all() and all(
             a < b for (a, b), more in zip(itertools.pairwise(order), np.diff(work), strict=True) if more == 0
         )
+
+
+def test_pairs_are_ranked_by_all_that_either_loads(monkeypatch):
+    for cu_q, cu_k, seqlen_q, seqlen_k in PACKS:
+        order, _, walks = launched(monkeypatch, cu_q, cu_k, Causal(), seqlen_q, seqlen_k, replace(TILE, cluster=2))
+        units = [walks[i : i + 2] for i in range(0, len(walks), 2)]
+        work = [unit[:, 1].max() - unit[:, 0].min() for unit in units]
+        assert order.tolist() == sorted(range(len(units)), key=lambda unit: work[unit])
 
 
 def test_bad_values_lead_to_nothing_outside(monkeypatch):

@@ -23,9 +23,10 @@ def made(batch=1, seqlen=8192, heads=16, heads_k=None, head_dim=128, head_dim_v=
 
 def busy(call, config):
     """The share of their time that multiprocessors have work, for a causal mask or a window of the last keys."""
-    rows, width = -(-call.seqlen_q // config.tile_m), getattr(call.mask, "left", None)
-    first = [0 if width is None else max(0, row * config.tile_m - width) // config.tile_n for row in range(rows)]
-    tiles = [-(-(row + 1) * config.tile_m // config.tile_n) - first[row] for row in range(rows)]
+    tile_m, width = config.cluster * config.tile_m, getattr(call.mask, "left", None)
+    rows = -(-call.seqlen_q // tile_m)
+    first = [0 if width is None else max(0, row * tile_m - width) // config.tile_n for row in range(rows)]
+    tiles = [-(-(row + 1) * tile_m // config.tile_n) - first[row] for row in range(rows)]
     heads, section = call.batch * call.heads_q, _section(call, config)
     units = [
         tiles[row] + A_UNIT
@@ -33,10 +34,22 @@ def busy(call, config):
         for row in reversed(range(rows))
         for _ in range(min(section, heads - begin))
     ]
-    done = [0.0] * MULTIPROCESSORS * config.blocks
+    done = [0.0] * (MULTIPROCESSORS * config.blocks // config.cluster)
     for unit in units:
         heapq.heapreplace(done, done[0] + unit)
     return sum(units) / len(done) / max(done)
+
+
+def test_pairs_of_blocks_where_there_are_queries_for_both():
+    assert [made(seqlen=n)[1].cluster for n in (2048, 2049)] == [1, 2]
+    assert [made(seqlen=8192, mask=SlidingWindow(n, 0))[1].cluster for n in (1023, 4095)] == [1, 2]
+    few, many = ((torch.empty((1, n, 4, 128), dtype=torch.bfloat16, device="meta")) for n in (100, 8192))
+    assert Hopper()._config(Call(q=few, k=many, v=many, mask=CAUSAL, scale=1.0)).cluster == 1
+
+
+def test_short_tiles_only_where_keys_are_few():
+    few, many = ((torch.empty((1, n, 4, 64), dtype=torch.bfloat16, device="meta")) for n in (100, 8192))
+    assert [Hopper()._config(Call(q=few, k=k, v=k, mask=CAUSAL, scale=1.0)).tile_m for k in (few, many)] == [64, 192]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_literal():
     environment = {"device": "NVIDIA H100", "date": "2026-11-21T10:00:00+00:00"}
     said = tune.literal(shipped(), [row(name, 1024, 512.4e12, environment=environment), row("other", 1024, 1e12)])
     assert (
-        said.startswith("(128, 128): {'until': any_length(tile_m=128, tile_n=128)},")
+        said.startswith("(128, 128): {'until': any_length(tile_m=128, tile_n=128, cluster=2)},")
         and "NVIDIA H100, 2026-11-21: TFLOP/s at 1024: 512" in said
     )
     assert "kv_stages=3" in tune.literal(replace(shipped(), kv_stages=3), []) and "kv_stages" not in said
@@ -221,7 +221,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     assert cli.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert (
-        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, q_stages=2)}," in said
+        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, draws=False, q_stages=2)}," in said
         and "8 bytes are spilled" in said
         and "missed the tolerance" in said
     )

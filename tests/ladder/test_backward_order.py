@@ -49,11 +49,11 @@ def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
 class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
 
-    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together):
+    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together, shares=1):
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "from"
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees)
+        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all")
         self.order, self.lengths, self.heads, self.slots = order, (seqlen_q, seqlen_k), heads, slots
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
@@ -61,10 +61,13 @@ class Problem:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
         rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
+        shared_from = n_blocks * heads // slots * slots
+        shares = shares if sees == "all" else 1
         divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
-        how = order.Order(slots, rising, together, 0, *divisors)
+        how = order.Order(slots, rising, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
-        self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(n_blocks * heads)]
+        numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
+        self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(numbers)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
 
@@ -79,7 +82,7 @@ class Problem:
             m_block = self.order.next_tile(m_block, walk)
 
     def turn(self, block, m_block):
-        return self.order.turn_of(m_block, self.m_blocks, block, self.band, self.lengths[1], self.config)
+        return self.order.turn_of(m_block, self.walk(block), block, self.band, self.lengths[1], self.config)
 
 
 class Columns:
@@ -116,7 +119,7 @@ def packed(seqlen_q, seqlen_k, inner):
     return Documents((0, *ends_q), (0, *ends_k), inner=inner)
 
 
-def draw(order, kernels) -> Problem:
+def draw(order, kernels, most_shares=4) -> Problem:
     masks = (
         Full(),
         Causal(random.choice(("bottom_right", "top_left"))),
@@ -127,14 +130,15 @@ def draw(order, kernels) -> Problem:
     if random.random() < 0.4:
         mask = packed(*lengths, mask)
     machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
-    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine)
+    shares = random.randint(1, most_shares)
+    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine, shares)
 
 
 def test_walks_and_turns(order, documents_kernels):
     random.seed(0)
     for _ in range(250):
         problem = draw(order, documents_kernels)
-        assert len({(block.n0, block.head_k, block.batch) for block in problem.blocks}) == len(problem.blocks)
+        assert len({(block.n0, block.head_k, block.batch, block.share) for block in problem.blocks}) == len(problem.blocks)
         turns = {}
         for block in problem.blocks:
             check_walk(problem, block)
@@ -152,7 +156,10 @@ def check_walk(problem, block):
     columns = problem.visible[:, block.n0 : block.n0 + config.tile_n]
     for m_block in range(problem.m_blocks):
         tile = columns[m_block * config.tile_m : (m_block + 1) * config.tile_m]
-        assert m_block in visits or not tile.any()
+        others = (
+            block.shares > 1 and not walk.first <= m_block < walk.last
+        )  # who share the block; that all visits come is seen by the turns
+        assert m_block in visits or others or not tile.any()
         if walk.free_first <= m_block < walk.free_last:
             assert tile.all() and columns.shape[1] == config.tile_n
     for key in range(columns.shape[1]):
@@ -167,7 +174,7 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels):
 
     random.seed(3)
     for _ in range(100):
-        problem = draw(order, documents_kernels)
+        problem = draw(order, documents_kernels, most_shares=1)
         finish = plain(vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",))
         keys = SimpleNamespace(shape=(1, problem.lengths[1], problem.heads, 1))
         tensors = SimpleNamespace(K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))

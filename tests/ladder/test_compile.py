@@ -118,9 +118,9 @@ def test_compiled_code(name, head_dim, causal, compile_and_inspect, capfd):
         check_registers(found, found.config)
 
 
-@pytest.mark.parametrize("shipped", [each for each in config.shipped(torch.bfloat16) if each.sees in ("all", "until", "interval")], ids=str)
+@pytest.mark.parametrize("shipped", config.shipped(torch.bfloat16), ids=str)
 def test_shipped_configuration(shipped, compile_and_inspect, capfd):
-    """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see."""
+    """The forward pass of backends/hopper: as a rung, with a loop for the masked tiles at each end of what its rows see, or for masked runs."""
     check_shipped(shipped, compile_and_inspect, capfd)
 
 
@@ -146,12 +146,12 @@ def test_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
-RUNS = [(dims, sees, {}) for dims in config.TILES for sees in ("rows", "runs")]
-RUNS_TOO = [(dims, sees, EVERY_CHANGE) for dims in config.TILES for sees in ("rows", "runs")]
+RUNS = [(dims, sees, EVERY_CHANGE) for dims in config.TILES for sees in ("rows", "runs")]
 
 
-@pytest.mark.parametrize(("dims", "sees", "changes"), RUNS + [pytest.param(*case, marks=pytest.mark.slow) for case in RUNS_TOO])
-def test_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
+@pytest.mark.slow
+@pytest.mark.parametrize(("dims", "sees", "changes"), RUNS)
+def test_changed_scores_under_masks_beyond_one_band(dims, sees, changes, compile_and_inspect, capfd):
     check_shipped(config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
 
 
@@ -207,11 +207,13 @@ def check_backward(shipped, compile_and_inspect, capfd):
 
 
 LONG = [(*what, least) for what, each in backward_config.LONG.items() for least, _ in each]
+LONG += [(dims, "from", backward_config.STAYS_UP_TO + 1) for dims in ((64, 64), (128, 128))]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dims, sees, least", LONG, ids=lambda x: str(x).replace(" ", ""))
-def test_backward_of_long_sequences(dims, sees, least, compile_and_inspect, capfd):
-    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, least), compile_and_inspect, capfd)
+def test_backward_of_long_sequences(dims, sees, least, dtype, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(dtype, *dims, sees, least), compile_and_inspect, capfd)
 
 
 BACKWARD_CHANGES = (

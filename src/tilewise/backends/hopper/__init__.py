@@ -92,7 +92,7 @@ class Hopper:
         kernel = hopper.compiled(_launch(), arguments, config)
         with torch.cuda.device(q.device):
             tensors = [hopper.aligned(x) for x in (q, call.k, call.v)]
-            kernel(*tensors, o, lse, _counter(q.device), *_rest(call, config, scale))
+            kernel(*tensors, o, lse, *_workspace(q.device, config), *_rest(call, config, scale))
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See gradients.py."""
@@ -107,7 +107,7 @@ class Hopper:
             return None
         kernel = hopper.compiled(_launch(), arguments, config)
         device = call.q.device
-        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: (_counter(device),), self.backward)
+        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: _workspace(device, config), self.backward)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""
@@ -126,11 +126,22 @@ class Hopper:
             call.head_dim,
             call.head_dim_v,
             sees,
-            max(call.seqlen_q, call.seqlen_k) if sees == "until" else call.seqlen_q,  # few queries may see many keys
+            _queries(call, sees),
+            call.seqlen_k,
             **changes.fields(call),
             bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
             sink=call.sink is not None,
         )
+
+
+def _queries(call: Call, sees: str) -> int:
+    """Of a sequence, or of what it consists of, as `config.Choice` counts them."""
+    if sees == "rows":
+        return documents.longest(call.mask)
+    if sees == "interval":
+        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+        return min(call.seqlen_q, hi - lo + 1)
+    return call.seqlen_q
 
 
 def _empty_lse(call: Call) -> Tensor:
@@ -147,10 +158,13 @@ def arguments(config) -> list:
     v, o = (hopper.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     counter = hopper.tensor(Int32, 1, aligned=False)
+    found = [hopper.tensor(Float32, hopper.size()), hopper.tensor(Int32, hopper.size(), aligned=False)] if config.shares else [None] * 2
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = hopper.tensor(Float32, heads_q, aligned=False) if config.sink else None
     m_blocks, heads = hopper.size(), (batch, heads_q)
-    order = hopper.tensor(Int32, m_blocks, aligned=False) if config.sees in ("rows", "runs") else None
+    order = (
+        hopper.tensor(Int32, m_blocks if config.cluster == 1 else hopper.size(), aligned=False) if config.sees in ("rows", "runs") else None
+    )
     tables = [None] * 5
     if config.sees == "runs":
         shapes = (hopper.size(), m_blocks, 3), (hopper.size(), 4), (hopper.size(), 6), (hopper.size(), config.tile_m, 4), heads
@@ -158,7 +172,7 @@ def arguments(config) -> list:
     ends = [None] * 2
     if config.sees == "rows":
         ends = [hopper.tensor(Int32, *shape, aligned=False) for shape in ((2, seqlen_q), (m_blocks, 4))]
-    return [q, k, v, o, lse, counter, *(Int32(0) for _ in range(8)), Float32(1.0), *changed, sink, order, *tables, *ends]
+    return [q, k, v, o, lse, counter, *found, *(Int32(0) for _ in range(8)), Float32(1.0), *changed, sink, order, *tables, *ends]
 
 
 def _launch() -> str:
@@ -182,6 +196,25 @@ def _counter(device: torch.device) -> Tensor:
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _COUNTERS[key]
+
+
+_PARTIALS: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+
+def _workspace(device: torch.device, config) -> tuple[Tensor | None, ...]:
+    """The counter and, where thread blocks share units, what they keep for each other (partials.py): likewise one a stream, as much as was needed."""
+    if not config.shares:
+        return _counter(device), None, None
+    slots = 2 * (_multiprocessors(device) * config.blocks // config.cluster)
+    sizes = slots * config.partial_numbers, slots * config.cluster * config.tile_m // 16
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    kept = None if torch.cuda.is_current_stream_capturing() else _PARTIALS.get(key)
+    if kept is None or any(have.numel() < size for have, size in zip(kept, sizes, strict=True)):
+        numbers = torch.empty(sizes[0], dtype=torch.float32, device=device)
+        kept = numbers, torch.zeros(sizes[1], dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _PARTIALS[key] = kept
+    return _counter(device), *kept
 
 
 def _section(call: Call, config) -> int:

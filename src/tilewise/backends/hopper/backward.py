@@ -16,6 +16,7 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, settled_order, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
+from tilewise.backends.hopper.backward_shares import partials_of
 from tilewise.backends.hopper.backward_tiles import (
     THREADS,
     WARP,
@@ -53,6 +54,7 @@ def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
     turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, behind: Int32,
+    partial: cute.Tensor | None, shared_from: Int32, shares: Int32,
     has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
@@ -88,14 +90,19 @@ def launch(
         grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
+    if const_expr(config.shares):
+        blocks += (blocks - shared_from) * (shares - 1)
     kernel(
         tensors,
         counter,
-        mdQ if const_expr(config.finishes) else None,
+        partial,
+        describe_store(cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[1, 3, 2, 0])), backward_finish.COLUMNS)
+        if const_expr(config.finishes)
+        else None,
         Outputs(mdK, mdV, stores),
         loads,
         band,
-        order_of(slots, rising, together, behind, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        order_of(slots, rising, together, behind, shared_from, shares, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
         scale,
         scale_log2,
         mma,
@@ -143,7 +150,8 @@ def launch_dQ(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, counter: cute.Tensor | None, mdQ: cute.Tensor | None, outputs: Outputs, loads: Loads, band: Band, order: Order,
+    tensors: Tensors, counter: cute.Tensor | None, partial: cute.Tensor | None, store_dQ: tma.Tma | None,
+    outputs: Outputs, loads: Loads, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
     layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -176,14 +184,14 @@ def kernel(
         storage.allocate_tensor(Float32, statistics, 128),
         visits,
     )
+    finisher = None
+    if const_expr(config.finishes):
+        finisher = backward_finish.make_finisher(storage, store_dQ, dtype, config)
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + config.dq_consumers)
         pipes = make_pipes(storage, config)
-        stay(tensors, outputs, loads, sm, pipes, queue, band, order, scale, scale_log2, mma, config)
+        stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
-    staged = None
-    if const_expr(config.finishes):
-        staged = storage.allocate_tensor(Float32, backward_finish.layout_of(config), 128)
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
     heads = tensors.K.shape[2] * tensors.K.shape[0]
@@ -200,12 +208,17 @@ def kernel(
                 add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
             elif const_expr(config.ordered):
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
-        if const_expr(config.finishes):
-            backward_finish.finish_earlier(tensors, mdQ, staged, order, band, scale, warp_idx, config)
+        elif const_expr(config.finishes):
+            backward_finish.finish_earlier(tensors, finisher, order, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
         given = (tensors, outputs, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        if const_expr(config.split == "keys"):
+            given = (
+                *given,
+                partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads) if const_expr(config.shares) else None,
+            )
         if const_expr(config.split == "columns"):
             if consumer == 0:
                 backward_columns.consume(*given, True, config)
@@ -219,8 +232,8 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, outputs: Outputs, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, band: Band, order: Order,
-    scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
+    finisher: backward_finish.Finisher | None, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
@@ -230,10 +243,12 @@ def stay(
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
         elif warp_idx <= config.dq_consumers:
             add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
+        elif const_expr(config.finishes):
+            backward_finish.finish_all(tensors, finisher, queue, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, outputs, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        given = (tensors, outputs, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
         if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             backward_keys.consume_units(*given, True, config)
         else:
@@ -276,7 +291,11 @@ def produce_units(
 ):  # fmt: skip
     """Likewise for one block of keys after another; the next is drawn when two tiles of this one are still to be computed."""
     arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
+    if const_expr(config.finishes):
+        arch.griddepcontrol_launch_dependents()
     count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+    if const_expr(config.shares):
+        count += (count - order.shared_from) * (order.shares - 1)
     state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.draw(queue)
     while unit < count:
         units.tell(queue, done, unit)
@@ -336,17 +355,14 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
     A block waits for its turn only where it is about to add, after it has given all others on: so the one whose turn it is never waits.
     The first writes instead of adding.
     """
-    m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     before = Int64(0)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
+        next_m_block, next_turn = visit_at(max(place, 0), own, block, band, tensors.K.shape[1], config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
-            m_block = tile_at(place, band, config)
-            turn = Int32(-1)
-            if const_expr(config.ordered):
-                turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
+            m_block, turn, place = next_m_block, next_turn, next_in(own, place, config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 head = block.head_k * group + g
                 arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
@@ -360,6 +376,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                         while now != turn:
                             now = turn_now(counter)
                     before = counter
+                next_m_block, next_turn = visit_at(place, own, block, band, tensors.K.shape[1], config)  # now, as nobody waits for it
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     gSum = tensors.sum_dQ[block.batch, head, m_block, None]
@@ -370,11 +387,19 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                     arch.cp_async_bulk_commit_group()
                     arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
-            place = next_in(own, place, config)
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
         if const_expr(config.ordered) and before != 0:
             give_turn(before)
+
+
+@cute.jit
+def visit_at(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The tile of queries at a place of the walk, and this block's turn there."""
+    turn = Int32(-1)
+    if const_expr(config.ordered):
+        turn = turn_of(place, walk, block, band, seqlen_k, config)
+    return tile_at(place, band, config), turn
 
 
 @cute.jit
@@ -395,7 +420,6 @@ def add_up_units(
 @cute.jit
 def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
     """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
-    m_blocks = tensors.sum_dQ.shape[2]
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     before = Int64(0)
     for first in cutlass.range(apart(group, config), unroll=1):
@@ -403,7 +427,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            turn = turn_of(place, m_blocks, block, band, tensors.K.shape[1], config)
+            turn = turn_of(place, own, block, band, tensors.K.shape[1], config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 counter = address_of(tensors.turns, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)

@@ -29,10 +29,14 @@ class Config:
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
+    always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
+    pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
+    shares: bool = False  # thread blocks may share the walk of a block of keys (backward_shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
@@ -45,7 +49,7 @@ class Config:
         """What P is multiplied by before it is rounded to an operand: fp16 has few bits for probabilities below 6e-5, and none below 6e-8, as keys
         have that are far away or of a low bias. Where P stays in fp32 for dS and no score is changed, the naive formula loses as much of dV.
         """
-        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.split == "columns") else 1.0
+        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.lean or self.split == "columns") else 1.0
 
     @property
     def own_factor(self) -> bool:
@@ -72,8 +76,12 @@ class Config:
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
             )
 
-        if self.stays and (self.split == "columns" or self.direct or self.finishes or self.sees not in STAYS):
-            raise ValueError("a thread block stays only where keys are split, dQ goes through shared memory, and no warp of it finishes dQ")
+        if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
+            raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.shares and (self.split == "columns" or self.sees != "all"):
+            raise ValueError("blocks of keys are shared only where keys are split and all are seen")
+        if self.always and (self.modified or self.sees != "from"):
+            raise ValueError("every tile is masked only under a causal mask")
 
     @property
     def consumers(self) -> int:
@@ -170,19 +178,24 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
 FINISHES = dict(finishes=True)
 THREE = dict(tile_m=64, tile_n=192, dq_consumers=1, delta_in=True, ahead=1)
+ONE_PIECE = dict(always=True, pairwise=True)
+SHARED = dict(shares=True)
 LONG = {
-    ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True))),
-    ((128, 128), "from"): ((2049, FINISHES),),
-    ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES)),
-    ((64, 64), "from"): ((256, THREE), (2049, {})),
-    ((192, 128), "from"): ((2048, dict(tile_m=96)),),  # timed at 8,192
+    ((128, 128), "all"): ((1024, FINISHES), (2048, dict(tile_m=80, dq_transposed=True) | SHARED)),
+    ((128, 128), "from"): ((1, ONE_PIECE), (1024, ONE_PIECE | FINISHES)),
+    ((64, 64), "all"): ((1, FINISHES), (2048, THREE | FINISHES | SHARED)),
+    ((64, 64), "from"): ((256, FINISHES),),
 }
+LONG |= {((128, 128), sees): ((1, FINISHES),) for sees in ("interval", "rows")}  # not timed yet
+# Five products, where tables or changed scores take no registers besides. Not timed yet.
+WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)
+LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval", "rows")}
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
-STAYS = "from", "interval", "rows"
-STAYS_UP_TO = 2048  # queries, under a causal mask; beyond it gains nothing (H200, 2026-11-22: 8,192 0 % at head_dim 128, -0.4 % at 64)
+STAYS = "all", "from", "interval", "rows"
+STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
 
 
 @lru_cache(1024)
@@ -191,9 +204,15 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
         return replace(config, **_instead(config, dims))
-    fields = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
-    stays = config.split == "keys" and sees in STAYS and (sees != "from" or seqlen_q <= STAYS_UP_TO)
+    larger = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
+    fields = [fields for fields in larger if dtype == torch.bfloat16 or not _spills_in_fp16(fields, sees)]
+    stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
     return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+
+
+def _spills_in_fp16(fields: dict, sees: str) -> bool:
+    """Rows of LONG that spill 8 or 16 bytes there, or may."""
+    return fields.get("tile_n") == THREE["tile_n"] or (fields.get("lean", False) and sees in ("interval", "rows"))
 
 
 def lengths() -> list[int]:

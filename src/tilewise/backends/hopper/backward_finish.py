@@ -1,26 +1,49 @@
 """dQ = scale * its sum, written by a warp of the main kernel while the others compute: of tiles to which all blocks of keys have added.
 
-Every block of keys has a share of its head's tiles of queries. When a block starts, those that started long before it are gone, and so is what
-keeps a tile from being finished: the warp finishes the share of a block some numbers behind (`Order.behind`). It never waits longer than its own
-block walks; what it finds incomplete, or not finite, and the shares of the last blocks are left to `backward_parts.finish`, which computes the same.
+Where a thread block takes one block of keys, it has a share of its head's tiles of queries, and its warp finishes the share of a block some numbers
+behind (`Order.behind`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
+Where blocks stay (backward_units.py), they divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
+
+What is not finite, and what was left, does `backward_parts.finish`, which computes the same.
 """
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Order, block_of, visitors_of
-from tilewise.backends.hopper.backward_parts import QUAD, VECTOR, WARP, Tensors, vector
+from tilewise.backends.hopper.backward_parts import WARP, Tensors
+from tilewise.backends.hopper.backward_tiles import swizzled
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.hopper import tma
+from tilewise.hopper.dsl import (
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    Int64,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cpasync,
+    cute,
+    cutlass,
+    range_constexpr,
+)
 
 THREADS = 128  # of a warpgroup, in whose order the sum lies
 WARPS = THREADS // WARP
+ROWS, COLUMNS = 16, 64  # of a warp's accumulator
+SLABS = 2  # of as many rounded numbers, on their way out
 FINISHED = -1  # in place of a tile's turns
+PAUSE = 100  # ns between two looks at a counter
 
 
-def layout_of(config: Config) -> cute.Layout:
-    """Of a warpgroup's part of a tile in shared memory: vectors of 4 numbers, lanes, vectors of a thread, warps; and place for one more."""
-    return cute.make_layout((4, WARP, config.dq_numbers // 4, WARPS + 1))
+class Finisher(NamedTuple):
+    sums: cute.Tensor  # (THREADS * dq_numbers,) fp32: a warpgroup's part of a tile, as it lies in memory
+    rounded: cute.Tensor  # (ROWS, COLUMNS, SLABS)
+    landed: cute.Pointer  # mbarrier: the copy engine has brought the sums
+    store: tma.Tma
 
 
 class Part(NamedTuple):
@@ -33,12 +56,23 @@ class Part(NamedTuple):
 
 
 @cute.jit
+def make_finisher(storage: SmemAllocator, store: tma.Tma, dtype: Constexpr, config: Constexpr[Config]) -> Finisher:
+    """With its barrier initialised, and visible after `tma.barriers_ready`."""
+    layout = swizzled(dtype, ROWS, COLUMNS, SLABS, COLUMNS)
+    sums = storage.allocate_tensor(Float32, cute.make_layout(THREADS * config.dq_numbers), 128)
+    rounded = storage.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+    landed = storage.allocate_array(cute.Int64, 1)
+    if arch.thread_idx()[0] == 0:
+        arch.mbarrier_init(landed, 1)
+    return Finisher(sums, rounded, landed, store)
+
+
+@cute.jit
 def finish_earlier(
-    tensors: Tensors, mdQ: cute.Tensor, staged: cute.Tensor, order: Order, band: Band, scale: Float32, warp_idx: Int32,
-    config: Constexpr[Config],
+    tensors: Tensors, finisher: Finisher, order: Order, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """By the last warp of the producer's warpgroup."""
-    number = arch.block_idx()[0] - order.behind
+    """By the last warp of the producer's warpgroup: what is complete of the share of an earlier block."""
+    number, done = arch.block_idx()[0] - order.behind, Int32(0)
     if warp_idx == WARPS - 1 and number >= 0:
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
@@ -48,11 +82,43 @@ def finish_earlier(
             visitors = visitors_of(part.m_block, band, tensors.K.shape[1], config)
             now = added((tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint())
             if now == visitors.last - visitors.first and now > 0:
-                gSum, gdQ = tensors.sum_dQ[part.batch, part.head, part.m_block, None], mdQ[part.batch, None, part.head, None]
-                finite = finish_part(gSum, gdQ, staged, part.m_block, part.consumer, scale, config)
-                part = part_of(i, tensors, order, config)
-                if finite and arch.lane_idx() == 0:
-                    tensors.turns[part] = FINISHED
+                finish_part(tensors, finisher, part, done, scale, config)
+                done += 1
+        arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def finish_all(
+    tensors: Tensors, finisher: Finisher, queue: units.Queue, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """Likewise, of all tiles those with this block's number and every grid's length after it. Waits until they are complete, or this block's
+    units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
+    """
+    arch.griddepcontrol_wait()
+    batch, heads, m_blocks, _ = tensors.turns.shape
+    group, done = heads // tensors.K.shape[2], Int32(0)
+    tile = arch.block_idx()[0]
+    tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
+    while tile < tiles:
+        of_heads, member = tile // group, tile % group  # the heads of a group come to their tiles side by side
+        of_batch, m_block = of_heads // m_blocks, of_heads % m_blocks
+        batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
+        visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
+        tile += arch.grid_dim()[0]
+        if visitors.last > visitors.first:
+            for consumer in cutlass.range(config.dq_consumers, unroll=1):
+                part = Part(batch_of_tile, head_k * group + member, m_block, consumer)
+                counter = (tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint()
+                now, over = added(counter), units.ends(queue)
+                while now != visitors.last - visitors.first and not over:
+                    arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
+                    now, over = added(counter), units.ends(queue)
+                if over:
+                    tile = tiles
+                else:
+                    finish_part(tensors, finisher, part, done, scale, config)
+                    done += 1
+    arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
@@ -83,70 +149,67 @@ def added(counter: Int64) -> Int32:
 
 
 @cute.jit
-def finish_part(
-    gSum: cute.Tensor, gdQ: cute.Tensor, staged: cute.Tensor, m_block: Int32, consumer: Int32, scale: Float32, config: Constexpr[Config]
-) -> Boolean:  # fmt: skip
-    """What one warpgroup computed of a tile; says whether all of it is finite, where it need be.
-
-    The sums of 16 rows, which one warp computed, go to place i + 1 of `staged`, each lane its own; rounded, they are written over those before them.
-    """
-    vectors, (over_m, _) = const_expr(config.dq_numbers // 4), config.dq_grid
-    lane = arch.lane_idx()
-    source = (gSum.iterator + consumer * THREADS * config.dq_numbers + 4 * lane).toint()
-    target = staged[None, lane, 0, 1].iterator.toint()
-    for warp in range_constexpr(WARPS):
-        for v in range_constexpr(vectors):
-            arch.inline_ptx(
-                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-                read_only_args=[target + 16 * WARP * (warp * vectors + v), source + 16 * (v * THREADS + warp * WARP)],
-            )
-    arch.cp_async_commit_group()
-    arch.cp_async_wait_group(0)
-    row0, column0 = m_block * config.tile_m + consumer % over_m * 64, consumer // over_m * config.dq_width
+def finish_part(tensors: Tensors, finisher: Finisher, part: Part, done: Int32, scale: Float32, config: Constexpr[Config]):
+    """What one warpgroup computed of a tile, after `done` others: 16 rows at a time, which one warp computed."""
+    bytes_of_sums = const_expr(4 * THREADS * config.dq_numbers)
+    if arch.lane_idx() == 0:
+        arch.fence_proxy("async")
+        source = tensors.sum_dQ[part.batch, part.head, part.m_block, None].iterator + part.consumer * THREADS * config.dq_numbers
+        arch.mbarrier_arrive_and_expect_tx(finisher.landed, bytes_of_sums)
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[finisher.sums.iterator.toint(), source.toint(), Int32(bytes_of_sums), finisher.landed.toint()],
+        )
+    arch.mbarrier_wait(finisher.landed, done & 1)
+    over_m, _ = config.dq_grid
+    row = (part.m_block * config.tile_m + part.consumer % over_m * 64) // ROWS
+    gdQ = finisher.store.gmem[None, None, part.head, part.batch]
     nothing = Float32(0.0)  # unless a number is not finite
     for warp in cutlass.range(WARPS, unroll=1):
-        rounded = cute.recast_ptr(staged[None, None, None, warp].iterator, dtype=gdQ.element_type)
-        nothing += round_rows(staged[None, lane, None, warp + 1], rounded, scale, config)
+        slab = warp % SLABS
+        arch.cp_async_bulk_wait_group(SLABS - 1, read=True)
         arch.sync_warp()
-        write_rows(rounded, gdQ, row0 + 16 * warp, column0, config)
-    arch.sync_warp()  # all have been read
+        nothing += round_rows(finisher, warp, slab, scale, config)
+        arch.fence_proxy("async.shared", space="cta")
+        arch.sync_warp()
+        place = cute.local_tile(gdQ, (ROWS, COLUMNS), (row + warp, part.consumer // over_m))
+        piece = finisher.rounded[None, None, slab]
+        s, g = cpasync.tma_partition(
+            finisher.store.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2)
+        )
+        cute.copy(finisher.store.atom, s, g)
+        arch.cp_async_bulk_commit_group()
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
         finite = arch.vote_all_sync(nothing == 0.0)
-    return finite
+    if finite and arch.lane_idx() == 0:
+        tensors.turns[part] = FINISHED
 
 
 @cute.jit
-def place_of(v: Int32, r: Int32, row: Int32) -> Int32:
-    """In vectors of 8 columns: where columns 8 v to 8 v + 7 of row `row + 8 r` are, such that 8 lanes that read 2 rows of 4 v use all banks."""
-    return (2 * v + r) * 8 + (row ^ 2 * (v % 4))
-
-
-@cute.jit
-def round_rows(sums: cute.Tensor, rounded: cute.Pointer, scale: Float32, config: Constexpr[Config]) -> Float32:
-    """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them. sums: (4, vectors)."""
-    nothing, lane = Float32(0.0), arch.lane_idx()
-    for v in range_constexpr(cute.size(sums, mode=[1])):
-        x, pair = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(2, rounded.dtype)
-        cute.autovec_copy(sums[None, v], x)
-        for r in range_constexpr(2):
-            for j in range_constexpr(2):
-                pair[j] = (x[2 * r + j] * scale).to(rounded.dtype)
+def round_rows(finisher: Finisher, warp: Int32, slab: Int32, scale: Float32, config: Constexpr[Config]) -> Float32:
+    """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them."""
+    lane, dtype = arch.lane_idx(), finisher.rounded.element_type
+    source = (finisher.sums.iterator + 4 * (warp * WARP + lane)).toint()
+    # the row of eight columns whose place the lane gives to `stmatrix`: lanes 0 to 7 the first eight rows, 8 to 15 the others, 16 on the next columns
+    row, lower, right = lane % 8, lane // 8 % 2, lane // 16
+    target = finisher.rounded.iterator.toint() + slab * 2 * ROWS * COLUMNS + 1024 * lower + 128 * row + 16 * (row ^ right)
+    nothing = Float32(0.0)
+    for i in range_constexpr(COLUMNS // 16):
+        words = cute.make_rmem_tensor(4, Int32)
+        pairs = cute.recast_tensor(words, dtype)
+        for half in range_constexpr(2):
+            x = arch.inline_ptx(
+                "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                write_only_types=[Float32] * 4,
+                read_only_args=[source + 16 * THREADS * (2 * i + half)],
+            )
+            for j in range_constexpr(4):
+                pairs[4 * half + j] = (x[j] * scale).to(dtype)
                 if const_expr(config.sees != "all"):
-                    nothing += x[2 * r + j] * 0.0
-            at = place_of(v, r, lane // QUAD) * VECTOR + 2 * (lane % QUAD)
-            cute.autovec_copy(pair, cute.make_tensor((rounded + at).align(4), cute.make_layout(2)))
+                    nothing += x[j] * 0.0
+        arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[target ^ 32 * i, *(words[j] for j in range(4))],
+        )
     return nothing
-
-
-@cute.jit
-def write_rows(rounded: cute.Pointer, gdQ: cute.Tensor, row0: Int32, column0: Int32, config: Constexpr[Config]):
-    """16 rows; four lanes side by side in each."""
-    lane = arch.lane_idx()
-    for i in range_constexpr(config.dq_width // VECTOR // QUAD):
-        for r in range_constexpr(2):
-            v, behind = lane % QUAD + QUAD * i, lane // QUAD
-            row, column = row0 + 8 * r + behind, column0 + VECTOR * v
-            if row < gdQ.shape[0] and column < gdQ.shape[1]:
-                found = cute.make_tensor((rounded + place_of(v, r, behind) * VECTOR).align(16), cute.make_layout(VECTOR))
-                cute.autovec_copy(found, vector(gdQ[row, None], column // VECTOR, VECTOR))

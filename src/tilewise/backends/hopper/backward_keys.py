@@ -4,15 +4,18 @@ Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and d
 dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ = dS K, which the warpgroups compute together.
 """
 
+import math
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
+from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
     THREADS,
@@ -35,6 +38,7 @@ from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_i
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
+    BFloat16,
     Boolean,
     Constexpr,
     Float32,
@@ -60,6 +64,7 @@ class Tile(NamedTuple):
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
+    tKrdS: cute.Tensor | None  # where `lean`
     tQrA: cute.Tensor  # dS and K, or K and dS, with the stages of both
     tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
@@ -84,7 +89,7 @@ class Tile(NamedTuple):
 @cute.jit
 def consume(
     tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
-    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+    scale: Float32, scale_log2: Float32, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
@@ -94,12 +99,20 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
-    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    if const_expr(config.shares):
+        if block.share < block.shares - 1:
+            shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+        else:
+            shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+            epilogue.write(*given)
+    else:
+        epilogue.write(*given)
 
 
 @cute.jit
 def consume_units(
-    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
+    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
@@ -115,9 +128,19 @@ def consume_units(
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
-        block, _ = units.place_of(units.read(queue, done), tensors, band, order, config)
-        sdK, sdV = epilogue.places(sm, config)
-        epilogue.write_through(tensors, outputs, tile.acc_dK, tile.acc_dV, sdK, sdV, mma, block, band, scale, scale_log2, config)
+        unit = units.read(queue, done)
+        block, _ = units.place_of(unit, tensors, band, order, config)
+        given = (tensors, outputs, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, band, scale, scale_log2, config)
+        if const_expr(config.shares):
+            blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+            partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
+            if block.share < block.shares - 1:
+                shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+            else:
+                shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+                epilogue.write_through(*given)
+        else:
+            epilogue.write_through(*given)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             pipes.v.consumer_release(tma.after(done, 1))
@@ -142,8 +165,13 @@ def visit_all(
             masked = m_block < own.free_first or m_block >= own.free_last
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-                state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
+                if const_expr(config.lean):
+                    state = step_lean(tile, pipes, state, gSum, m_block, masked, config)
+                else:
+                    state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
             m_block = next_in(own, m_block, config)
+    if const_expr(config.lean):
+        warpgroup.wait_group(0)  # dK is there
     return state
 
 
@@ -174,6 +202,7 @@ def make_tile(
         tPrdO=s.make_fragment_B(s.partition_B(sm.dO)),
         tVrdO=dv.make_fragment_B(dv.partition_B(transposed(sm.dO))),
         tKrQ=dk.make_fragment_B(dk.partition_B(transposed(sm.Q))),
+        tKrdS=dk.make_fragment_A(dk.partition_A(transposed(sm.dS))) if const_expr(config.lean) else None,
         tQrA=dq.make_fragment_A(dq.partition_A(left)),
         tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
@@ -225,7 +254,11 @@ def step(
     if const_expr(not config.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
-    dS = as_left_operand(tile.mma.dk, acc_dP, config)
+    dS = left_operand(tile.mma.dk, config)
+    if const_expr(config.pairwise):
+        fragments.round_pairs_into(dS, acc_dP)
+    else:
+        fragments.round_into(dS, acc_dP)
     ds_stage = stage if const_expr(config.ds_stages > 1) else 0
     if const_expr(config.ds_stages == 1):
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
@@ -255,6 +288,87 @@ def step(
 
 
 @cute.jit
+def step_lean(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+):  # fmt: skip
+    """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
+    computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
+    """
+    stage, shape = state.index, (config.tile_n, config.tile_m)
+    pipes.q.consumer_wait(state)
+    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
+    lse = per_query(tile.tlse, stage)
+    warpgroup.wait_group(1)  # dK of the tile before is there
+    if state.count > 0:
+        pipes.q.consumer_release(tma.after(state.count - 1, config.stages))
+        arch.barrier_arrive(barrier_id=Barrier.READ + 1 - tile.consumer, number_of_threads=2 * THREADS)
+    warpgroup.wait_group(0)
+    if const_expr(config.enlarged != 1.0):
+        for c in range_constexpr(cute.size(lse)):
+            lse[c] -= math.log2(config.enlarged)
+    subtract(acc_S, lse, tile.scale_log2)
+    P, columns = left_operand(tile.mma.dv, config), const_expr(cute.size(acc_S) // fragments.ROWS)
+    cut = const_expr(int(columns * config.ahead) // 2 * 2)
+    weigh_columns(tile, acc_S, P, m_block, masked, 0, cut, config)
+    pipes.do.consumer_wait(state)
+    acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
+    weigh_columns(tile, acc_S, P, m_block, masked, cut, columns, config)
+    fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
+    minus_delta = per_query(tile.tdelta, stage)
+    warpgroup.wait_group(1)  # dP is there, dV is not
+    add_to_rows(acc_dP, minus_delta)
+    multiply_by_rounded(acc_dP, P, config)
+    dS = left_operand(tile.mma.dv, config)
+    fragments.round_pairs_into(dS, acc_dP)
+    if state.count > 0:
+        arch.barrier(barrier_id=Barrier.READ + tile.consumer, number_of_threads=2 * THREADS)  # the other has read the dS before this one
+    values = cute.make_tensor(dS.iterator, acc_dP.layout)
+    cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, 0])
+    arch.fence_proxy("async.shared", space="cta")
+    warpgroup.wait_group(0)  # dV is there, and dO read
+    pipes.do.consumer_release(state)
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of both warpgroups is there
+    shape_dQ = config.tile_m, config.head_dim
+    acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
+    fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
+    warpgroup.wait_group(1)  # dQ is there
+    hand_over(tile, acc_dQ, gSum, config)
+    state.advance()
+    return state
+
+
+@cute.jit
+def multiply_by_rounded(acc: cute.Tensor, rounded: cute.Tensor, config: Constexpr[Config]):
+    """acc *= rounded, taken apart word by word: element by element, the DSL keeps a copy of every other one in a register of its own."""
+    words = cute.recast_tensor(rounded, Int32)
+    for i in range_constexpr(cute.size(words)):
+        if const_expr(rounded.element_type is BFloat16):
+            instructions = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+        else:
+            instructions = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
+        low, high = arch.inline_ptx(instructions, write_only_types=[Float32, Float32], read_only_args=[words[i]])
+        if const_expr(config.enlarged != 1.0):
+            low, high = low * (1.0 / config.enlarged), high * (1.0 / config.enlarged)
+        acc[2 * i] *= low
+        acc[2 * i + 1] *= high
+
+
+@cute.jit
+def weigh_columns(
+    tile: Tile, acc_S: cute.Tensor, P: cute.Tensor, m_block: Int32, masked: Boolean, first: Constexpr[int], last: Constexpr[int],
+    config: Constexpr[Config],
+):  # fmt: skip
+    """P of some of a thread's columns from their exponents, rounded."""
+    if const_expr(last > first):
+        if masked:
+            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), first, last)
+        exponentiate(acc_S, first, last)
+        part = cute.make_layout(2 * (last - first))
+        into, numbers = (cute.make_tensor(x.iterator + 2 * first, part) for x in (P, acc_S))
+        fragments.round_pairs_into(into, numbers)
+
+
+@cute.jit
 def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
     """-delta in every row of an accumulator, to which dP is then added: a subtraction less for each number of S.
 
@@ -281,7 +395,10 @@ def weights(
     left operand of dV. g: of the group's heads.
     """
     if const_expr(not config.modified):
-        if const_expr(at_once(config)):
+        if const_expr(config.always):
+            hide_always(tile, acc_S, m_block * config.tile_m)
+            probabilities(acc_S, lse, tile.scale_log2)
+        elif const_expr(at_once(config)):
             hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
         else:
             subtract(acc_S, lse, tile.scale_log2)
@@ -297,7 +414,7 @@ def weights(
 
 def at_once(config: Config) -> bool:
     """Whether all of P is computed ahead of what hides some of it."""
-    return not config.modified and (config.ahead == 1 or config.sees == "runs")
+    return not (config.modified or config.always) and (config.ahead == 1 or config.sees == "runs")
 
 
 @cute.jit
@@ -312,6 +429,19 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
     if masked:
         hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
     exponentiate(acc_S, cut, columns)
+
+
+@cute.jit
+def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
+    """What any tile under a causal mask may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is
+    worked out where ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
+    """
+    S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
+    hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
+    for r in range_constexpr(fragments.ROWS):
+        first = arch.inline_ptx("sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]])
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = S[r, c] if first <= fragments.column(c) else hidden
 
 
 @cute.jit

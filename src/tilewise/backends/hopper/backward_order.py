@@ -20,6 +20,8 @@ class Order(NamedTuple):
     rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
     together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
     behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
+    shared_from: Int32  # blocks of keys from this one on, those of the last wave, are shared,
+    shares: Int32  # each by so many thread blocks (backward_shares.py); where all keys are seen
     per_wave: object  # divisors: slots,
     per_head: object  # blocks of a head,
     per_section: object  # and of `together` heads,
@@ -29,11 +31,13 @@ class Order(NamedTuple):
 
 
 @cute.jit
-def order_of(slots: Int32, rising: Int32, together: Int32, behind: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+def order_of(
+    slots: Int32, rising: Int32, together: Int32, behind: Int32, shared_from: Int32, shares: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32
+) -> Order:  # fmt: skip
     """On the host."""
     last = (heads_k * batch - rising) % together
     divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
-    return Order(slots, rising, together, behind, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    return Order(slots, rising, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
 @cute.jit
@@ -60,6 +64,8 @@ class Block(NamedTuple):
     rising: Boolean  # it walks from its first tile of queries to its last; under a band
     first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
     last_mate: Int32
+    share: Int32  # which part of the walk is this thread block's,
+    shares: Int32  # of how many
 
 
 class Walk(NamedTuple):
@@ -115,11 +121,22 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
     wait for each other.
     """
     rising, before, until = Boolean(False), Int32(0), n_blocks
+    share, shares, place = Int32(0), Int32(1), number
+    if const_expr(config.shares):  # noqa: SIM102
+        if number >= order.shared_from:  # the first parts of all blocks, then the second ones
+            shares, place = order.shares, number - order.shared_from
+            shared = heads * n_blocks - order.shared_from
+            share = place // shared
+            number = order.shared_from + place % shared
     head, n_block = divmod(number, order.per_head)
     if const_expr(config.sees == "all"):
-        wave, _ = divmod(number, order.per_wave)
-        first_of_wave = wave * order.slots + n_block - number  # as a block of this head
+        wave, _ = divmod(place, order.per_wave)
+        first_of_wave = wave * order.slots + n_block - place  # as a block of this head
         before, until = max(first_of_wave, 0), min(first_of_wave + order.slots, n_blocks)
+        if const_expr(config.shares):  # noqa: SIM102
+            if number >= order.shared_from:
+                before = max(before, n_block - (number - order.shared_from))
+                until = min(until, n_block - number + heads * n_blocks)
     else:
         rising, n_block = head < order.rising, n_blocks - 1 - n_block
         section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
@@ -131,7 +148,7 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         if not rising:
             n_block, head = turn, first_head + member
     batch, head_k = divmod(head, order.heads_k)
-    return Block(n_block * config.tile_n, head_k, batch, rising, before, until)
+    return Block(n_block * config.tile_n, head_k, batch, rising, before, until, share, shares)
 
 
 @cute.jit
@@ -144,8 +161,11 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     m_blocks = cute.ceil_div(seqlen_q, tile_m)
     if const_expr(config.sees == "all"):
         free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
-        start = (n0 // tile_n - block.first_mate) * m_blocks // (block.last_mate - block.first_mate)
-        return Walk(start, Int32(1), Int32(0), m_blocks, Int32(0), free)
+        first, last = Int32(0), m_blocks
+        if const_expr(config.shares):
+            first, last = block.share * m_blocks // block.shares, (block.share + 1) * m_blocks // block.shares
+        start = first + (n0 // tile_n - block.first_mate) * (last - first) // (block.last_mate - block.first_mate)
+        return Walk(start, Int32(1), first, last, Int32(0), free)
     if const_expr(config.sees == "runs"):
         return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
     if const_expr(config.sees == "rows"):
@@ -177,11 +197,12 @@ def begun(block: Block, first: Int32, last: Int32, free_first: Int32, free_last:
 
 
 @cute.jit
-def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+def turn_of(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
     """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps nobody waiting.
 
     All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
-    that began at this tile or before it the last comes first, and then the others, again the last first.
+    that began at this tile or before it the last comes first, and then the others, again the last first. Where thread blocks share a block's
+    walk, this holds for each part of the tiles by itself.
 
     Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
     from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
@@ -193,7 +214,7 @@ def turn_of(place: Int32, m_blocks: Int32, block: Block, band: Band, seqlen_k: I
     if const_expr(config.sees != "all"):
         return visitors.last - 1 - n_block if block.rising else n_block - visitors.first
     mates = block.last_mate - block.first_mate
-    begun = block.first_mate + min(cute.ceil_div((m_block + 1) * mates, m_blocks), mates)
+    begun = block.first_mate + min(cute.ceil_div((m_block - walk.first + 1) * mates, walk.last - walk.first), mates)
     return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)
 
 

@@ -66,8 +66,8 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    if const_expr(config.stays):
-        set_back(counter, thread + m_block + head + batch == 0)
+    if const_expr(config.stays or config.shares):
+        set_back(counter, thread, m_block + head + batch == 0)
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):
@@ -82,10 +82,11 @@ def prepare(
 
 
 @cute.jit
-def set_back(counter: cute.Tensor, mine: Boolean):
-    """To 0, by one thread of all."""
+def set_back(counters: cute.Tensor, thread: Int32, mine: Boolean):
+    """To 0, by one thread block of all."""
     if mine:
-        counter[0] = Int32(0)
+        for i in cutlass.range(thread, counters.shape[0], THREADS, unroll=1):
+            counters[i] = Int32(0)
 
 
 @cute.jit

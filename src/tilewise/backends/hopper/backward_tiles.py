@@ -33,6 +33,7 @@ class Barrier(IntEnum):
     DQ_FULL = 5  # likewise: it is written, or added
     P = 8  # P is in shared memory
     S = 12  # S has been computed
+    READ = 13  # and the following, one a warpgroup: the other one has read dS
     OWN = 9  # and the following, one a warpgroup: all of its threads are here
 
 
@@ -79,7 +80,7 @@ class Mma(NamedTuple):
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
     dv: cute.TiledMma  # dV += P^T dO, registers
-    dk: cute.TiledMma  # dK += dS^T Q, registers
+    dk: cute.TiledMma  # dK += dS^T Q, registers; `lean`: shared memory
     dq: cute.TiledMma  # dQ = dS K or dQ^T = K^T dS^T, shared memory
 
 
@@ -95,7 +96,9 @@ def products(config, dtype) -> Mma:
     return Mma(
         product(k, k, alone, config.tile_m),
         product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
-        product(k if by_keys else mn, mn, shared, config.head_dim // shared[1], rmem if by_keys else smem),
+        product(k, mn, shared, config.head_dim, rmem)
+        if by_keys and not config.lean
+        else product(mn, mn, shared, config.head_dim // shared[1]),
         product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
     )
 

@@ -14,7 +14,7 @@ from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
-from tilewise.hopper.dsl import Constexpr, Int32, SmemAllocator, arch, cute, range_constexpr
+from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, cute, range_constexpr
 
 AHEAD = 2  # units that may be told of and not read yet
 END = -1  # in place of a unit: there are no more
@@ -36,6 +36,7 @@ def make_queue(storage: SmemAllocator, counter: cute.Tensor, readers: int) -> Qu
     queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
     if arch.thread_idx()[0] == 0:
         for i in range_constexpr(AHEAD):
+            told[i] = Int32(0)
             arch.mbarrier_init(queue.full + i, 1)
             arch.mbarrier_init(queue.empty + i, readers)
     return queue
@@ -91,6 +92,18 @@ def read(queue: Queue, done: Int32) -> Int32:
         "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.told.iterator + slot.index).toint()]
     )
     return arch.make_warp_uniform(unit)
+
+
+@cute.jit
+def ends(queue: Queue) -> Boolean:
+    """Whether there are no more units to be told of: the last one comes to its end."""
+    first, second = (
+        arch.inline_ptx(
+            "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.told.iterator + i).toint()]
+        )
+        for i in range(AHEAD)
+    )
+    return min(first, second) == END
 
 
 @cute.jit

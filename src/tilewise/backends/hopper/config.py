@@ -25,6 +25,7 @@ class Config:
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    stale_max: bool = False  # whole tiles leave the rows' maxima as they are
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False
@@ -64,6 +65,31 @@ class Config:
         return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
+    def shares(self) -> bool:
+        """Whether tiles that are left over for less than a round are shared out by keys (schedule.py): where all take as long, by a fixed step."""
+        return self.sees == "all" and not (self.draws or self.modified or self.sink)  # each piece would count the sink
+
+    @property
+    def partial_numbers(self) -> int:
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
+        return self.cluster * self.tile_m * (self.head_dim_v + 4)
+
+    @property
+    def late_before_last(self) -> bool:
+        """Whether O may wait to be rescaled when the loop of whole tiles begins."""
+        return self.late and self.sees != "all"
+
+    @property
+    def late_at_end(self) -> bool:
+        """Whether O may wait to be rescaled at the last product: not where that loop comes last, and leaves maxima as they are."""
+        return self.late and not (self.stale_max and self.sees in ("all", "until"))
+
+    @property
+    def may_need_repair(self) -> bool:
+        """Whether O may come out wrong: hidden keys may be NaN, and P overflow under a stale maximum."""
+        return self.sees != "all" or self.bias is not None or self.stale_max
+
+    @property
     def natural(self) -> bool:
         """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
         return self.alibi or self.bias is not None
@@ -79,19 +105,31 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to take up to `most_queries` of a sequence, under a causal mask up to as many keys too; None: any number."""
+    """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number.
+
+    Of a window as many queries count as it is wide, of packed documents those of the longest.
+    """
 
     most_queries: int | None = None
+    few_keys: bool = False
     fields: dict
+
+    def takes(self, seqlen_q: int, seqlen_k: int) -> bool:
+        return self.most_queries is None or (seqlen_k if self.few_keys and seqlen_k > seqlen_q else seqlen_q) <= self.most_queries
 
 
 def any_length(**fields) -> tuple[Choice, ...]:
     return (Choice(fields=fields),)
 
 
+def step(**fields) -> dict:
+    """For full masks, whose units all take as long."""
+    return {**fields, "draws": False}
+
+
 def pairs(**fields) -> tuple[Choice, ...]:
     """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
-    paired = {**fields, "cluster": 2, "draws": False}
+    paired = {**fields, "cluster": 2}
     return (
         Choice(most_queries=fields["tile_m"], fields=fields),
         Choice(most_queries=2048, fields=paired),
@@ -107,42 +145,53 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.
 #   Third round: windows of 4,096 504 / 423, packed documents ("rows") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
 #   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
-# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal pairs wait for each other: 606 / 628.
+# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2
+#   and fwd-2): 460 / 488 at 1k, 584 / 594 at 2k, 666 / 659 at 4k, 681 / 654 at 8k, 711 / 676 at 16k; windows of 1,024 526 / 560, of 4,096 674 / 661.
+#   Documents, 192 queries and 80 keys a tile against 128: one long document 672 / 637, Zipf's lengths 497 / 552, all of 1,024 400 / 489.
 #   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k. Third round: causal 642 / 623 at 16k, windows 628 / 610.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
 #   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
 #   478 / 461 at 1k, 620 / 602 at 2k. Third round: full 697 / 711 at 2k, 743 / 776 at 8k.
-# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns.
+# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns; fourth, pairs: 746 / 720.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 TILES = {
     (64, 64): {
-        "all": any_length(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
-        "until": (Choice(most_queries=512, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
-                  Choice(most_queries=2048, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
+        "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+        "until": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
+                  Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
         "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
         "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
-    (96, 96): dict.fromkeys(("all", "until", "interval"), any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+    (96, 96): {
+        "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+    },
     (128, 128): {
-        "all": pairs(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
-        "until": (Choice(most_queries=4096, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=128, tile_n=128)),
-        "interval": any_length(tile_m=128, tile_n=128, q_stages=2),
+        "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                  *any_length(tile_m=128, tile_n=128, cluster=2)),
+        "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                     *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
+        "rows": (Choice(most_queries=16384, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=192, tile_n=80)),
+        "runs": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {
-        "all": any_length(tile_m=128, tile_n=128, late=True),
-        "until": any_length(tile_m=128, tile_n=128),
+        "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
-        "all": any_length(tile_m=128, tile_n=112, late=True),
+        "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
         "until": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
     (256, 256): {
-        "all": (Choice(most_queries=512, fields={"tile_m": 128, "tile_n": 64, "pingpong": True, "late": True}),
-                *any_length(tile_m=128, tile_n=80, late=True)),
-        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 64, "late": True}), *any_length(tile_m=128, tile_n=80, late=True)),
+        "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
+                *any_length(**step(tile_m=128, tile_n=80, late=True))),
+        "until": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
+                  *any_length(tile_m=128, tile_n=80, late=True)),
         "interval": any_length(tile_m=128, tile_n=80, late=True),
     },
 }  # fmt: skip
@@ -161,12 +210,12 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, **changes) -> Config:
-    """The configuration for these heads, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; the Choice is that for `seqlen_q`."""
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes) -> Config:
+    """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink."""
     if changes.get("bias") and sees == "until":
         sees = "interval"  # a few bytes would spill in between the loops of "until"
     dims = tile_dims(head_dim, head_dim_v)
-    return next(made for most, made in _choices(dtype, dims, sees, changes) if most is None or seqlen_q <= most)
+    return next(made for choice, made in _choices(dtype, dims, sees, changes) if choice.takes(seqlen_q, seqlen_k))
 
 
 def lengths() -> list[int]:
@@ -182,11 +231,11 @@ def shipped(dtype: torch.dtype, **changes) -> list[Config]:
     ]
 
 
-def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict) -> list[tuple[int | None, Config]]:
-    """(most queries, configuration), the shortest sequences first."""
+def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict) -> list[tuple[Choice, Config]]:
+    """With their configurations, the shortest sequences first."""
     ways = TILES[dims]
     choices = ways.get(sees) or ways["interval"]
-    made = [(each.most_queries, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
+    made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
     return [each for each in made if not (each[1].modified and each[1].blocks > 1)]  # too many registers
 
 
@@ -197,5 +246,5 @@ def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, ch
     if config.softcap:
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     if sees == "rows":
-        return replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return config
+        config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
+    return replace(config, stale_max=dtype == torch.bfloat16 and sees != "runs")

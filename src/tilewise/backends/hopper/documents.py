@@ -4,6 +4,7 @@ Tiles of queries straddle documents, so documents shorter than a tile share one.
 sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,7 @@ class RowsConfig:
     tile_m: int
     tile_n: int
     least: int = 1  # tiles of keys that a tile of queries visits, whatever it sees
+    cluster: int = 1  # tiles of queries that are computed together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class ColumnsConfig:
 class Rows(NamedTuple):
     """int32, as visible.py has them."""
 
-    order: Tensor  # (m_blocks,) tiles of queries, those that visit the most tiles of keys last
+    order: Tensor  # (ceil(m_blocks / cluster),) tiles of queries, or a cluster's, those that visit the most tiles of keys last
     ends: Tensor  # (2, seqlen_q): each row's keys
     walks: Tensor  # (m_blocks, 4)
 
@@ -71,6 +73,11 @@ def _aligned(align: str, lo: int, hi: int) -> Offsets:
     return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
 
 
+def longest(mask: Documents | Unread) -> int:
+    """Queries of the longest document; 0 where only the device knows."""
+    return max((end - start for start, end in itertools.pairwise(mask.cu_seqlens_q)), default=0) if isinstance(mask, Documents) else 0
+
+
 def by_rows(mask: Mask) -> bool:
     """Whether `rows_of` can make tables for the mask."""
     return isinstance(mask, Documents | Unread) and offsets(mask.inner) is not None
@@ -84,7 +91,11 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
 
 def kernel(config) -> tuple:
     """What `compile.compiled` takes for the kernel that finds the rows for one of `config`."""
-    return "tilewise.backends.hopper.intervals:launch", arguments, RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n)
+    return (
+        "tilewise.backends.hopper.intervals:launch",
+        arguments,
+        RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster),
+    )
 
 
 def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
@@ -104,7 +115,7 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
     if isinstance(mask, Unread):
         return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
     (plane,) = mask.planes(seqlen_q, seqlen_k)
-    key = "hopper", what, config.tile_m, config.tile_n, device
+    key = "hopper", what, config.tile_m, config.tile_n, getattr(config, "cluster", 1), device
     if key not in plane.region.memo:
         plane.region.memo[key] = on_device(torch.tensor(mask.cu_seqlens_q), torch.tensor(mask.cu_seqlens_k))
         torch.cuda.current_stream(device).synchronize()  # other streams may use them next
@@ -114,7 +125,8 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
 def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:
     new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
     ends = torch.empty((2, seqlen_q), **new)
-    order, walks = (torch.empty((-(-seqlen_q // config.tile_m), *width), **new) for width in ((), (4,)))
+    m_blocks = -(-seqlen_q // config.tile_m)
+    order, walks = torch.empty(-(-m_blocks // config.cluster), **new), torch.empty((m_blocks, 4), **new)
     hopper.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, order, ends, walks, seqlen_k, *inner)
     return Rows(order, ends, walks)
 
@@ -123,6 +135,6 @@ def arguments(config: RowsConfig) -> list:
     """Stand-ins for `intervals.launch`'s tensors and numbers."""
     from tilewise.hopper.dsl import Int32
 
-    documents, seqlen_q, m_blocks = (hopper.size() for _ in range(3))
-    shapes = (documents,), (documents,), (m_blocks,), (2, seqlen_q), (m_blocks, 4)
+    documents, seqlen_q, m_blocks, units = (hopper.size() for _ in range(4))
+    shapes = (documents,), (documents,), (units,), (2, seqlen_q), (m_blocks, 4)
     return [*(hopper.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]

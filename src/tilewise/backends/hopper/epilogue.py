@@ -25,10 +25,12 @@ from tilewise.hopper.dsl import (
     range_constexpr,
     sm90,
 )
+from tilewise.hopper.fragments import LN2, LOG2_E
 from tilewise.hopper.tma import Tma
 
 WARP = 32
 ROWS = 16  # of a tile that a warp holds
+LARGE = 16.0  # by which LSE is above the maximum where P was above 2^10 at least, or the keys are many
 CHAINS = 4  # of additions that do not wait for each other
 
 
@@ -102,6 +104,21 @@ def store_lse(gL: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32):
 
 
 @cute.jit
+def needs_repair(acc_O: cute.Tensor, lse: cute.Tensor, m: cute.Tensor, config: Constexpr[Config]) -> Boolean:
+    """Whether a thread's part of O may be wrong: it is not finite.
+
+    Where all keys are seen nothing but an overflow of P spoils O, and NaN of the inputs stays for nothing: then the sum of a row's P is large, too.
+    """
+    spoiled = not all_finite(acc_O)
+    if const_expr(config.sees == "all" and config.stale_max):
+        large = lse[0] > m[0] * LN2 + LARGE or lse[1] > m[1] * LN2 + LARGE
+        if const_expr(config.sink):  # which makes NaN of an infinite sum
+            large = large or lse[0] != lse[0] or lse[1] != lse[1]
+        spoiled = spoiled and large
+    return spoiled
+
+
+@cute.jit
 def all_finite(x: cute.Tensor) -> Boolean:
     """By the sum, which is not finite where a number is not (and may overflow where all are: then the repair is for nothing)."""
     sums = [x[i] for i in range(CHAINS)]
@@ -115,7 +132,7 @@ def all_finite(x: cute.Tensor) -> Boolean:
 def repair(tensors: Tensors, block: Block, band: Band, changes: Scores, warp: Int32, config: Constexpr):
     """O of this warp's 16 rows again, from the keys that each row sees and no others: a hidden value times P = 0 may be NaN.
 
-    Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is.
+    Rare, so it is short rather than fast: a lane a key for the scores, a lane a column for the sum. LSE is right as it is, unless P overflowed.
     `warp` has to be a number that ptxas knows to be the whole warp's: by one branch on another it gives up the uniform registers of all loops.
     """
     lane = arch.lane_idx()
@@ -154,13 +171,14 @@ def add_keys(
     gQ = tensors.Q[block.batch, None, block.head, None]
     gK, gV = (x[block.batch, None, block.head_k, None] for x in (tensors.K, tensors.V))
     lse = tensors.L[block.batch, block.head, row]
+    if const_expr(config.stale_max) and arch.vote_any_sync(not lse < Float32.inf):  # as after an overflow of P
+        lse = count_again(gQ, gK, row, begin, end, block.head, changes, config)
+        if lane == 0:
+            tensors.L[block.batch, block.head, row] = lse
     if const_expr(config.bias is not None) and lse == -Float32.inf:
         end = begin  # every logit is -inf: it sees nothing
     for j0 in cutlass.range(begin, end, WARP, unroll=1):
-        s = Float32(0.0)
-        if j0 + lane < end:
-            for c in cutlass.range(gQ.shape[1], unroll=8):
-                s += gQ[row, c].to(Float32) * gK[j0 + lane, c].to(Float32)
+        s = dot(gQ, gK, row, j0 + lane, end)
         p = scores.weight(scores.logit_at(s, row, j0 + lane, changes, block, config), lse, changes, config)
         if const_expr(config.sees == "runs"):
             p = p if visible.shows(band, run, row - block.m0, j0 + lane, config) else Float32(-1.0)
@@ -171,6 +189,37 @@ def add_keys(
                     add_value(o, weight, gV[j0 + j, None])
             else:
                 add_value(o, weight, gV[j0 + j, None])
+
+
+@cute.jit
+def dot(gQ: cute.Tensor, gK: cute.Tensor, row: Int32, key: Int32, end: Int32) -> Float32:
+    """The product of a query and a key; 0 for a key that is not before `end`."""
+    s = Float32(0.0)
+    if key < end:
+        for c in cutlass.range(gQ.shape[1], unroll=8):
+            s += gQ[row, c].to(Float32) * gK[key, c].to(Float32)
+    return s
+
+
+@cute.jit
+def count_again(
+    gQ: cute.Tensor, gK: cute.Tensor, row: Int32, begin: Int32, end: Int32, head: Int32, changes: Scores, config: Constexpr
+) -> Float32:  # fmt: skip
+    """The log-sum-exp of a row over the keys [begin, end), a lane every 32nd of them with a maximum of its own."""
+    lane = arch.lane_idx()
+    m, l = -Float32.inf, Float32(0.0)
+    if const_expr(config.sink):
+        m, l = changes.sink[head] * LOG2_E, (Float32(1.0) if lane == 0 else Float32(0.0))
+    for j0 in cutlass.range(begin, end, WARP, unroll=1):
+        x = dot(gQ, gK, row, j0 + lane, end) * changes.scale_log2
+        x = x if j0 + lane < end else -Float32.inf
+        top = arch.fmax(m, x)
+        base = 0.0 if top == -Float32.inf else top
+        l = l * cute.math.exp2(m - base, fastmath=True) + cute.math.exp2(x - base, fastmath=True)
+        m = top
+    top = arch.warp_reduction_max(m)
+    l = arch.warp_reduction_sum(l * cute.math.exp2(m - top, fastmath=True))
+    return (top + cute.math.log2(l)) * LN2
 
 
 @cute.jit

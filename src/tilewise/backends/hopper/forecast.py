@@ -73,7 +73,9 @@ def forecast(config: Config, call: Call, machine: Machine = H100) -> Forecast:
     rows = math.ceil(call.seqlen_q / config.tile_m)
     units, busy = rows * call.heads_q * call.batch, machine.sms // config.cluster * config.cluster
     blocks, a_unit = busy * config.blocks, math.ceil(call.seqlen_k / config.tile_n)
-    even = math.ceil(units / blocks) * config.blocks * a_unit
+    rounds, left = divmod(units, blocks)
+    most = math.ceil(left * a_unit / blocks) if config.shares else min(left, 1) * a_unit  # tiles of what is left over, for a block
+    even = (rounds * a_unit + most) * config.blocks
     steps = even if config.sees == "all" else max(visited / busy, visited / max(units, 1))  # of a multiprocessor
     pairs = call.mask.pairs(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     flops = 2 * pairs * (call.head_dim + call.head_dim_v)
@@ -96,6 +98,10 @@ def lines(config: Config, call: Call, machine: Machine = H100) -> list[str]:
     share = {name: f"{value / each.products:.0%}" for name, value in vars(each).items()}
     return [
         f"kernel: {config.kv_stages} stages of {config.tile_n} keys, {warpgroups} {turns}{together}{sharing}",
+        *(
+            ["softmax: tiles that are seen whole leave the rows' maxima as they are; an overflow would be computed again"]
+            * config.stale_max
+        ),
         f"registers: {consumer} a computing thread, {producer} a loading one ({registers:,} of "
         f"{machine.registers:,}); shared memory: {smem_bytes(config) / 1024:.0f} of {config.shared_bytes / 1024:.0f} KiB",
         _padding(config, call),

@@ -14,9 +14,10 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue, schedule, scores, visible
+from tilewise.backends.hopper import epilogue, partials, schedule, scores, visible
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
+from tilewise.backends.hopper.partials import Partials
 from tilewise.backends.hopper.schedule import Block, Queue, Units
 from tilewise.backends.hopper.scores import Scores, Terms
 from tilewise.backends.hopper.visible import Band, Seen, Walk
@@ -70,6 +71,7 @@ class Copies(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
+    numbers: cute.Tensor | None, arrivals: cute.Tensor | None,
     q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None,
     bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
@@ -77,7 +79,7 @@ def launch(
     bitmaps: cute.Tensor | None, planes: cute.Tensor | None, row_ends: cute.Tensor | None, walks: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """Tensors as in `Tensors`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` thread blocks."""
+    """Tensors as in `Tensors`, `Partials`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` blocks."""
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -92,9 +94,17 @@ def launch(
     band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
     changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
-    units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order)
-    kernel(copies, tensors, counter, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
-        grid=(min(units.count, blocks // config.cluster) * config.cluster, 1, 1),
+    clusters, shared = blocks // config.cluster, None
+    if const_expr(config.shares):
+        shared = schedule.shared_of(
+            rows_of_units * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n
+        )
+    units = schedule.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order, shared)
+    if const_expr(not config.shares):
+        clusters = min(units.count, clusters)
+    found = Partials(numbers, arrivals)
+    kernel(copies, tensors, counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
+        grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=config.blocks,
@@ -105,7 +115,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    copies: Copies, tensors: Tensors, counter: cute.Tensor, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
+    copies: Copies, tensors: Tensors, counter: cute.Tensor, found: Partials, units: Units, band: Band, changes: Scores, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -119,7 +129,7 @@ def kernel(
             produce(copies, tensors, sm, pipes, queue, units, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, sm, pipes, queue, band, changes, mma, config)
+        consume(copies, tensors, found, sm, pipes, queue, band, changes, mma, config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -154,7 +164,7 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
     schedule.begin(queue, units, config)
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+        walk = walk_of(queue, done, block, tensors, band, config)
         load_queries(copies, sm, pipes, tma.after_empty(done, config.q_stages), block, config)
         early, late = parts(walk, config)
         state = load_keys(copies, sm, pipes, state, block, *early, band, config)
@@ -164,6 +174,16 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
         done += 1
         schedule.announce(queue, done, unit, units, config)
         block = schedule.told(queue, done, config)
+
+
+@cute.jit
+def walk_of(queue: Queue, done: Int32, block: Block, tensors: Tensors, band: Band, config: Constexpr[Config]) -> Walk:
+    """Over the keys of the unit after `done` others, or of this block's piece of it."""
+    walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+    if const_expr(config.shares):
+        span = schedule.span(queue, done)
+        walk = visible.within(walk, span.first, span.last)
+    return walk
 
 
 @cute.jit
@@ -250,7 +270,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, band: Band, changes: Scores,
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, band: Band, changes: Scores,
     mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
@@ -260,19 +280,19 @@ def consume(
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        state = attend(copies, tensors, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
+        state = attend(copies, tensors, found, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
         done += 1
         block = schedule.told(queue, done, config)
 
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState, block: Block,
-    band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState,
+    block: Block, band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     once = tma.after(done, config.q_stages)
-    walk = visible.walk_of(block, band, tensors.O.shape[1], tensors.K.shape[1], config)
+    walk = walk_of(queue, done, block, tensors, band, config)
     thread = arch.thread_idx()[0] - THREADS
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
@@ -307,9 +327,11 @@ def attend(
     state.advance()
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.first - walk.loaded_first)
-    block = schedule.told(queue, done, config)
+    block, span = schedule.told(queue, done, config), None
+    if const_expr(config.shares):
+        span = schedule.span(queue, done)
     schedule.forget(queue, done, config)
-    store(copies, tensors, sm, tile, lse, block, config)
+    store(copies, tensors, found, sm, tile, lse, block, span, config)
     if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
@@ -324,8 +346,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    unmasked = min(walk.free_last, last)
-    masked = min(walk.free_first, unmasked)
+    masked, unmasked = seams(walk, last, config)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
         state = steps(tile, pipes, state, masked, unmasked, False, config)
@@ -343,10 +364,24 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
 
 
 @cute.jit
+def seams(walk: Walk, last: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask, and come after one under whose mask every row got a maximum.
+
+    That may be the first one that all rows see: where maxima stay, it counts with the masked ones.
+    """
+    unmasked = min(max(walk.free_last - int(config.stale_max), walk.first), last)
+    return min(walk.free_first, unmasked), unmasked
+
+
+@cute.jit
 def steps(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:
     """The tiles [first, last), the last one first."""
+    stale = const_expr(config.stale_max and not masked)
+    if const_expr(stale and config.late_before_last):
+        fragments.scale_rows(tile.acc_O, tile.rescale)
+        tile.rescale.fill(1.0)
     for i in cutlass.range(last - first, unroll=1):
         state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
@@ -383,14 +418,30 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 
 
 @cute.jit
-def store(copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, config: Constexpr[Config]):
+def store(
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, span: schedule.Span | None,
+    config: Constexpr[Config],
+):  # fmt: skip
     thread = arch.thread_idx()[0] - THREADS
+    if const_expr(config.stale_max and config.consumers == 3 and (config.sees == "rows" or config.sink)):
+        # read anew, or addresses in sO are kept for the next unit, and spill
+        thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
     if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
+    warp = arch.make_warp_uniform(thread // WARP)
+    if const_expr(not config.shares) or arch.vote_any_sync(partials.together(tile.acc_O, lse, tile.rows, found, span, warp, config)):
+        store_rows(copies, tensors, sm, tile, lse, block, thread, config)
+
+
+@cute.jit
+def store_rows(
+    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """A warp's."""
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.sees != "all" or config.bias is not None) and arch.vote_any_sync(not epilogue.all_finite(tile.acc_O)):
+    if const_expr(config.may_need_repair) and arch.vote_any_sync(epilogue.needs_repair(tile.acc_O, lse, tile.rows.m, config)):
         epilogue.repair(tensors, block, tile.band, tile.changes, arch.make_warp_uniform(thread // WARP), config)
 
 
@@ -419,14 +470,15 @@ def step(
 ):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
+    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own; not at all where maxima stay (`stale_max`).
     """
+    stale = const_expr(config.stale_max and not masked)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, state, config)
-    if const_expr(config.late):
+    if const_expr(config.late and not stale):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
@@ -435,14 +487,18 @@ def step(
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
+    if const_expr(stale):
+        fragments.stale_softmax(acc_S, tile.rows, tile.changes.scale_log2)
+    else:
+        rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(config.late):
-        tile.rescale.store(rescale.load())
-    else:
-        fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(not stale):
+        if const_expr(config.late):
+            tile.rescale.store(rescale.load())
+        else:
+            fragments.scale_rows(tile.acc_O, rescale)
     return state
 
 
@@ -474,11 +530,13 @@ def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, co
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
-    if const_expr(config.late):
+    if const_expr(config.late_at_end):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
+    if const_expr(config.stale_max):
+        scores.mark_overflow(inverse, lse)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

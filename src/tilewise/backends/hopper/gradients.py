@@ -17,6 +17,9 @@ LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 TURNS = 32  # heads of 64 and less that take turns under a window
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
+MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
+OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
 
 
@@ -82,13 +85,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
     turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
-    counter = torch.empty(1, dtype=torch.int32, device=call.q.device) if config.stays else None
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
     order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
+    shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
+    partial = torch.empty((sharing, config.tile_n * (config.head_dim + config.head_dim_v)), **new) if config.shares else None
+    counter = torch.empty(1 + sharing, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2)
+    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2) or TINY
     numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
@@ -101,7 +106,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             if batch > MOST:
                 given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
                 of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
-            compute(*given, counter, *order, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
+            shared = partial, shared_from, shares
+            compute(*given, counter, *order, *shared, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
@@ -120,7 +126,7 @@ def _order(
     if config.sees == "from" and not config.dq_apart:
         rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
-        together = min(heads, 3 * longest // 2)
+        together = min(heads, _coming_down(config, n_blocks, slots))
         rising = heads - together
     if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
         rising, together = (heads, 1) if config.head_dim > 64 else (0, min(heads, TURNS))
@@ -134,9 +140,31 @@ def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int
     reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks
     if group > 1 and reads >= CACHE:
         return 0, _evenly(heads, SHARING)
-    longest = 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2
-    together = min(heads, max(2, longest))
+    together = min(heads, _coming_down(config, n_blocks, slots))
     return heads - together, together
+
+
+def _coming_down(config: Config, n_blocks: int, slots: int) -> int:
+    """How many heads come down after the rising ones. They touch all of their queries at a time: three of 24,576 are 75 MB at head_dim 128, for two
+    percent of balance.
+    """
+    return max(2, 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+
+
+def _shared(config: Config, batch: int, seqlen_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, int, int]:
+    """(shared_from, shares) of `backward_order.Order`, and how many thread blocks leave a part of dK and dV to another: the blocks of the last
+    wave are shared by as many as make the end the earliest.
+    """
+    blocks, m_blocks = -(-seqlen_k // config.tile_n) * heads_k * batch, -(-seqlen_q // config.tile_m)
+    last = blocks % slots
+    if not config.shares or last == 0 or batch > MOST:
+        return blocks, 1, 0
+
+    def tiles(shares: int) -> int:
+        return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
+
+    shares = min(range(1, 1 + min(MOST_SHARES, max(1, m_blocks // OF_A_BLOCK))), key=tiles)
+    return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
@@ -179,8 +207,10 @@ def arguments(config: Config) -> list:
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
-    counter = hopper.tensor(Int32, 1, aligned=False) if config.stays else None
-    numbers = [*(Int32(0) for _ in range(12)), Float32(1.0), Float32(1.0)]
+    counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
+    order = [Int32(0) for _ in range(5)]
+    partial = hopper.tensor(Float32, hopper.size(), hopper.size()) if config.shares else None
+    numbers = [*order, partial, *(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [

@@ -1,6 +1,7 @@
 """The kernels of documents.py: a thread a row finds its document, hence its keys; a thread block a tile of queries, hence the tiles it visits.
 
-Then a thread a tile of queries counts those that visit fewer tiles: its place in the order in which the forward pass goes backwards.
+Then a thread a tile of queries, or a cluster's tiles, counts those that visit fewer tiles: its place in the order in which the forward pass goes
+backwards.
 """
 
 from typing import NamedTuple
@@ -28,10 +29,10 @@ def launch(
     cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, seqlen_k: Int32,
     lo: Int32, hi: Int32, lo_left: Int32, hi_left: Int32, config: Constexpr, stream: CUstream,
 ):  # fmt: skip
-    """order (m_blocks,), ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
+    """order (ceil(m_blocks / cluster),), ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
     documents = Documents(cu_seqlens_q, cu_seqlens_k, seqlen_k, lo, hi, lo_left, hi_left)
     kernel(documents, ends, walks, config).launch(grid=(walks.shape[0], 1, 1), block=(config.tile_m, 1, 1), stream=stream)
-    rank(walks, order).launch(grid=(cute.ceil_div(walks.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
+    rank(walks, order, config).launch(grid=(cute.ceil_div(order.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
 
 
 @cute.kernel
@@ -75,15 +76,25 @@ def kernel(documents: Documents, ends: cute.Tensor, walks: cute.Tensor, config: 
 
 
 @cute.kernel
-def rank(walks: cute.Tensor, order: cute.Tensor):
+def rank(walks: cute.Tensor, order: cute.Tensor, config: Constexpr):
     """Those that visit the most tiles come last; among equals, as they are."""
-    m_block, place = arch.block_idx()[0] * RANKED + arch.thread_idx()[0], Int32(0)
-    if m_block < walks.shape[0]:
-        tiles = walks[m_block, 1] - walks[m_block, 0]
-        for other in cutlass.range(walks.shape[0], unroll=4):
-            others = walks[other, 1] - walks[other, 0]
-            place += Int32(others < tiles or (others == tiles and other < m_block))
-        order[place] = m_block
+    unit, place = arch.block_idx()[0] * RANKED + arch.thread_idx()[0], Int32(0)
+    if unit < order.shape[0]:
+        tiles = visited(walks, unit, config)
+        for other in cutlass.range(order.shape[0], unroll=4):
+            others = visited(walks, other, config)
+            place += Int32(others < tiles or (others == tiles and other < unit))
+        order[place] = unit
+
+
+@cute.jit
+def visited(walks: cute.Tensor, unit: Int32, config: Constexpr) -> Int32:
+    """Tiles of keys from the first to the last that any of a cluster's tiles of queries visits."""
+    first, last = walks[unit * config.cluster, 0], walks[unit * config.cluster, 1]
+    for rank in range_constexpr(1, config.cluster):
+        m_block = min(unit * config.cluster + rank, walks.shape[0] - 1)
+        first, last = min(first, walks[m_block, 0]), max(last, walks[m_block, 1])
+    return last - first
 
 
 @cute.jit

@@ -6,6 +6,10 @@ those before them. A cluster begins with the unit of its own number. Where all u
 its first block draws the next one from a counter, when it has but a few tiles left to load: early enough not to wait for it, and late enough
 that who is slow leaves work to the others. All who work on a unit are told of it, and its loads begin while the unit before it is still
 computed.
+
+Where all units take as long, those that are left when every cluster has had as many would keep only some of the clusters busy: `shares` cuts them
+up instead. Their tiles of keys, one unit's after another's, are dealt out evenly, each cluster a piece in a row, which may hold the end of one
+unit and the beginning of the next. What the pieces of a unit found is put together by whoever is done with it last (partials.py).
 """
 
 from typing import NamedTuple
@@ -14,7 +18,9 @@ from tilewise.hopper import tma
 from tilewise.hopper.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, const_expr, cute, range_constexpr
 
 AHEAD = 4  # units that may be told of and not done yet
-WORDS = 4  # of what is told of one
+WORDS = 4  # of what is told of one; as many again where units are shared
+LEAST_SHARE, MOST_SHARES = 4, 16  # tiles of keys of a cluster, where units are shared; and clusters of one unit, about
+LEAST_SAVED = 640  # keys that sharing must save the cluster with most of them: beginning and ending a piece, and adding up, take as long
 
 
 class Units(NamedTuple):
@@ -33,22 +39,53 @@ class Units(NamedTuple):
     heads_q: object
     group: object
     order: cute.Tensor | None  # (rows,) int32: rows, those with the most keys last; None: as they are
+    shared: "Shared | None"
+
+
+class Shared(NamedTuple):
+    """The units from `first` on, of `tiles` tiles of keys each, are shared: cluster c has `share` tiles in a row, from c * share on."""
+
+    first: Int32
+    tiles: Int32
+    share: Int32
+
+
+class Span(NamedTuple):
+    """A piece of a unit: the tiles of keys [first, last), and where what it finds is kept until all of the unit's is there."""
+
+    first: Int32
+    last: Int32
+    slot: Int32  # its own,
+    slots: tuple[Int32, Int32]  # and those of all pieces of the unit, in their order, [begin, end); one of them: it is the whole unit
 
 
 @cute.jit
-def units_of(rows: Int32, heads_q: Int32, heads_k: Int32, batch: Int32, section: Int32, order: cute.Tensor | None) -> Units:
+def shared_of(units: Int32, tiles: Int32, clusters: Int32, tile_n: Constexpr[int]) -> Shared:
+    """On the host; for `units` of `tiles` each, of which each of `clusters` first has as many as all others."""
+    first = units // clusters * clusters
+    even = cute.ceil_div((units - first) * tiles, clusters)
+    share = max(max(even, cute.ceil_div(tiles, MOST_SHARES)), LEAST_SHARE)
+    if (tiles - share) * tile_n < LEAST_SAVED:
+        share = tiles
+    return Shared(first, tiles, share)
+
+
+@cute.jit
+def units_of(
+    rows: Int32, heads_q: Int32, heads_k: Int32, batch: Int32, section: Int32, order: cute.Tensor | None, shared: Shared | None
+) -> Units:
     """On the host."""
     heads = heads_q * batch
     last = heads % section
     divisors = (section * rows, section, max(last, 1), heads_q, heads_q // heads_k)
-    return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors), order)
+    return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors), order, shared)
 
 
 class Queue(NamedTuple):
     """Where clusters draw from, and where each of their blocks finds what was drawn."""
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 before and after
-    told: cute.Tensor  # (WORDS, AHEAD) int32: row, head, head of the keys, batch; a row below 0 is the end
+    told: cute.Tensor  # (words, AHEAD) int32: row, head, head of the keys, batch, a row below 0 is the end; where units are shared, a Span
     full: cute.Pointer  # (AHEAD) mbarriers, on which the one who tells arrives once it has written a slot,
     empty: cute.Pointer  # and those on which every warp that reads what it tells arrives when it is done with a slot
 
@@ -65,7 +102,7 @@ class Block(NamedTuple):
 @cute.jit
 def make_queue(storage: SmemAllocator, counter: cute.Tensor, warps: int, config: Constexpr) -> Queue:
     """With its barriers initialised, and visible after `tma.barriers_ready`; `warps` of each block and the loader read from it."""
-    told = storage.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), 16)
+    told = storage.allocate_tensor(Int32, cute.make_layout((WORDS * (1 + config.shares), AHEAD)), 16)
     queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
     if arch.thread_idx()[0] == 0:
         for i in range_constexpr(AHEAD):
@@ -97,10 +134,42 @@ def part(unit: Int32, units: Units) -> tuple[Int32, Int32, Int32, Int32]:
 
 
 @cute.jit
+def words(unit: Int32, units: Units, config: Constexpr) -> tuple[Int32, ...]:
+    """What is told of a unit; where units are shared, numbers from `shared.first` on stand for this cluster's pieces, one for each turn."""
+    if const_expr(not config.shares):
+        return part(unit, units)
+    clusters, number, span = arch.grid_dim()[0] // config.cluster, unit, Span(Int32(0), units.shared.tiles, Int32(0), (Int32(0), Int32(1)))
+    if unit >= units.shared.first:
+        left, turn = units.count - units.shared.first, (unit - units.shared.first) // clusters
+        which, span = piece(arch.block_idx()[0] // config.cluster, turn, left, units.shared)
+        number = units.shared.first + which
+    begin, end = span.slots
+    return (*part(number, units), span.first, span.last, span.slot, begin | end << 16)
+
+
+@cute.jit
+def piece(cluster: Int32, turn: Int32, left: Int32, shared: Shared) -> tuple[Int32, Span]:
+    """Which of the units that are `left` a cluster's turn is about, and its part of it; `left` itself when nothing is left to do.
+
+    In a row of all their tiles, the cluster has [cluster * share, (cluster + 1) * share): in its first turn what of it is in one unit, in its
+    second what is in the next. Of two pieces that follow each other, the cluster or the unit is another one, so their sum numbers the slots.
+    """
+    tiles, share = shared.tiles, shared.share
+    at, until = cluster * share, min((cluster + 1) * share, left * tiles)
+    which = at // tiles
+    if turn > 0:
+        which += 1
+        at = which * tiles if turn == 1 else until
+    begin, end = which * tiles // share + which, ((which + 1) * tiles - 1) // share + which + 1
+    span = Span(at - which * tiles, min(until - which * tiles, tiles), cluster + which, (begin, end))
+    return (which if at < until else left), span
+
+
+@cute.jit
 def begin(queue: Queue, units: Units, config: Constexpr):
     """The loader tells the first unit. One warp of each block calls it, like the following."""
     if tells(config):
-        tell_all(queue, Int32(0), part(arch.block_idx()[0] // config.cluster, units), config)
+        tell_all(queue, Int32(0), words(arch.block_idx()[0] // config.cluster, units, config), config)
 
 
 @cute.jit
@@ -124,7 +193,7 @@ def announce(queue: Queue, done: Int32, unit: Int32, units: Units, config: Const
     if tells(config):
         state = tma.after_empty(done, AHEAD)
         arch.mbarrier_wait(queue.empty + state.index, state.phase)
-        tell_all(queue, done, part(unit, units), config)
+        tell_all(queue, done, words(unit, units, config), config)
         if const_expr(config.draws) and unit - arch.grid_dim()[0] // config.cluster == units.count - 1:
             queue.counter[0] = Int32(0)
 
@@ -139,23 +208,26 @@ def tells(config: Constexpr) -> Boolean:
 
 
 @cute.jit
-def tell_all(queue: Queue, done: Int32, words: tuple, config: Constexpr):
+def tell_all(queue: Queue, done: Int32, told: tuple, config: Constexpr):
     for rank in range_constexpr(listeners(config)):
-        tell(queue, tma.after(done, AHEAD).index, words, rank, config)
+        tell(queue, tma.after(done, AHEAD).index, told, rank, config)
 
 
 @cute.jit
-def tell(queue: Queue, slot: Int32, words: tuple, rank: Constexpr[int], config: Constexpr):
-    """Write `words` where block `rank` of this cluster looks for them, and arrive there."""
+def tell(queue: Queue, slot: Int32, told: tuple, rank: Constexpr[int], config: Constexpr):
+    """Write what is `told` where block `rank` of this cluster looks for them, and arrive there."""
     addresses = queue.told[None, slot].iterator.toint(), (queue.full + slot).toint()
-    if const_expr(listeners(config) == 1):
+    if const_expr(config.shares):
+        stores = "st.shared.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; st.shared.v4.b32 [{$r0} + 16], {{$r6}, {$r7}, {$r8}, {$r9}};"
+        ptx = f"{stores} mbarrier.arrive.shared.b64 _, [{{$r1}}];"
+    elif const_expr(listeners(config) == 1):
         ptx = "st.shared.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.shared.b64 _, [{$r1}];"
     else:
         ptx = (
             f"{{ .reg .b32 slot, full; mapa.shared::cluster.u32 slot, {{$r0}}, {rank}; mapa.shared::cluster.u32 full, {{$r1}}, {rank}; "
             "st.shared::cluster.v4.b32 [slot], {{$r2}, {$r3}, {$r4}, {$r5}}; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [full]; }"
         )
-    arch.inline_ptx(ptx, read_only_args=[*addresses, *words])
+    arch.inline_ptx(ptx, read_only_args=[*addresses, *told])
 
 
 @cute.jit
@@ -167,19 +239,26 @@ def told(queue: Queue, done: Int32, config: Constexpr) -> Block:
         f"{{ .reg .pred there; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 there, [{{$r0}}], {{$r1}}; @!there bra again; }}",
         read_only_args=[(queue.full + state.index).toint(), state.phase],
     )
-    row, head, head_k, batch = read(queue, state.index)
+    row, head, head_k, batch = read(queue, state.index, 0)
     if const_expr(config.cluster > 1):
         row = row * config.cluster + arch.block_idx_in_cluster() if row >= 0 else row
     return Block(row * config.tile_m, head, head_k, batch)
 
 
 @cute.jit
-def read(queue: Queue, slot: Int32):
-    """Read anew each time, so that nothing has to be kept in registers in between."""
+def span(queue: Queue, done: Int32) -> Span:
+    """Of the unit that `told` has told of, where units are shared."""
+    first, last, slot, slots = read(queue, tma.after(done, AHEAD).index, WORDS)
+    return Span(first, last, slot, (slots & 0xFFFF, slots >> 16))
+
+
+@cute.jit
+def read(queue: Queue, slot: Int32, word: Constexpr[int]):
+    """Four words from `word` on. Read anew each time, so that nothing has to be kept in registers in between."""
     return arch.inline_ptx(
         "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * WORDS,
-        read_only_args=[queue.told[None, slot].iterator.toint()],
+        read_only_args=[queue.told[None, slot].iterator.toint() + 4 * word],
     )
 
 

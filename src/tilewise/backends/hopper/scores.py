@@ -229,6 +229,16 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
 
 
 @cute.jit
+def mark_overflow(inverse: cute.Tensor, lse: cute.Tensor):
+    """NaN in place of 1 / l where that is 0, for O would be; `epilogue.needs_repair` sees it.
+
+    1 / l is flushed to 0 from l = 2^126 on, and the sink's part of the sum may overflow while l and LSE do not; with a sink LSE may be NaN then.
+    """
+    for r in range_constexpr(fragments.ROWS):
+        inverse[r] = inverse[r] if lse[r] < Float32.inf and inverse[r] > 0.0 else Float32.nan
+
+
+@cute.jit
 def weight(x: Float32, lse: Float32, scores: Scores, config: Constexpr) -> Float32:
     """P of one pair, from what `logit` gives and the row's log-sum-exp."""
     if const_expr(config.natural):

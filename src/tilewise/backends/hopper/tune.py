@@ -158,7 +158,7 @@ def _with_output(work: Callable):
         return result, written.read().decode(errors="replace")
 
 
-class _Fixed(Hopper):
+class Fixed(Hopper):
     """The backend with one configuration for every call."""
 
     def __init__(self, config: Config) -> None:
@@ -182,7 +182,7 @@ class Contender:
         return []
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        backend, mask, scale = _Fixed(self.config), workload.mask, workload.head_dim**-0.5
+        backend, mask, scale = Fixed(self.config), workload.mask, workload.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return backend.forward(Call(q=q, k=k, v=v, mask=mask, scale=scale))[0]

@@ -81,8 +81,13 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) 
         span = band.tables.spans[band.tables.planes[block.batch, block.head], m0 // config.tile_m, None]
         return Walk(span[0], span[2], span[1], span[2], span[0], span[2])
     if const_expr(config.sees == "rows"):
-        walk = band.tables.walks[m0 // config.tile_m, None]
-        return Walk(walk[0], walk[1], walk[2], walk[3], walk[0], walk[1])
+        walks, m_block = band.tables.walks, m0 // config.tile_m
+        walk = walks[min(m_block, walks.shape[0] - 1), None]
+        loaded_first, loaded_last = walk[0], walk[1]
+        for rank in range_constexpr(1, config.cluster):
+            other = walks[min(m_block ^ rank, walks.shape[0] - 1), None]
+            loaded_first, loaded_last = min(loaded_first, other[0]), max(loaded_last, other[1])
+        return Walk(walk[0], walk[1], walk[2], walk[3], loaded_first, loaded_last)
     first, last = seen(m0, config.tile_m, band, seqlen_q, seqlen_k, config)
     free_first, free_last = seen_by_all(m0, band, seqlen_k, config)
     free_first = min(max(free_first, first), last)
@@ -91,6 +96,13 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) 
         rows = config.cluster * config.tile_m
         loaded_first, loaded_last = seen(m0 // rows * rows, rows, band, seqlen_q, seqlen_k, config)
     return Walk(first, last, free_first, min(max(free_last, free_first), last), loaded_first, loaded_last)
+
+
+@cute.jit
+def within(walk: Walk, first: Int32, last: Int32) -> Walk:
+    """The part in the tiles [first, last), where every row sees every key; that of a block beyond the queries is one tile still."""
+    visited = min(walk.last - walk.first, last - first)
+    return Walk(first, first + visited, first, first + visited, first, last)
 
 
 @cute.jit
