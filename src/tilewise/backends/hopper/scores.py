@@ -205,6 +205,9 @@ def of_logits(acc_S: cute.Tensor, rows: fragments.Rows) -> cute.Tensor:
     return rescale
 
 
+LARGE_SUM = 2.0**100  # of P; 2^-126 of less is nothing beside a sink
+
+
 @cute.jit
 def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
     """(log-sum-exp, 1 / l) of each row, as `fragments.close`; with the sink, if there is one.
@@ -217,6 +220,8 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
         for r in range_constexpr(fragments.ROWS):
             m, l = rows.m[r], arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
             if const_expr(config.sink):
+                if const_expr(config.stale_max):
+                    l = Float32.inf if l > LARGE_SUM else l  # its factor below may be flushed to 0: `epilogue.repair` counts again
                 sink = terms.sink * (LOG2_E / unit)
                 top = arch.fmax(m, sink)
                 base = 0.0 if top == -Float32.inf else top
