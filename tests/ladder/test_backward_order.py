@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of", "next_tile"
+    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "part_of", "walk_of", "begun", "turn_of", "next_tile"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -60,10 +60,10 @@ class Problem:
         else:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        rising, together = (0, 1) if sees == "all" else (min(rising, heads), together)
+        rising, together = 0 if sees == "all" else min(rising, heads), together
         shared_from = n_blocks * heads // slots * slots
         shares = shares if sees == "all" else 1
-        divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads
+        divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
         how = order.Order(slots, rising, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)

@@ -18,7 +18,7 @@ class Order(NamedTuple):
 
     slots: Int32  # how many the machine runs at a time
     rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
-    together: Int32  # of the other heads that take turns, each with its first keys first; 1 where all keys are seen
+    together: Int32  # of the other heads that take turns, each with its first keys first
     behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
     shared_from: Int32  # blocks of keys from this one on, those of the last wave, are shared,
     shares: Int32  # each by so many thread blocks (backward_shares.py); where all keys are seen
@@ -28,6 +28,7 @@ class Order(NamedTuple):
     width: object  # `together`,
     last_width: object  # heads of the last section where it has fewer,
     heads_k: object
+    per_share: object  # `shares`
 
 
 @cute.jit
@@ -36,7 +37,7 @@ def order_of(
 ) -> Order:  # fmt: skip
     """On the host."""
     last = (heads_k * batch - rising) % together
-    divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k
+    divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k, shares
     return Order(slots, rising, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
@@ -120,35 +121,42 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
     Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
     wait for each other.
     """
-    rising, before, until = Boolean(False), Int32(0), n_blocks
-    share, shares, place = Int32(0), Int32(1), number
-    if const_expr(config.shares):  # noqa: SIM102
-        if number >= order.shared_from:  # the first parts of all blocks, then the second ones
-            shares, place = order.shares, number - order.shared_from
-            shared = heads * n_blocks - order.shared_from
-            share = place // shared
-            number = order.shared_from + place % shared
+    number, share, shares, low, high = part_of(number, order, config)
     head, n_block = divmod(number, order.per_head)
+    rising, n_block = head < order.rising, n_blocks - 1 - n_block
+    section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
+    turn, member = divmod(within, order.width)
+    last_turn, last_member = divmod(within, order.last_width)
+    first_head, width = order.rising + section * order.together, order.together
+    if first_head + order.together > heads:
+        turn, member, width = last_turn, last_member, heads - first_head
+    if not rising:
+        n_block, head = turn, first_head + member
+    before, until = Int32(0), n_blocks
     if const_expr(config.sees == "all"):
-        wave, _ = divmod(place, order.per_wave)
-        first_of_wave = wave * order.slots + n_block - place  # as a block of this head
-        before, until = max(first_of_wave, 0), min(first_of_wave + order.slots, n_blocks)
-        if const_expr(config.shares):  # noqa: SIM102
-            if number >= order.shared_from:
-                before = max(before, n_block - (number - order.shared_from))
-                until = min(until, n_block - number + heads * n_blocks)
-    else:
-        rising, n_block = head < order.rising, n_blocks - 1 - n_block
-        section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
-        turn, member = divmod(within, order.width)
-        last_turn, last_member = divmod(within, order.last_width)
-        first_head = order.rising + section * order.together
-        if first_head + order.together > heads:
-            turn, member = last_turn, last_member
-        if not rising:
-            n_block, head = turn, first_head + member
+        first = first_head * n_blocks + member
+        low, high = max(low - first, 0) + width - 1, high - first + width - 1
+        before, until = low // order.width, high // order.width
+        if width != order.together:
+            before, until = low // order.last_width, high // order.last_width
+        until = min(until, n_blocks)
     batch, head_k = divmod(head, order.heads_k)
     return Block(n_block * config.tile_n, head_k, batch, rising, before, until, share, shares)
+
+
+@cute.jit
+def part_of(number: Int32, order: Order, config: Constexpr[Config]) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+    """A thread block's block of keys, by number; which part of its walk, and of how many; blocks [low, high) have the same part in the same wave."""
+    share, shares, wave = Int32(0), Int32(1), number // order.per_wave
+    low, high = wave * order.slots, (wave + 1) * order.slots
+    if const_expr(config.shares):  # noqa: SIM102
+        if number >= order.shared_from:  # all parts of a block side by side: the fewer have the same tiles of queries at a time
+            number, share = divmod(number - order.shared_from, order.per_share)
+            shares, wave = order.shares, (number * order.shares + share) // order.per_wave
+            low = (wave * order.slots - share + shares - 1) // order.per_share
+            high = ((wave + 1) * order.slots - share + shares - 1) // order.per_share
+            number, low, high = (x + order.shared_from for x in (number, low, high))
+    return number, share, shares, low, high
 
 
 @cute.jit

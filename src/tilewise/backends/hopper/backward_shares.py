@@ -25,7 +25,7 @@ def partials_of(sums: cute.Tensor, counters: cute.Tensor, unit: Int32, order: Or
     """Of a thread block that shares, or of a unit; `blocks` of keys of all heads."""
     shared = blocks - order.shared_from
     ready = cute.make_tensor(counters.iterator + 1, counters.layout)  # behind what blocks that stay draw from
-    return Partials(sums, ready, shared, (unit - order.shared_from) % max(shared, 1))
+    return Partials(sums, ready, shared, (unit - order.shared_from) // order.per_share)
 
 
 @cute.jit

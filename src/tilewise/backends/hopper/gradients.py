@@ -15,12 +15,12 @@ from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST = 65535  # the second and third dimension of a grid: heads, batch
-TURNS = 32  # heads of 64 and less that take turns under a window
+NARROW = 4  # heads that come down under a window, the last ones; twice as many of 64 and less
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
-SHARING = 16  # such heads take turns: then a head's blocks wait in short chains only
+SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -120,7 +120,7 @@ def _order(
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, 1, 1, behind
+        return slots, 0, _side_by_side(config, heads, n_blocks, slots), 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
     if config.sees == "from" and not config.dq_apart:
@@ -129,8 +129,16 @@ def _order(
         together = min(heads, _coming_down(config, n_blocks, slots))
         rising = heads - together
     if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
-        rising, together = (heads, 1) if config.head_dim > 64 else (0, min(heads, TURNS))
+        together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
+        rising = heads - together
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _side_by_side(config: Config, heads: int, n_blocks: int, slots: int) -> int:
+    """Heads whose blocks come in turns under a full mask. One after another as many blocks add to a head's dQ at a time as it has tiles of
+    queries, where these are as long as tiles of keys: then each waits for the one before it. So at most half as many.
+    """
+    return min(heads, -(-2 * slots // n_blocks)) if config.stays and config.tile_m == config.tile_n else 1
 
 
 def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
