@@ -74,9 +74,10 @@ def test_random_problems(seed):
 STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 
 
-@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "tile_m" in step[2]], ids=str)
-def test_tiles_of_long_sequences(dims, sees, fields, monkeypatch):
+@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "from")], ids=str)
+def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
+    monkeypatch.setattr(gradients, "FEW", 1)
     mask = {"all": Full(), "from": Causal()}[sees]
     plain = gradients.config_of
     monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))
@@ -108,7 +109,9 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
         case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
         for finishes in (True, False):
             monkeypatch.setattr(
-                gradients, "config_of", lambda call, finishes=finishes: replace(plain(call), stays=stays, **fields | {"finishes": finishes})
+                gradients,
+                "config_of",
+                lambda call, finishes=finishes: replace(plain(call), **fields | {"stays": stays, "finishes": finishes}),
             )
             held(case, run=conformance.run_spoiled)
             inputs = torch.Generator("cuda").manual_seed(0)
@@ -145,14 +148,23 @@ def test_a_sink(mask):
         held(case)
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(70, 20), Documents([0, 70, 210, 300], inner=Causal())], ids=repr)
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(70, 20), Documents([0, 70, 210, 300], inner=Causal())], ids=repr)
 @pytest.mark.parametrize("dims", TILES, ids=str)
-def test_more_blocks_of_keys_than_run_at_a_time(mask, dims):
+def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
     """Where a thread block stays, it takes several."""
+    monkeypatch.setattr(gradients, "FEW", 1)
     sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
     for dtype in ("bf16", "fp16"):
         held(Case(mask=mask, dtype=dtype, **sizes))
     held(Case(mask=mask, dtype="bf16", **sizes), run=conformance.run_spoiled)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1100, 1100), (1030, 2300)])
+def test_heads_side_by_side(seqlen_q, seqlen_k):
+    """Several sections of heads, the last one of fewer, and blocks of keys that are shared in the last wave."""
+    sizes = {"batch": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 24, "heads_k": 24, "head_dim": 64}
+    for dtype in ("bf16", "fp16"):
+        held(Case(mask=Full(), dtype=dtype, **sizes))
 
 
 def test_a_single_key_is_copied():

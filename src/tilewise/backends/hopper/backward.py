@@ -378,6 +378,7 @@ def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, 
                     before = counter
                 next_m_block, next_turn = visit_at(place, own, block, band, tensors.K.shape[1], config)  # now, as nobody waits for it
                 arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
+                arch.fence_proxy("async.shared", space="cta")  # between what the consumers wrote and the copy engine
                 if arch.lane_idx() == 0:
                     gSum = tensors.sum_dQ[block.batch, head, m_block, None]
                     if turn == 0:

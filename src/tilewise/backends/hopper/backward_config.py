@@ -177,18 +177,18 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
-LARGER = dict(tile_m=80, dq_transposed=True, ahead=0.5)
-ALWAYS = dict(always=True)
+LARGER = dict(tile_m=80, dq_transposed=True, ahead=0.5, pairwise=True)
+ONE_PIECE = dict(always=True, pairwise=True)
 LONG = {
-    ((128, 128), "all"): ((1, STAY | PAIRWISE), (1024, FINISHES | STAY | PAIRWISE), (2048, LARGER | STAY), (16384, LARGER | SHARED)),
-    ((128, 128), "from"): ((1, ALWAYS), (1024, ALWAYS | FINISHES)),
+    ((128, 128), "all"): ((1, STAY | PAIRWISE), (1024, FINISHES | STAY | PAIRWISE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
+    ((128, 128), "from"): ((1, ONE_PIECE), (1024, ONE_PIECE | FINISHES)),
     ((128, 128), "interval"): ((1, FINISHES | PAIRWISE),),
     ((128, 128), "rows"): ((1, FINISHES | PAIRWISE),),
-    ((64, 64), "all"): ((1, FINISHES | STAY), (8192, STAY)),
+    ((64, 64), "all"): ((1, FINISHES | STAY), (1024, FINISHES | STAY | SHARED)),
     ((64, 64), "from"): ((256, FINISHES),),
     ((64, 64), "interval"): ((1, FINISHES),),
 }
-# Five products, where tables or changed scores take no registers besides. Not timed yet.
+# Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)
 LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval", "rows")}
 

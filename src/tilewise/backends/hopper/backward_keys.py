@@ -233,6 +233,7 @@ def step(
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
+    lse = changed.lse_of(tile.tlse, stage, config)  # ahead of the products, which leave shared memory no time for it
     if const_expr(config.delta_in):
         pipes.do.consumer_wait(state)
         acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
@@ -242,7 +243,6 @@ def step(
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
-    lse = changed.lse_of(tile.tlse, stage, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(at_once(config)):
         probabilities(acc_S, lse, tile.scale_log2)
@@ -296,8 +296,8 @@ def step_lean(
     """
     stage, shape = state.index, (config.tile_n, config.tile_m)
     pipes.q.consumer_wait(state)
-    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
     lse = per_query(tile.tlse, stage)
+    acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
     warpgroup.wait_group(1)  # dK of the tile before is there
     if state.count > 0:
         pipes.q.consumer_release(tma.after(state.count - 1, config.stages))
@@ -483,6 +483,7 @@ def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Conste
         add_directly(tile, flat, gSum, config)
     else:
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
-        cute.autovec_copy(flat, tile.tdQsdQ)
-        arch.fence_proxy("async.shared", space="cta")
+        cute.autovec_copy(
+            flat, tile.tdQsdQ
+        )  # which the other warp fences: here it would be waited for, while products keep shared memory busy
         arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)

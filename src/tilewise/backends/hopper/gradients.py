@@ -20,6 +20,7 @@ CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and gr
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
+FEW = 8  # blocks of keys of a head, under a full mask: fewer hardly wait for each other
 SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 
 
@@ -138,7 +139,8 @@ def _side_by_side(config: Config, heads: int, n_blocks: int, slots: int) -> int:
     """Heads whose blocks come in turns under a full mask. One after another as many blocks add to a head's dQ at a time as it has tiles of
     queries, where these are as long as tiles of keys: then each waits for the one before it. So at most half as many.
     """
-    return min(heads, -(-2 * slots // n_blocks)) if config.stays and config.tile_m == config.tile_n else 1
+    dense = config.stays and config.tile_m == config.tile_n and n_blocks >= FEW
+    return min(heads, -(-2 * slots // n_blocks)) if dense else 1
 
 
 def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
