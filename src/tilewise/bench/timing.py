@@ -21,6 +21,7 @@ CLOCKS = ("wall", "events", "graph")
 SHORTEST_SAMPLE_S = 1e-3  # a CPU sample repeats a shorter call until this much is measured at once
 GRAPH_BELOW_S = 50e-6
 L2_FLUSH_BYTES = 256 << 20
+LEAST_HEAD_START_S = 5e-4  # a host that does other work, too, may be late by that
 LONGEST_HEAD_START_S, CYCLES_PER_S = 1e-3, 2e9  # of the GPU's clock, roughly
 MOST_ROUNDS = 200
 
@@ -113,7 +114,7 @@ def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()
-    head_start = int(min(2 * (time.perf_counter() - began), LONGEST_HEAD_START_S) * CYCLES_PER_S)
+    head_start = int(min(LEAST_HEAD_START_S + 2 * (time.perf_counter() - began), LONGEST_HEAD_START_S) * CYCLES_PER_S)
 
     def sample() -> float:
         torch.cuda._sleep(head_start)  # the GPU waits while Python enqueues the call, so that launching it is not timed
