@@ -483,7 +483,5 @@ def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Conste
         add_directly(tile, flat, gSum, config)
     else:
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
-        cute.autovec_copy(
-            flat, tile.tdQsdQ
-        )  # which the other warp fences: here it would be waited for, while products keep shared memory busy
+        cute.autovec_copy(flat, tile.tdQsdQ)  # the warp that sends it fences: here all would wait, as products keep shared memory busy
         arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)

@@ -129,7 +129,7 @@ def _order(
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _coming_down(config, n_blocks, slots))
         rising = heads - together
-    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: there is no end to think of
+    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few come down
         together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
         rising = heads - together
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
