@@ -122,6 +122,14 @@ def test_small_calls_are_left_to_avx512_unless_amx_is_asked_for():
     assert Cpu().describe().startswith("amx")
 
 
+@pytest.mark.parametrize(("seqlen", "backward"), ((64, "avx512"), (100, "avx512"), (128, "amx"), (130, "avx512"), (192, "amx")))
+def test_fp32_backward_is_left_to_avx512_where_tiles_would_be_empty(seqlen, backward):
+    if native.library().forced:
+        pytest.skip("TILEWISE_CPU_ISA is set")
+    q = torch.randn(8, seqlen, 2, 32)
+    assert Cpu().details(Call(q=q, k=q, v=q, mask=Full(), scale=0.3))[0] == f"instruction set: avx512 forward, {backward} backward"
+
+
 def test_without_permission_the_next_best_runs():
     """Linux refuses the tiles to a process with a signal stack that is too small for them; nothing fails then."""
     script = """
