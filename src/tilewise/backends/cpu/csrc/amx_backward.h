@@ -18,8 +18,8 @@ struct TileBackward {
   int64_t block, chunk, chunks;      // keys
   int64_t batch_step, head_step, groups, together;
   int64_t row_blocks;                // of kTileGradRows
-  bool one_pass;                     // a single chunk, which finds delta itself
-  float* delta;                      // (batch, heads_q, seqlen_q), where not
+  bool alone;                        // a head's chunks follow one another in one thread: the first that sees a row finds delta, the last stores dQ
+  float* delta;                      // (batch, heads_q, seqlen_q); null where one chunk is all
   bool local_dq;
   float* dq;                         // (batch, heads_q, row_blocks) of kTileColumns columns of round_up(head_dim, 16) cells
   int64_t* turns;
@@ -44,8 +44,8 @@ static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
   Arena arena = {(char*)a.workspace};
   const int64_t dq_floats = p.row_blocks * kTileGradRows * round_up(a.head_dim, 16);
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
-  p.one_pass = p.chunks == 1 && !a.dsink;
-  p.delta = arena.floats(p.one_pass ? 0 : a.batch * a.heads_q * a.seqlen_q);
+  p.alone = p.chunks == 1 || p.together > 0;
+  if (p.chunks > 1 || a.dsink) p.delta = arena.floats(a.batch * a.heads_q * a.seqlen_q);
   p.local_dq = p.chunks == 1 && dq_floats * 4 <= kTileLocalDqBytes;
   if (!p.local_dq) p.dq = arena.floats(a.batch * a.heads_q * dq_floats);
   p.bytes = (int64_t)arena.used;
@@ -57,6 +57,16 @@ static Cells dq_cells(const TileBackward& p, const Head& h, int64_t block, float
   const int64_t dim = round_up(p.args.head_dim, 16), head = h.batch * p.args.heads_q + h.head;
   float* base = p.local_dq ? local + block * kTileGradRows * dim : p.dq + (head * p.row_blocks + block) * kTileGradRows * dim;
   return {(char*)base, dim, 0};
+}
+
+// The chunks of keys that some of a block's rows see; none: first is -1.
+struct Visits {
+  int64_t first, last;
+};
+static Visits visits_of(const TileBackward& p, const Head& h, int64_t block) {
+  const int64_t row = block * kTileGradRows;
+  const SeenKeys seen = keys_seen(h, row, min_of(kTileGradRows, p.args.seqlen_q - row));
+  return seen.begin < seen.end ? Visits{seen.begin / p.chunk, (seen.end - 1) / p.chunk} : Visits{-1, -1};
 }
 
 struct TileKeys {
@@ -74,8 +84,8 @@ static DeltaCells delta_cells(Arena& arena, const tw_args& a) {
   return {bf16_cells<T>(arena, 32, round_up(a.head_dim_v, 32) / 32), arena_cells(arena, 32, 2, 1)};
 }
 
-// delta = rowsum(dO O) - dlse of at most 32 rows, whose dO is packed as columns. It is added up in the tiles in which dP will be, so that the two cancel
-// to the last bit where a row sees one key. Rows without lse count as 0.
+// delta = rowsum(dO O) - dlse of at most 32 rows, whose dO is packed as columns. It is added up in the tiles in which dP will be, so that the two
+// cancel to the last bit where a row sees one key. Rows without lse count as 0.
 template <int T>
 static void find_tile_delta(float* delta, const DeltaCells& cells, const Cells& d_o, const Head& h, int64_t row, int64_t rows, Finite<T>& finite) {
   const tw_args& a = h.args;
@@ -125,7 +135,7 @@ struct TileBackwardScratch {
     queries.d_o_pairs = bf16_cells<T>(arena, pairs, dim_v / 16);
     queries.lse = arena.floats(kTileGradRows);
     queries.delta = arena.floats(kTileGradRows);
-    if (plan.one_pass) queries.delta_cells = delta_cells<T>(arena, a);
+    if (plan.alone) queries.delta_cells = delta_cells<T>(arena, a);
     for (TileGradBuffers& b : buffers) {
       b.s = arena_cells(arena, 32, kTileColumns, 1);
       b.dp = arena_cells(arena, 32, kTileColumns, 1);
@@ -139,7 +149,7 @@ struct TileBackwardScratch {
 };
 
 template <int T>
-static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, Finite<T>& finite) {
+static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, bool first, Finite<T>& finite) {
   const tw_args& a = plan.args;
   const int64_t rows = min_of(kTileGradRows, a.seqlen_q - row), padded = round_up(rows, 32);
   queries.row = row;
@@ -151,9 +161,12 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
   pack_rows_transposed<T>(queries.d_o, d_o, padded, finite);
   pack_pairs<T>(queries.q_pairs, q, padded);
   pack_pairs<T>(queries.d_o_pairs, d_o, padded);
-  for (int64_t i = 0; plan.one_pass && i < rows; i += 32)
+  for (int64_t i = 0; first && i < rows; i += 32)
     find_tile_delta<T>(queries.delta + i, queries.delta_cells, queries.d_o.from(0, i / L), h, row + i, min_of(rows - i, (int64_t)32), finite);
-  if (!plan.one_pass) memcpy(queries.delta, plan.delta + h.statistics(row), (size_t)rows * sizeof(float));
+  if (plan.delta) {
+    float* kept = plan.delta + h.statistics(row);
+    memcpy(first ? kept : queries.delta, first ? queries.delta : kept, (size_t)rows * sizeof(float));
+  }
   for (int64_t i = rows; i < padded; i++) queries.delta[i] = 0.f;
   for (int64_t i = 0; i < padded; i++) {
     const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
@@ -346,6 +359,23 @@ static void add_next_rows(Ahead& ahead, bool with_o, const Head& h, int64_t bloc
   if (next.kv_head != h.kv_head || next.batch != h.batch) ahead.add_keys(next, key, keys);
 }
 
+static void clear_dq(const TileBackward& plan, const Head& h, int64_t block) {
+  memset(dq_cells(plan, h, block, nullptr).base, 0, (size_t)(kTileGradRows * round_up(plan.args.head_dim, 16)) * 4);
+}
+
+static void store_dq(const TileBackward& plan, const Head& h, int64_t block, float* local) {
+  const tw_args& a = plan.args;
+  const Cells dq = dq_cells(plan, h, block, local);
+  for (int64_t w = 0; w < kTileColumns; w++) {
+    const int64_t row = block * kTileGradRows + w * L, rows = min_of((int64_t)L, a.seqlen_q - row);
+    if (rows <= 0) break;
+    char* out = h.out(a.dq, row, h.head);
+    if (a.dtype == TW_FP32) store_column<3>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+    if (a.dtype == TW_BF16) store_column<1>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+    if (a.dtype == TW_FP16) store_column<2>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+  }
+}
+
 // All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
 template <int T>
 static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
@@ -357,9 +387,11 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
   for (int64_t block = (seen.end - 1) / kTileGradRows; block >= seen.begin / kTileGradRows; block--) {
     const int64_t row = block * kTileGradRows, rows = min_of(kTileGradRows, a.seqlen_q - row), step = first_step + plan.row_blocks - 1 - block;
     const BandList bands = bands_at(h.plane, row);
+    const Visits visits = visits_of(plan, h, block);
+    const bool first = plan.alone && visits.first == keys.key / plan.chunk, last = plan.alone && visits.last == keys.key / plan.chunk;
     const int64_t last_key = min_of(keys.key + keys.keys, keys_seen(h, row, rows).end);
     Ahead ahead;
-    add_next_rows(ahead, plan.one_pass, h, block, kTileGradRows, seen.begin / kTileGradRows, (seen.end - 1) / kTileGradRows, keys.key, keys.keys);
+    add_next_rows(ahead, first, h, block, kTileGradRows, seen.begin / kTileGradRows, (seen.end - 1) / kTileGradRows, keys.key, keys.keys);
     bool loaded = false;
     for (int64_t key = keys.key; key < keys.key + keys.keys; key += plan.block) {
       const int64_t n = min_of(plan.block, keys.key + keys.keys - key);
@@ -368,7 +400,8 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
         if (all.empty()) continue;
         if (!loaded) {
           turns.publish(step);
-          load_tile_queries<T>(scratch.queries, plan, h, row, finite);
+          load_tile_queries<T>(scratch.queries, plan, h, row, first, finite);
+          if (first && !plan.local_dq) clear_dq(plan, h, block);
           loaded = true;
         }
         GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, ahead, {}, {}};
@@ -383,19 +416,7 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
       }
     }
     if (loaded) turns.publish(step + 1);
-  }
-}
-
-static void store_dq(const TileBackward& plan, const Head& h, int64_t block, float* local) {
-  const tw_args& a = plan.args;
-  const Cells dq = dq_cells(plan, h, block, local);
-  for (int64_t w = 0; w < kTileColumns; w++) {
-    const int64_t row = block * kTileGradRows + w * L, rows = min_of((int64_t)L, a.seqlen_q - row);
-    if (rows <= 0) break;
-    char* out = h.out(a.dq, row, h.head);
-    if (a.dtype == TW_FP32) store_column<3>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
-    if (a.dtype == TW_BF16) store_column<1>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
-    if (a.dtype == TW_FP16) store_column<2>(out, a.dq.seq, floats(dq, 0, w), rows, a.head_dim, splat(a.scale));
+    if (last && !plan.local_dq) store_dq(plan, h, block, nullptr);
   }
 }
 
@@ -447,32 +468,34 @@ static void tile_backward_item(const void* context, int64_t item, char* memory) 
     for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) tile_backward_chunk<T>(plan, chunk, group, memory);
 }
 
-// delta, and dQ = 0, for one block of rows.
+// delta, and dQ = 0, for one block of rows, where no chunk is to find them.
 template <int T>
 static void prepare_rows(const void* context, int64_t item, char* memory) {
   const TileBackward& plan = *(const TileBackward*)context;
   const tw_args& a = plan.args;
   const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks;
   const Head h(a, head / a.heads_q, head % a.heads_q);
+  if (plan.alone && visits_of(plan, h, block).first >= 0) return;
   const TileUnit unit;
   Finite<T> finite;
   Arena arena = {memory};
   const DeltaCells cells = delta_cells<T>(arena, a);
   const Cells d_o = bf16_cells<T>(arena, round_up(a.head_dim_v, 32) / 2, 2);
-  const int64_t end = plan.one_pass ? 0 : min_of((block + 1) * kTileGradRows, a.seqlen_q);
+  const int64_t end = plan.delta ? min_of((block + 1) * kTileGradRows, a.seqlen_q) : 0;
   for (int64_t row = block * kTileGradRows; row < end; row += 32) {
     const int64_t rows = min_of((int64_t)32, a.seqlen_q - row);
     pack_rows_transposed<T>(d_o, {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, 32, finite);
     find_tile_delta<T>(plan.delta + h.statistics(row), cells, d_o, h, row, rows, finite);
   }
-  if (!plan.local_dq) memset(dq_cells(plan, h, block, nullptr).base, 0, (size_t)(kTileGradRows * round_up(a.head_dim, 16)) * 4);
+  if (!plan.local_dq) clear_dq(plan, h, block);
   if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
 }
 
 static void finish_dq(const void* context, int64_t item, char*) {
   const TileBackward& plan = *(const TileBackward*)context;
-  const int64_t head = item / plan.row_blocks;
-  store_dq(plan, Head(plan.args, head / plan.args.heads_q, head % plan.args.heads_q), item % plan.row_blocks, nullptr);
+  const int64_t head = item / plan.row_blocks, block = item % plan.row_blocks;
+  const Head h(plan.args, head / plan.args.heads_q, head % plan.args.heads_q);
+  if (!plan.alone || visits_of(plan, h, block).first < 0) store_dq(plan, h, block, nullptr);
 }
 
 static void tile_sink_gradient(const void* context, int64_t head, char*) {
@@ -487,7 +510,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
   const tw_phase phases[4] = {
-      {prepare_rows<T>, plan.one_pass && plan.local_dq ? 0 : blocks, false},
+      {prepare_rows<T>, plan.delta || !plan.local_dq ? blocks : 0, false},
       {tile_backward_item<T>, plan.together ? plan.groups / plan.together : plan.chunks * plan.groups, plan.chunks > 1 && !plan.together},
       {finish_dq, plan.local_dq ? 0 : blocks, false},
       {tile_sink_gradient, a.dsink ? a.heads_q : 0, false},
