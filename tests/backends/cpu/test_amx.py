@@ -111,6 +111,22 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype, threads):
         _assert_same(once, _everything("amx", call, d_o), f"of {n} threads")
 
 
+@pytest.mark.parametrize("mask", (Full(), Causal(), SlidingWindow(100, 0), Documents((0, 300, 310, 1100))), ids=repr)
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_chunks_of_a_head_in_one_thread_and_shared_out(dtype, mask, threads):
+    """One thread takes all of a head's chunks, finds delta in the first that sees a row and stores dQ in the last; eight share them out.
+    Rows that see nothing are in no chunk."""
+    sizes = {"seqlen_k": 1100, "heads_q": 2, "heads_k": 2, "head_dim": 128, "head_dim_v": 128}
+    for sink in (False, True):
+        case = Case(batch=2, seqlen_q=1400 if mask == Causal() else 1100, mask=mask, dtype=dtype, sink=sink, **sizes)
+        call, (d_o, _) = make(case), upstream(case)
+        threads(8)
+        shared = _everything("amx", call, d_o)
+        threads(1)
+        _assert_same(shared, _everything("amx", call, d_o))
+    run_case(Cpu("amx"), Case(batch=2, seqlen_q=1100 if "Documents" in repr(mask) else 700, mask=mask, dtype=dtype, **sizes))
+
+
 def test_small_calls_are_left_to_avx512_unless_amx_is_asked_for():
     found = native.library()
     if found.forced:
@@ -120,6 +136,14 @@ def test_small_calls_are_left_to_avx512_unless_amx_is_asked_for():
     assert torch.equal(forward[None][0], forward["avx512"][0]) and not torch.equal(forward[None][0], forward["amx"][0])
     assert torch.equal(forward[None][1], forward["amx"][1]) and not torch.equal(forward[None][1], forward["avx512"][1])
     assert Cpu().describe().startswith("amx")
+
+
+@pytest.mark.parametrize(("seqlen", "backward"), ((64, "avx512"), (100, "avx512"), (128, "amx"), (130, "avx512"), (192, "amx")))
+def test_fp32_backward_is_left_to_avx512_where_tiles_would_be_empty(seqlen, backward):
+    if native.library().forced:
+        pytest.skip("TILEWISE_CPU_ISA is set")
+    q = torch.randn(8, seqlen, 2, 32)
+    assert Cpu().details(Call(q=q, k=q, v=q, mask=Full(), scale=0.3))[0] == f"instruction set: avx512 forward, {backward} backward"
 
 
 def test_without_permission_the_next_best_runs():

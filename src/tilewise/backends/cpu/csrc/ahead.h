@@ -6,13 +6,14 @@ namespace TW_NAMESPACE {
 
 // Rows that will be wanted next, of a few tensors, brought into the L2 cache some at a time.
 struct Ahead {
-  static constexpr int kMost = 4;
+  static constexpr int kMost = 5;
   struct Rows {
     const char* data;
     int64_t stride, bytes, rows;  // stride in bytes
   } parts[kMost];
   int count = 0, part = 0;
   int64_t row = 0, left = 0;
+  int64_t due = 0, of = 1, owed = 0;  // rows to fetch in so many pieces; of them, times pieces, what is not yet
 
   void add(const char* data, int64_t stride, int64_t rows, int64_t dim, int dtype) {
     if (rows <= 0) return;
@@ -27,12 +28,23 @@ struct Ahead {
   }
   // The first of `steps` equal shares of what is left.
   void fetch(int64_t steps) {
-    for (int64_t n = (left + steps - 1) / steps; n > 0; n--, left--) {
-      const Rows& r = parts[part];
-      const char* p = r.data + row * r.stride;
-      for (int64_t c = 0; c < r.bytes; c += 64) __builtin_prefetch(p + c, 0, 2);
-      if (++row == r.rows) row = 0, part++;
-    }
+    for (int64_t n = (left + steps - 1) / steps; n > 0; n--) fetch_row();
+  }
+  // The same in `pieces` pieces, one at each call of piece(): a burst of fetches would wait for itself.
+  void share(int64_t steps, int64_t pieces) {
+    due = (left + steps - 1) / steps;
+    of = pieces;
+    owed = 0;
+  }
+  TW_MEMBER void piece() {
+    for (owed += due; owed >= of && left > 0; owed -= of) fetch_row();
+  }
+  void fetch_row() {
+    const Rows& r = parts[part];
+    const char* p = r.data + row * r.stride;
+    for (int64_t c = 0; c < r.bytes; c += 64) __builtin_prefetch(p + c, 0, 2);
+    if (++row == r.rows) row = 0, part++;
+    left--;
   }
 };
 

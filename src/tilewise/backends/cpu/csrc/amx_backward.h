@@ -10,7 +10,7 @@ namespace TW_NAMESPACE {
 constexpr int64_t kTileGradKeys = 192;               // most keys of a step
 constexpr int64_t kTileGradRows = TW_ROW_BLOCK;      // rows of a step
 constexpr int64_t kTileColumns = kTileGradRows / L;  // columns of those rows
-constexpr int64_t kChunkBytes = 768 << 10;           // of keys and their gradients, close to a thread
+constexpr int64_t kChunkBytes = 1280 << 10;          // of keys and their gradients, close to a thread
 constexpr int64_t kTileLocalDqBytes = 512 << 10;
 
 struct TileBackward {
@@ -18,7 +18,8 @@ struct TileBackward {
   int64_t block, chunk, chunks;      // keys
   int64_t batch_step, head_step, groups, together;
   int64_t row_blocks;                // of kTileGradRows
-  float* delta;
+  bool alone;                        // a head's chunks follow one another in one thread: the first that sees a row finds delta, the last stores dQ
+  float* delta;                      // (batch, heads_q, seqlen_q); null where one chunk is all
   bool local_dq;
   float* dq;                         // (batch, heads_q, row_blocks) of kTileColumns columns of round_up(head_dim, 16) cells
   int64_t* turns;
@@ -29,7 +30,7 @@ struct TileBackward {
 template <int T>
 static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
   const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32);
-  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, nullptr, false, nullptr, nullptr, 0, finite};
+  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, false, nullptr, false, nullptr, nullptr, 0, finite};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -43,7 +44,8 @@ static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
   Arena arena = {(char*)a.workspace};
   const int64_t dq_floats = p.row_blocks * kTileGradRows * round_up(a.head_dim, 16);
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
-  p.delta = arena.floats(a.batch * a.heads_q * a.seqlen_q);
+  p.alone = p.chunks == 1 || p.together > 0;
+  if (p.chunks > 1 || a.dsink) p.delta = arena.floats(a.batch * a.heads_q * a.seqlen_q);
   p.local_dq = p.chunks == 1 && dq_floats * 4 <= kTileLocalDqBytes;
   if (!p.local_dq) p.dq = arena.floats(a.batch * a.heads_q * dq_floats);
   p.bytes = (int64_t)arena.used;
@@ -57,17 +59,51 @@ static Cells dq_cells(const TileBackward& p, const Head& h, int64_t block, float
   return {(char*)base, dim, 0};
 }
 
+// The chunks of keys that some of a block's rows see; none: first is -1.
+struct Visits {
+  int64_t first, last;
+};
+static Visits visits_of(const TileBackward& p, const Head& h, int64_t block) {
+  const int64_t row = block * kTileGradRows;
+  const SeenKeys seen = keys_seen(h, row, min_of(kTileGradRows, p.args.seqlen_q - row));
+  return seen.begin < seen.end ? Visits{seen.begin / p.chunk, (seen.end - 1) / p.chunk} : Visits{-1, -1};
+}
+
 struct TileKeys {
   int64_t key, keys;
   Cells k, v, k_columns;  // A: keys are rows, twice; head_dim is rows
   Cells dk, dv;           // C: keys are cells
 };
 
+// Where delta = rowsum(dO O) of 32 rows is found, as the diagonal of a product.
+struct DeltaCells {
+  Cells o, product;  // A: rows; C
+};
+template <int T>
+static DeltaCells delta_cells(Arena& arena, const tw_args& a) {
+  return {bf16_cells<T>(arena, 32, round_up(a.head_dim_v, 32) / 32), arena_cells(arena, 32, 2, 1)};
+}
+
+// delta = rowsum(dO O) - dlse of at most 32 rows, whose dO is packed as columns. It is added up in the tiles in which dP will be, so that the two
+// cancel to the last bit where a row sees one key. Rows without lse count as 0.
+template <int T>
+static void find_tile_delta(float* delta, const DeltaCells& cells, const Cells& d_o, const Head& h, int64_t row, int64_t rows, Finite<T>& finite) {
+  const tw_args& a = h.args;
+  pack_rows<T>(cells.o, {h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v}, 32, finite);
+  for (int64_t w = 0; w < 2; w++)
+    matrix_product<T>(cells.product.from(16 * w, w), cells.o.from(16 * w, 0), d_o.from(0, w), 1, 1, (a.head_dim_v + 31) / 32, false);
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t at = h.statistics(row + i);
+    delta[i] = a.lse[at] == -kInf ? 0.f : floats(cells.product, i, i / L)[i % L] - (a.d_lse ? a.d_lse[at] : 0.f);
+  }
+}
+
 struct TileQueries {
   int64_t row, rows, columns;  // columns of 16 rows, an even number
   Cells q, d_o;                // B: rows are columns
   Cells q_pairs, d_o_pairs;    // B: rows are summed over
   float *lse, *delta;          // lse is +inf where the row saw nothing, so that P = 0
+  DeltaCells delta_cells;
   bool dead_rows, fused;  // some row saw nothing; no LSE is above kFusedScores
 };
 
@@ -99,6 +135,7 @@ struct TileBackwardScratch {
     queries.d_o_pairs = bf16_cells<T>(arena, pairs, dim_v / 16);
     queries.lse = arena.floats(kTileGradRows);
     queries.delta = arena.floats(kTileGradRows);
+    if (plan.alone) queries.delta_cells = delta_cells<T>(arena, a);
     for (TileGradBuffers& b : buffers) {
       b.s = arena_cells(arena, 32, kTileColumns, 1);
       b.dp = arena_cells(arena, 32, kTileColumns, 1);
@@ -112,7 +149,7 @@ struct TileBackwardScratch {
 };
 
 template <int T>
-static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, Finite<T>& finite) {
+static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, bool first, Finite<T>& finite) {
   const tw_args& a = plan.args;
   const int64_t rows = min_of(kTileGradRows, a.seqlen_q - row), padded = round_up(rows, 32);
   queries.row = row;
@@ -122,12 +159,18 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
   const Rows<T> q = {h.q(row), a.q.seq, rows, a.head_dim}, d_o = {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v};
   pack_rows_transposed<T>(queries.q, q, padded, finite);
   pack_rows_transposed<T>(queries.d_o, d_o, padded, finite);
-  pack_pairs<T>(queries.q_pairs, q, padded, finite);
-  pack_pairs<T>(queries.d_o_pairs, d_o, padded, finite);
+  pack_pairs<T>(queries.q_pairs, q, padded);
+  pack_pairs<T>(queries.d_o_pairs, d_o, padded);
+  for (int64_t i = 0; first && i < rows; i += 32)
+    find_tile_delta<T>(queries.delta + i, queries.delta_cells, queries.d_o.from(0, i / L), h, row + i, min_of(rows - i, (int64_t)32), finite);
+  if (plan.delta) {
+    float* kept = plan.delta + h.statistics(row);
+    memcpy(first ? kept : queries.delta, first ? queries.delta : kept, (size_t)rows * sizeof(float));
+  }
+  for (int64_t i = rows; i < padded; i++) queries.delta[i] = 0.f;
   for (int64_t i = 0; i < padded; i++) {
     const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
     queries.lse[i] = lse == -kInf ? kInf : lse;
-    queries.delta[i] = i < rows ? plan.delta[h.statistics(row + i)] : 0.f;
     queries.dead_rows |= i < rows && lse == -kInf;
     queries.fused &= lse == -kInf || __builtin_fabsf(lse) < kFusedScores;
   }
@@ -183,14 +226,16 @@ TW_INLINE Crop key_group(const BandList& bands, int64_t x, int64_t row, int64_t 
 struct GradStep {
   Crop crop = {};
   int64_t x = 0, pair = 0;  // the band; where the keys' pairs begin in ds_keys
+  int64_t left = 1;         // steps of these rows, about, with this one
   bool any = false;
 };
 
-// P and dS of a step from its scores: next() makes those of two keys and a pair of columns.
+// P and dS of a step from its scores: next() makes those of two keys and a pair of columns, and fetches some of what is read later.
 template <int T>
 struct GradWeights {
   const TileQueries& queries;
   const TileGradBuffers& buffers;
+  Ahead& ahead;
   vf scale;
   int64_t pair, pieces;
   bool general, fused, keep_ds;
@@ -200,6 +245,7 @@ struct GradWeights {
   TW_MEMBER void weigh() { weigh_gradients<T, General, Fused>(queries, buffers, j, w, scale, pair + j / 2, General && keep_ds); }
   __attribute__((noinline)) void weigh_general() { T < 3 && fused ? weigh<true, true>() : weigh<true, false>(); }
   TW_MEMBER void next() {
+    ahead.piece();
     if (general) weigh_general();
     else if (T < 3 && fused) weigh<false, true>();
     else weigh<false, false>();
@@ -216,6 +262,7 @@ struct GradPipeline {
   const TileQueries& queries;
   const BandList& bands;
   const TileGradBuffers* buffers;  // in turns
+  Ahead& ahead;
   GradStep last, now;              // last: wants its gradients added; now: has S and dP
   int turn = 0;                    // now's buffers
 
@@ -251,7 +298,9 @@ struct GradPipeline {
         dropout_factors(floats(b.kept, 0, w), L, h, part, 1);
       }
     }
-    return {queries, b, splat(fused ? factor * kLog2e : factor), s.pair, queries.columns / 2 * 16, general, fused, a.dbias.data != nullptr};
+    const int64_t pieces = queries.columns / 2 * 16;
+    ahead.share(s.left, pieces);
+    return {queries, b, ahead, splat(fused ? factor * kLog2e : factor), s.pair, pieces, general, fused, a.dbias.data != nullptr};
   }
   void add_bias(const GradStep& s, const TileGradBuffers& b) const {
     for (int64_t w = 0; h.args.dbias.data && w * L < queries.rows; w++) {
@@ -297,7 +346,8 @@ struct GradPipeline {
 
 // What is read after a block of rows of a head, of those that see the keys [key, key + keys): the block before it, or the last one of the next
 // head, and its keys where they are others.
-static void add_next_rows(Ahead& ahead, const Head& h, int64_t block, int64_t block_rows, int64_t first, int64_t last, int64_t key, int64_t keys) {
+static void add_next_rows(Ahead& ahead, bool with_o, const Head& h, int64_t block, int64_t block_rows, int64_t first, int64_t last, int64_t key,
+                          int64_t keys) {
   const tw_args& a = h.args;
   const bool more = block > first, same_batch = h.head + 1 < a.heads_q;
   if (!more && !same_batch && h.batch + 1 == a.batch) return;
@@ -305,46 +355,12 @@ static void add_next_rows(Ahead& ahead, const Head& h, int64_t block, int64_t bl
   const int64_t row = (more ? block - 1 : last) * block_rows, rows = min_of(block_rows, a.seqlen_q - row);
   ahead.add(next.q(row), a.q.seq, rows, a.head_dim, a.dtype);
   ahead.add(next.out(a.d_o, row, next.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
+  if (with_o) ahead.add(next.out(a.o, row, next.head), a.o.seq, rows, a.head_dim_v, a.dtype);
   if (next.kv_head != h.kv_head || next.batch != h.batch) ahead.add_keys(next, key, keys);
 }
 
-// All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
-template <int T>
-static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
-                              Finite<T>& finite) {
-  const tw_args& a = plan.args;
-  const TileKeys& keys = scratch.keys;
-  const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
-  if (seen.begin >= seen.end) return;
-  for (int64_t block = (seen.end - 1) / kTileGradRows; block >= seen.begin / kTileGradRows; block--) {
-    const int64_t row = block * kTileGradRows, rows = min_of(kTileGradRows, a.seqlen_q - row), step = first_step + plan.row_blocks - 1 - block;
-    const BandList bands = bands_at(h.plane, row);
-    Ahead ahead;
-    add_next_rows(ahead, h, block, kTileGradRows, seen.begin / kTileGradRows, (seen.end - 1) / kTileGradRows, keys.key, keys.keys);
-    bool loaded = false;
-    for (int64_t key = keys.key; key < keys.key + keys.keys; key += plan.block) {
-      const int64_t n = min_of(plan.block, keys.key + keys.keys - key);
-      for (int64_t x = bands.begin; x < bands.end; x++) {
-        const Crop all = tile_crop(bands, x, row, rows, key, n);
-        if (all.empty()) continue;
-        if (!loaded) {
-          turns.publish(step);
-          load_tile_queries<T>(scratch.queries, plan, h, row, finite);
-          loaded = true;
-        }
-        GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, {}, {}};
-        for (int64_t from = all.key_begin; from < all.key_end; from += 32) {
-          ahead.fetch((all.key_end - from) / 32 + 1);
-          pipeline.add({key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)), x, (from - all.key_begin) / 2, true});
-        }
-        pipeline.finish();
-        turns.wait(step);
-        matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers[0].ds_keys,
-                          (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
-      }
-    }
-    if (loaded) turns.publish(step + 1);
-  }
+static void clear_dq(const TileBackward& plan, const Head& h, int64_t block) {
+  memset(dq_cells(plan, h, block, nullptr).base, 0, (size_t)(kTileGradRows * round_up(plan.args.head_dim, 16)) * 4);
 }
 
 static void store_dq(const TileBackward& plan, const Head& h, int64_t block, float* local) {
@@ -360,6 +376,50 @@ static void store_dq(const TileBackward& plan, const Head& h, int64_t block, flo
   }
 }
 
+// All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
+template <int T>
+static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
+                              Finite<T>& finite) {
+  const tw_args& a = plan.args;
+  const TileKeys& keys = scratch.keys;
+  const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
+  if (seen.begin >= seen.end) return;
+  for (int64_t block = (seen.end - 1) / kTileGradRows; block >= seen.begin / kTileGradRows; block--) {
+    const int64_t row = block * kTileGradRows, rows = min_of(kTileGradRows, a.seqlen_q - row), step = first_step + plan.row_blocks - 1 - block;
+    const BandList bands = bands_at(h.plane, row);
+    const Visits visits = visits_of(plan, h, block);
+    const bool first = plan.alone && visits.first == keys.key / plan.chunk, last = plan.alone && visits.last == keys.key / plan.chunk;
+    const int64_t last_key = min_of(keys.key + keys.keys, keys_seen(h, row, rows).end);
+    Ahead ahead;
+    add_next_rows(ahead, first, h, block, kTileGradRows, seen.begin / kTileGradRows, (seen.end - 1) / kTileGradRows, keys.key, keys.keys);
+    bool loaded = false;
+    for (int64_t key = keys.key; key < keys.key + keys.keys; key += plan.block) {
+      const int64_t n = min_of(plan.block, keys.key + keys.keys - key);
+      for (int64_t x = bands.begin; x < bands.end; x++) {
+        const Crop all = tile_crop(bands, x, row, rows, key, n);
+        if (all.empty()) continue;
+        if (!loaded) {
+          turns.publish(step);
+          load_tile_queries<T>(scratch.queries, plan, h, row, first, finite);
+          if (first && !plan.local_dq) clear_dq(plan, h, block);
+          loaded = true;
+        }
+        GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, ahead, {}, {}};
+        for (int64_t from = all.key_begin; from < all.key_end; from += 32) {
+          pipeline.add({key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)), x, (from - all.key_begin) / 2,
+                        max_of((last_key - from) / 32, (int64_t)1), true});
+        }
+        pipeline.finish();
+        turns.wait(step);
+        matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers[0].ds_keys,
+                          (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
+      }
+    }
+    if (loaded) turns.publish(step + 1);
+    if (last && !plan.local_dq) store_dq(plan, h, block, nullptr);
+  }
+}
+
 // One chunk of keys, of the heads (and batches) of one group.
 template <int T>
 static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t group, char* memory) {
@@ -368,6 +428,7 @@ static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t
   TileBackwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
   Finite<T> finite;
+  Looked looked;
   const int64_t head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
   const int64_t key = chunk * plan.chunk, n = min_of(plan.chunk, a.seqlen_k - key), padded = round_up(n, 32);
@@ -382,7 +443,7 @@ static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t
       const Rows<T> k = {any.k(key), a.k.seq, n, a.head_dim}, v = {any.v(key), a.v.seq, n, a.head_dim_v};
       pack_rows<T>(keys.k, k, padded, finite);
       pack_rows<T>(keys.v, v, padded, finite);
-      pack_pairs_transposed<T>(keys.k_columns, k, padded, finite);
+      pack_pairs_transposed<T>(keys.k_columns, k, padded, looked);
       memset(keys.dk.base, 0, (size_t)(keys.dk.rows * round_up(a.head_dim, 16) * 4));
       memset(keys.dv.base, 0, (size_t)(keys.dv.rows * round_up(a.head_dim_v, 16) * 4));
       for (int64_t g = 0; g < per_kv; g++, step += plan.row_blocks) {
@@ -407,36 +468,34 @@ static void tile_backward_item(const void* context, int64_t item, char* memory) 
     for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) tile_backward_chunk<T>(plan, chunk, group, memory);
 }
 
-// delta = rowsum(dO O) - dlse, and dQ = 0, for one block of rows. Delta is added up in the tiles in which dP will be, so that the two cancel to the
-// last bit where a row sees one key.
+// delta, and dQ = 0, for one block of rows, where no chunk is to find them.
 template <int T>
 static void prepare_rows(const void* context, int64_t item, char* memory) {
   const TileBackward& plan = *(const TileBackward*)context;
   const tw_args& a = plan.args;
-  const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks, dim_v = round_up(a.head_dim_v, 32);
+  const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks;
   const Head h(a, head / a.heads_q, head % a.heads_q);
+  if (plan.alone && visits_of(plan, h, block).first >= 0) return;
   const TileUnit unit;
   Finite<T> finite;
   Arena arena = {memory};
-  const Cells o = bf16_cells<T>(arena, 32, dim_v / 32), d_o = bf16_cells<T>(arena, dim_v / 2, 2), product = arena_cells(arena, 32, 2, 1);
-  for (int64_t row = block * kTileGradRows; row < min_of((block + 1) * kTileGradRows, a.seqlen_q); row += 32) {
+  const DeltaCells cells = delta_cells<T>(arena, a);
+  const Cells d_o = bf16_cells<T>(arena, round_up(a.head_dim_v, 32) / 2, 2);
+  const int64_t end = plan.delta ? min_of((block + 1) * kTileGradRows, a.seqlen_q) : 0;
+  for (int64_t row = block * kTileGradRows; row < end; row += 32) {
     const int64_t rows = min_of((int64_t)32, a.seqlen_q - row);
-    pack_rows<T>(o, {h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v}, 32, finite);
     pack_rows_transposed<T>(d_o, {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, 32, finite);
-    for (int64_t w = 0; w < 2; w++) matrix_product<T>(product.from(16 * w, w), o.from(16 * w, 0), d_o.from(0, w), 1, 1, dim_v / 32, false);
-    for (int64_t i = 0; i < rows; i++) {
-      const int64_t at = h.statistics(row + i);
-      plan.delta[at] = a.lse[at] == -kInf ? 0.f : floats(product, i, i / L)[i % L] - (a.d_lse ? a.d_lse[at] : 0.f);
-    }
+    find_tile_delta<T>(plan.delta + h.statistics(row), cells, d_o, h, row, rows, finite);
   }
-  if (!plan.local_dq) memset(dq_cells(plan, h, block, nullptr).base, 0, (size_t)(kTileGradRows * round_up(a.head_dim, 16)) * 4);
+  if (!plan.local_dq) clear_dq(plan, h, block);
   if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
 }
 
 static void finish_dq(const void* context, int64_t item, char*) {
   const TileBackward& plan = *(const TileBackward*)context;
-  const int64_t head = item / plan.row_blocks;
-  store_dq(plan, Head(plan.args, head / plan.args.heads_q, head % plan.args.heads_q), item % plan.row_blocks, nullptr);
+  const int64_t head = item / plan.row_blocks, block = item % plan.row_blocks;
+  const Head h(plan.args, head / plan.args.heads_q, head % plan.args.heads_q);
+  if (!plan.alone || visits_of(plan, h, block).first < 0) store_dq(plan, h, block, nullptr);
 }
 
 static void tile_sink_gradient(const void* context, int64_t head, char*) {
@@ -451,7 +510,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
   const tw_phase phases[4] = {
-      {prepare_rows<T>, blocks, false},
+      {prepare_rows<T>, plan.delta || !plan.local_dq ? blocks : 0, false},
       {tile_backward_item<T>, plan.together ? plan.groups / plan.together : plan.chunks * plan.groups, plan.chunks > 1 && !plan.together},
       {finish_dq, plan.local_dq ? 0 : blocks, false},
       {tile_sink_gradient, a.dsink ? a.heads_q : 0, false},
@@ -459,8 +518,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   Arena size = {nullptr}, rows_size = {nullptr};
   const TileBackwardScratch<T> measure(size, plan);
   (void)measure;
-  const int64_t dim_v = round_up(a.head_dim_v, 32);
-  bf16_cells<T>(rows_size, 32, dim_v / 32), bf16_cells<T>(rows_size, dim_v / 2, 2), arena_cells(rows_size, 32, 2, 1);
+  delta_cells<T>(rows_size, a), bf16_cells<T>(rows_size, round_up(a.head_dim_v, 32) / 2, 2);
   return tw_run(phases, 4, useful_threads(a, 3), max_of(size.used, rows_size.used), &plan);
 }
 

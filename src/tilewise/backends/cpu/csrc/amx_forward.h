@@ -109,11 +109,12 @@ struct TileBuffers {
 };
 
 // The online softmax of a panel against the keys of a crop, a column of rows at a time: begin() finds m, rest() makes P, end() gives l and rescales O;
-// next() does a piece of rest(), eight keys.
+// next() does a piece of rest(), eight keys. Each piece fetches some of what is read later.
 template <int T>
 struct Softmax {
   const TilePanel& panel;
   Cells p;
+  Ahead& ahead;
   int64_t keys, dim_v;
   float factor;
   struct Column {
@@ -124,9 +125,10 @@ struct Softmax {
   } column[2];
   int64_t pieces = 0, w_next = 0, j_next = 0;  // the piece that is next
 
-  Softmax(const TilePanel& of, const TileBuffers& b, int64_t n_keys, int64_t n_dim_v, float times, bool dropout)
-      : panel(of), p(b.p), keys(n_keys), dim_v(n_dim_v), factor(times), pieces((of.rows + L - 1) / L * (n_keys / 8)) {
+  Softmax(const TilePanel& of, const TileBuffers& b, Ahead& later, int64_t left, int64_t n_keys, int64_t n_dim_v, float times, bool dropout)
+      : panel(of), p(b.p), ahead(later), keys(n_keys), dim_v(n_dim_v), factor(times), pieces((of.rows + L - 1) / L * (n_keys / 8)) {
     for (int64_t w = 0; w < 2; w++) column[w].s = floats(b.s, 0, w), column[w].kept = dropout ? b.kept + w * b.s.rows * L : nullptr;
+    ahead.share(left, pieces);
   }
   TW_MEMBER void begin(int64_t w) {
     Column& c = column[w];
@@ -149,10 +151,14 @@ struct Softmax {
     const vf scale = column[w].scale, center = column[w].center;
     const float *s = column[w].s, *kept = column[w].kept;
     vf sum = column[w].sum;
-    for (int64_t j = begin; j < end; j += 8) sum += weigh_keys<T, 8, Fused>(s + j * L, scale, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+    for (int64_t j = begin; j < end; j += 8) {
+      ahead.piece();
+      sum += weigh_keys<T, 8, Fused>(s + j * L, scale, center, kept ? kept + j * L : nullptr, p, j / 2, w);
+    }
     column[w].sum = sum;
   }
   TW_MEMBER void next() {
+    ahead.piece();
     Column& c = column[w_next];
     const float *s = c.s + j_next * L, *kept = c.kept ? c.kept + j_next * L : nullptr;
     c.sum += T < 3 && c.fused ? weigh_keys<T, 8, true>(s, c.scale, c.center, kept, p, j_next / 2, w_next)
@@ -214,6 +220,7 @@ struct TileStep {
   int64_t x = 0;
   Crop crop = {};
   int64_t joint = 1;  // bands from x on, whose crop it is
+  int64_t left = 1;   // panels that these keys are still for, with this one
 };
 
 // Steps one after another, each in three: scores, softmax, values. Where it pays, while the softmax of one step goes on, the tiles multiply for the
@@ -222,6 +229,7 @@ template <int T>
 struct TilePipeline {
   const Head& h;
   const TileBuffers* buffers;  // in turns
+  Ahead& ahead;
   TileStep last, now;          // last: wants its values added; now: has its scores
   int turn = 0;                // now's buffers
 
@@ -256,7 +264,7 @@ struct TilePipeline {
       part.row += w * L;
       dropout_factors(b.kept + w * b.s.rows * L, L, h, part, 1);
     }
-    return {*s.panel, b, keys(s), dim_v(), factor, dropout};
+    return {*s.panel, b, ahead, s.left, keys(s), dim_v(), factor, dropout};
   }
   // `next`, or nothing, takes now's place.
   void advance(const TileStep* next) {
@@ -339,17 +347,17 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
     memset(p.o.base, 0, (size_t)(2 * dim_v * kCell));
     for (int64_t i = 0; i < kTileRows; i++) p.state->m[i] = -kInf, p.state->l[i] = 0.f;
   }
-  TilePipeline<T> pipeline = {h, scratch.buffers, {}, {}};
+  Ahead ahead;
+  TilePipeline<T> pipeline = {h, scratch.buffers, ahead, {}, {}};
   for (int64_t key = seen.begin / plan.block * plan.block; key < seen.end; key += plan.block) {
     const int64_t keys = min_of(plan.block, a.seqlen_k - key);
     bool packed = false;
-    Ahead ahead;
+    ahead = {};
     const int64_t next = key + plan.block;
     if (next < seen.end) ahead.add_keys(h, next, min_of(plan.block, seen.end - next));
     else if (item + 1 < items) add_tile(ahead, a, tile_of(a, item + 1, plan.tiles, tile_rows), plan.block);
     for (int64_t x = 0; x < panels; x++) {
       const TilePanel& p = panel[x];
-      ahead.fetch(panels - x);
       const BandList bands = bands_at(h.plane, p.row);
       for (int64_t b = bands.begin, joint; b < bands.end; b += joint) {
         const JointCrop all = joint_crop(bands, b, p.row, p.rows, key, keys);
@@ -361,7 +369,7 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
           pack_pairs_transposed<T>(scratch.v, {h.v(key), a.v.seq, keys, a.head_dim_v}, keys, finite);
           packed = true;
         }
-        pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c, joint});
+        pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c, joint, panels - x});
       }
     }
     pipeline.finish();

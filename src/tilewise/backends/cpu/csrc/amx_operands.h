@@ -95,12 +95,18 @@ struct Finite {
   }
 };
 
+// The same for rows that were looked at before.
+struct Looked {
+  TW_MEMBER void look(vf) {}
+};
+
 // Rows of a tensor, as many as there are; beyond them and beyond dim lie zeros.
 template <int T>
 struct Rows {
   const char* data;
   int64_t stride, rows, dim;
-  inline __attribute__((always_inline)) vf load(int64_t row, int64_t column, Finite<T>& finite) const {
+  template <class Look>
+  inline __attribute__((always_inline)) vf load(int64_t row, int64_t column, Look& finite) const {
     const vf x = row < rows ? load_first<kDtype<T>>(element(data, row * stride + column, kDtype<T>), dim - column) : vf{};
     finite.look(x);
     return x;
@@ -152,17 +158,18 @@ static void pack_rows_transposed(const Cells& out, const Rows<T>& in, int64_t ro
     }
 }
 
-// B: rows of the tensor are summed over, two a cell; columns of 16 are columns.
+// B: rows of the tensor, which were looked at before, are summed over, two a cell; columns of 16 are columns.
 template <int T>
-static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
+static void pack_pairs(const Cells& out, const Rows<T>& in, int64_t rows) {
+  Looked finite;
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t c = 0; c < in.dim; c += 16)
       store_words<T, true>(out.at(r / 2, c / 16), out.plane, in.load(r, c, finite), in.load(r + 1, c, finite));
 }
 
 // A: dim are rows, rows of the tensor are summed over, 32 a cell.
-template <int T>
-static void pack_pairs_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Finite<T>& finite) {
+template <int T, class Look>
+static void pack_pairs_transposed(const Cells& out, const Rows<T>& in, int64_t rows, Look& finite) {
   for (int64_t r = 0; r < rows; r += 32)
     for (int64_t c = 0; c < in.dim; c += 16) {
       vf words[T][16];

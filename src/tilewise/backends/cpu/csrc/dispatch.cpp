@@ -57,7 +57,8 @@ const uint32_t isas_here = detect();
 const int best_here = 31 - __builtin_clz(isas_here);
 
 // Whether tiles are the faster way: below these sizes what they pad and pack costs more than they save (measured on a Sapphire Rapids or later; the
-// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one; its backward has less softmax to a product.
+// table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one; its backward, which has less softmax to a
+// product, pays from fewer tokens on where few rows of its tiles are empty.
 bool tiles_pay(const tw_args& a, bool backward) {
   const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
   if (a.dtype == TW_BF16) {
@@ -65,7 +66,9 @@ bool tiles_pay(const tw_args& a, bool backward) {
     return (shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40) || (a.seqlen_q > 8 && a.seqlen_k >= keys);
   }
   if (a.dtype == TW_FP16) return shorter >= 32;
-  return shorter >= (backward || a.head_dim + a.head_dim_v >= 192 ? 192 : 320);
+  const int64_t dims = a.head_dim + a.head_dim_v, padded = ((a.seqlen_q + 31) & ~31) * ((a.seqlen_k + 31) & ~31);
+  if (backward && shorter >= 96 && dims >= 64 && 100 * padded <= 115 * a.seqlen_q * a.seqlen_k) return true;
+  return shorter >= (backward || dims >= 192 ? 192 : 320);
 }
 
 // The instruction set whose kernels serve a dtype under the name of `isa`, or -1 where this processor has no such instruction set.

@@ -48,7 +48,7 @@ struct Panel {
   float *q, *o, *m, *l;  // q: panel operand; o: rows x padded head_dim_v; m, l: row maxima and sums
 };
 
-// S[key][row] of a register tile, and the running maximum of each row.
+// S[key][row] of a register tile, and the running maximum of each row; each tile fetches some of what is read later.
 template <class Op, int W>
 struct ScoreTile {
   float* s;
@@ -58,8 +58,10 @@ struct ScoreTile {
   int64_t depth;
   float factor;
   vf* top;
+  Ahead& ahead;
   template <int M>
   TW_INLINE void run(const ScoreTile& t, int64_t r) {
+    t.ahead.piece();
     tile_product<Op, M, W>(t.k.words + r * t.k.stride, t.k.stride, 1, t.q, kPanel, t.depth, [&](vf(&acc)[M][W]) {
       TW_UNROLL for (int x = 0; x < M; x++) TW_UNROLL for (int w = 0; w < W; w++) {
         const vf s = acc[x][w] * t.factor;
@@ -121,17 +123,18 @@ struct ForwardBuffers {
   float *s, *pairs, *factors;
 };
 
-// One online-softmax step: a panel with W vectors of rows in use, against the keys of a crop.
+// One online-softmax step: a panel with W vectors of rows in use, against the keys of a crop, which `left` panels want, with this one.
 template <class Op, int W>
 static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, const BandList& bands, int64_t x, const Crop& c,
-                         const ForwardBuffers& buffer) {
+                         const ForwardBuffers& buffer, Ahead& ahead, int64_t left) {
   const tw_args& a = h.args;
   block.load();
   const int64_t first = c.key_begin - block.key, keys = c.key_end - c.key_begin, depth = (a.head_dim + Op::kPack - 1) / Op::kPack;
   float* s = buffer.s;
+  ahead.share(left, max_of(keys / tile_rows(W), (int64_t)1));
   vf top[W];
   TW_UNROLL for (int w = 0; w < W; w++) top[w] = splat(-kInf);
-  for_row_tiles<Op, W>(keys, ScoreTile<Op, W>{s, kPanel, block.k.from(first), p.q, depth, score_factor(a), top});
+  for_row_tiles<Op, W>(keys, ScoreTile<Op, W>{s, kPanel, block.k.from(first), p.q, depth, score_factor(a), top, ahead});
   if (h.adjusts()) adjust_scores(s, nullptr, kPanel, h, c, W);
   if (c.partial) hide(s, kPanel, bands, x, c, W, splat(-kInf));
   if (h.adjusts() || c.partial) row_maxima<W>(s, keys, top);
@@ -262,15 +265,14 @@ static void forward_tile(const void* context, int64_t item, char* memory) {
     else if (item + 1 < items) add_tile(ahead, a, tile_of(a, item + 1, plan.tiles, tile_rows), plan.block);
     for (int64_t x = 0; x < panels; x++) {
       const Panel& p = panel[x];
-      ahead.fetch(panels - x);
       const BandList bands = bands_at(h.plane, p.row);
       for (int64_t b = bands.begin; b < bands.end; b++) {
         const Crop c = crop(bands, b, p.row, p.rows, key, block.keys, Op::kPack);
         if (c.empty()) continue;
         const int vectors = (int)((p.rows + L - 1) / L);
-        if (vectors == 1) forward_step<Op, 1>(p, h, block, bands, b, c, scratch.buffers);
-        if (vectors == 2) forward_step<Op, 2>(p, h, block, bands, b, c, scratch.buffers);
-        if (vectors == 3) forward_step<Op, 3>(p, h, block, bands, b, c, scratch.buffers);
+        if (vectors == 1) forward_step<Op, 1>(p, h, block, bands, b, c, scratch.buffers, ahead, panels - x);
+        if (vectors == 2) forward_step<Op, 2>(p, h, block, bands, b, c, scratch.buffers, ahead, panels - x);
+        if (vectors == 3) forward_step<Op, 3>(p, h, block, bands, b, c, scratch.buffers, ahead, panels - x);
       }
     }
   }
