@@ -1,10 +1,12 @@
-"""Consumers of the backward pass on Hopper, for heads up to 128: each warpgroup has 64 keys of its own, with all columns of their dK and dV.
+"""Consumers of the backward pass on Hopper, for heads up to 128, and of 192 with values of 128: each warpgroup has 64
+keys of its own, with all columns of their dK and dV.
 
 Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in the registers from which dV += P^T dO and
 dK += dS^T Q take their left operand. Only dS goes through shared memory, for dQ = dS K, which the warpgroups compute together.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
@@ -100,14 +102,7 @@ def consume(
     pipes.v.consumer_wait(tma.at_first(1))
     visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
     given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
-    if const_expr(config.shares):
-        if block.share < block.shares - 1:
-            shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
-        else:
-            shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
-            epilogue.write(*given)
-    else:
-        epilogue.write(*given)
+    write_once(epilogue.write, given, tile, partials, block, config)
 
 
 @cute.jit
@@ -131,16 +126,11 @@ def consume_units(
         unit = units.read(queue, done)
         block, _ = units.place_of(unit, tensors, band, order, config)
         given = (tensors, outputs, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, band, scale, scale_log2, config)
+        partials = None
         if const_expr(config.shares):
             blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
             partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
-            if block.share < block.shares - 1:
-                shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
-            else:
-                shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
-                epilogue.write_through(*given)
-        else:
-            epilogue.write_through(*given)
+        write_once(epilogue.write_through, given, tile, partials, block, config)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             pipes.v.consumer_release(tma.after(done, 1))
@@ -149,6 +139,20 @@ def consume_units(
         units.forget(queue, done)
         done += 1
         unit = units.told(queue, done)
+
+
+@cute.jit
+def write_once(
+    write: Constexpr[Callable], given: tuple, tile: Tile, partials: Partials | None, block: Block, config: Constexpr[Config]
+):  # fmt: skip
+    """dK and dV, by `write`, which takes what is `given`; of a block of keys that is shared those of all parts, by the last thread block."""
+    if const_expr(not config.shares):
+        write(*given)
+    elif block.share < block.shares - 1:
+        shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
+    else:
+        shares.add_others(partials, tile.acc_dK, tile.acc_dV, block, config)
+        write(*given)
 
 
 @cute.jit
