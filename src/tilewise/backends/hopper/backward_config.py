@@ -175,7 +175,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
-# each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22.
+# each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
+# (benchmarks/results/exploratory/backward-schedules-h200.jsonl and, for what was chosen before, backward-dense-h200*.jsonl).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
 LARGER = dict(tile_m=80, dq_transposed=True, ahead=0.5, pairwise=True)
 ONE_PIECE = dict(always=True, pairwise=True)
@@ -196,7 +197,7 @@ LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval"
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
 STAYS = "all", "from", "interval", "rows"
-STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 % at 4,096 and 5 % at 8,192)
+STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 to 5 % from 4,096 to 16,384)
 
 
 @lru_cache(1024)

@@ -112,7 +112,7 @@ static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int pan
   }
   const int64_t offset = c.key_begin - keys.key;
   const int64_t depth = (a.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (a.head_dim_v + Op::kPack - 1) / Op::kPack;
-  Ahead ahead;
+  Ahead ahead;  // of nothing
   for_row_tiles<Op, W>(n, ScoreTile<Op, W>{b.p, kQueryBlock, keys.k.from(offset), queries.q + panel * kPanel * dim, depth, score_factor(a), top, ahead});
   const bool general = h.adjusts() || c.partial || b.dropout;
   if (h.adjusts()) adjust_scores(b.p, b.cap, kQueryBlock, h, c, W);
