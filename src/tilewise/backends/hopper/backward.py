@@ -18,6 +18,7 @@ from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_shares import partials_of
 from tilewise.backends.hopper.backward_tiles import (
+    ADDERS,
     THREADS,
     WARP,
     Barrier,
@@ -46,6 +47,7 @@ from tilewise.hopper.dsl import (
     cute,
     cutlass,
     pipeline,
+    range_constexpr,
 )
 
 
@@ -188,7 +190,7 @@ def kernel(
     if const_expr(config.finishes):
         finisher = backward_finish.make_finisher(storage, store_dQ, dtype, config)
     if const_expr(config.stays):
-        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + config.dq_consumers)
+        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + ADDERS)
         pipes = make_pipes(storage, config)
         stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
@@ -202,12 +204,14 @@ def kernel(
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
-        elif warp_idx <= config.dq_consumers and const_expr(not config.dq_apart):
+        elif const_expr(not config.direct) and warp_idx <= ADDERS:
+            if warp_idx == ADDERS:
+                make_room(config)
             arch.griddepcontrol_wait()
-            if const_expr(not config.direct):
-                add_up_dQ(tensors, sm, block, band, walk, warp_idx - 1, config)
-            elif const_expr(config.ordered):
-                take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
+            add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
+        elif const_expr(config.direct and config.ordered and not config.dq_apart) and warp_idx <= config.dq_consumers:
+            arch.griddepcontrol_wait()
+            take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
             backward_finish.finish_earlier(tensors, finisher, order, band, scale, warp_idx, config)
     else:
@@ -241,7 +245,10 @@ def stay(
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
-        elif warp_idx <= config.dq_consumers:
+        elif warp_idx <= ADDERS:
+            if warp_idx == ADDERS:
+                make_room(config)
+            arch.griddepcontrol_wait()
             add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
             backward_finish.finish_all(tensors, finisher, queue, band, scale, warp_idx, config)
@@ -349,49 +356,61 @@ def load_rows(
 
 
 @cute.jit
-def add_up_dQ(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, consumer: Int32, config: Constexpr[Config]):
-    """One warp a warpgroup of dQ: adds its part of every tile to the sum in global memory; `ordered`: when it is this block's turn.
-
-    A block waits for its turn only where it is about to add, after it has given all others on: so the one whose turn it is never waits.
-    The first writes instead of adding.
-    """
+def add_up_dQ(
+    tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, count: Int32, adder: Int32, config: Constexpr[Config]
+) -> Int32:  # fmt: skip
+    """One of the warps that take turns at adding tiles of dQ to the sum in global memory; `count`: tiles of this thread block so far."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    before = Int64(0)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
-        next_m_block, next_turn = visit_at(max(place, 0), own, block, band, tensors.K.shape[1], config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
-            m_block, turn, place = next_m_block, next_turn, next_in(own, place, config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
-                head = block.head_k * group + g
-                arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
-                if const_expr(config.ordered):
-                    counter = address_of(tensors.turns, block.batch, head, m_block, consumer)
-                    if arch.lane_idx() == 0:
-                        now = turn_now(counter)
-                        if before != 0:
-                            arch.cp_async_bulk_wait_group(0)
-                            give_turn(before)
-                        while now != turn:
-                            now = turn_now(counter)
-                    before = counter
-                next_m_block, next_turn = visit_at(place, own, block, band, tensors.K.shape[1], config)  # now, as nobody waits for it
-                arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
-                arch.fence_proxy("async.shared", space="cta")  # between what the consumers wrote and the copy engine
-                if arch.lane_idx() == 0:
-                    gSum = tensors.sum_dQ[block.batch, head, m_block, None]
-                    if turn == 0:
-                        bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, consumer, config)
-                    else:
-                        bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, consumer, config)
-                    arch.cp_async_bulk_commit_group()
-                    arch.cp_async_bulk_wait_group(0, read=True)
-                arch.sync_warp()
+                if count % ADDERS == adder:
+                    add_tile(tensors, sm, block, band, own, place, block.head_k * group + g, adder, config)
+                count += 1
+            place = next_in(own, place, config)
+    return count
+
+
+@cute.jit
+def add_tile(
+    tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, place: Int32, head: Int32, adder: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """A tile of dQ, when it is computed; `ordered`: and when it is this block's turn, which it then gives on. The first writes instead of adding.
+
+    By the time that its sum is there and the next block's turn has come, the consumers have computed the next tile, which is another warp's.
+    """
+    m_block, turn = visit_at(place, walk, block, band, tensors.K.shape[1], config)
+    counter = (tensors.turns.iterator + cute.crd2idx((block.batch, head, m_block, 0), tensors.turns.layout)).toint()
+    if const_expr(config.ordered) and arch.lane_idx() == 0:
+        while turn_now(counter) != turn:
+            pass
+    arch.sync_warp()
+    arch.barrier(barrier_id=Barrier.DQ_FULL + adder, number_of_threads=config.dq_consumers * THREADS + WARP)
+    arch.fence_proxy("async.shared", space="cta")  # between what the consumers wrote and the copy engine
+    if arch.lane_idx() == 0:
+        gSum = tensors.sum_dQ[block.batch, head, m_block, None]
+        if turn == 0:
+            bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, config)
+        else:
+            bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", gSum, sm, config)
+        arch.cp_async_bulk_commit_group()
+        arch.cp_async_bulk_wait_group(0, read=True)
+    arch.sync_warp()
+    make_room(config)
     if arch.lane_idx() == 0:
         arch.cp_async_bulk_wait_group(0)
-        if const_expr(config.ordered) and before != 0:
-            give_turn(before)
+        if const_expr(config.ordered):
+            give_turn(counter)
+    arch.sync_warp()
+
+
+@cute.jit
+def make_room(config: Constexpr[Config]):
+    """The consumers may write the next tile of dQ."""
+    for consumer in range_constexpr(config.dq_consumers):
+        arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
 
 
 @cute.jit
@@ -405,14 +424,13 @@ def visit_at(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32
 
 @cute.jit
 def add_up_units(
-    tensors: Tensors, sm: Smem, queue: units.Queue, band: Band, order: Order, consumer: Int32, config: Constexpr[Config]
+    tensors: Tensors, sm: Smem, queue: units.Queue, band: Band, order: Order, adder: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
-    arch.griddepcontrol_wait()
-    done, unit = Int32(0), units.told(queue, Int32(0))
+    done, count, unit = Int32(0), Int32(0), units.told(queue, Int32(0))
     while unit >= 0:
         block, walk = units.place_of(unit, tensors, band, order, config)
-        add_up_dQ(tensors, sm, block, band, walk, consumer, config)
+        count = add_up_dQ(tensors, sm, block, band, walk, count, adder, config)
         units.forget(queue, done)
         done += 1
         unit = units.told(queue, done)
@@ -430,7 +448,8 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
             m_block = tile_at(place, band, config)
             turn = turn_of(place, own, block, band, tensors.K.shape[1], config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
-                counter = address_of(tensors.turns, block.batch, block.head_k * group + g, m_block, consumer)
+                at = block.batch, block.head_k * group + g, m_block, consumer
+                counter = (tensors.turns.iterator + cute.crd2idx(at, tensors.turns.layout)).toint()
                 now = Int32(0)
                 if arch.lane_idx() == 0:
                     now = turn_now(counter)
@@ -453,22 +472,12 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
 
 
 @cute.jit
-def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, consumer: Int32, config: Constexpr[Config]):
-    """A warpgroup's part of a tile of dQ from shared to global memory, by one thread."""
-    numbers = const_expr(THREADS * config.dq_numbers)
+def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, config: Constexpr[Config]):
+    """A tile of dQ from shared to global memory, by one thread."""
     arch.inline_ptx(
         f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
-        read_only_args=[
-            (gSum.iterator + consumer * numbers).toint(),
-            sm.dQ[None, None, None, consumer].iterator.toint(),
-            Int32(4 * numbers),
-        ],
+        read_only_args=[gSum.iterator.toint(), sm.dQ.iterator.toint(), Int32(4 * config.tile_m * config.head_dim)],
     )
-
-
-@cute.jit
-def address_of(turns: cute.Tensor, batch: Int32, head: Int32, m_block: Int32, consumer: Int32) -> Int64:
-    return (turns.iterator + cute.crd2idx((batch, head, m_block, consumer), turns.layout)).toint()
 
 
 @cute.jit

@@ -112,6 +112,11 @@ class Config:
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
     @property
+    def counters(self) -> int:
+        """Of a tile of dQ: how often it has been added to, or each warpgroup's part of it where these add by themselves."""
+        return self.dq_consumers if self.direct else 1
+
+    @property
     def delta_ahead(self) -> bool:
         """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
         return self.sees == "runs" and not (self.delta_in or self.modified)

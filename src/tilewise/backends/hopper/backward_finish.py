@@ -46,13 +46,10 @@ class Finisher(NamedTuple):
     store: tma.Tma
 
 
-class Part(NamedTuple):
-    """What one warpgroup computed of a tile."""
-
+class Tile(NamedTuple):
     batch: Int32
     head: Int32
     m_block: Int32
-    consumer: Int32
 
 
 @cute.jit
@@ -77,13 +74,13 @@ def finish_earlier(
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
         group = tensors.Q.shape[2] // tensors.K.shape[2]
-        for i in cutlass.range((last - first) * group * config.dq_consumers, unroll=1):
-            part = part_of(i, tensors, order, config)
-            visitors = visitors_of(part.m_block, band, tensors.K.shape[1], config)
-            now = added((tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint())
+        for i in cutlass.range((last - first) * group, unroll=1):
+            tile = tile_of(i, tensors, order, config)
+            visitors = visitors_of(tile.m_block, band, tensors.K.shape[1], config)
+            now = added(counter_of(tile, tensors))
             if now == visitors.last - visitors.first and now > 0:
-                finish_part(tensors, finisher, part, done, scale, config)
-                done += 1
+                finish_tile(tensors, finisher, tile, done, scale, config)
+                done += config.dq_consumers
         arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -97,27 +94,25 @@ def finish_all(
     arch.griddepcontrol_wait()
     batch, heads, m_blocks, _ = tensors.turns.shape
     group, done = heads // tensors.K.shape[2], Int32(0)
-    tile = arch.block_idx()[0]
+    number = arch.block_idx()[0]
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
-    while tile < tiles:
-        of_heads, member = tile // group, tile % group  # the heads of a group come to their tiles side by side
+    while number < tiles:
+        of_heads, member = number // group, number % group  # the heads of a group come to their tiles side by side
         of_batch, m_block = of_heads // m_blocks, of_heads % m_blocks
         batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
-        tile += arch.grid_dim()[0]
+        number += arch.grid_dim()[0]
         if visitors.last > visitors.first:
-            for consumer in cutlass.range(config.dq_consumers, unroll=1):
-                part = Part(batch_of_tile, head_k * group + member, m_block, consumer)
-                counter = (tensors.turns.iterator + cute.crd2idx(part, tensors.turns.layout)).toint()
-                now, over = added(counter), units.ends(queue)
-                while now != visitors.last - visitors.first and not over:
-                    arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
-                    now, over = added(counter), units.ends(queue)
-                if over:
-                    tile = tiles
-                else:
-                    finish_part(tensors, finisher, part, done, scale, config)
-                    done += 1
+            tile = Tile(batch_of_tile, head_k * group + member, m_block)
+            now, over = added(counter_of(tile, tensors)), units.ends(queue)
+            while now != visitors.last - visitors.first and not over:
+                arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
+                now, over = added(counter_of(tile, tensors)), units.ends(queue)
+            if over:
+                number = tiles
+            else:
+                finish_tile(tensors, finisher, tile, done, scale, config)
+                done += config.dq_consumers
     arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -131,13 +126,17 @@ def share_of(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Co
 
 
 @cute.jit
-def part_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Part:
-    """Part i of what this block finishes. Found anew from the block's number, which the compiler cannot know to be the same: registers are few."""
+def tile_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Tile:
+    """Tile i of what this block finishes. Found anew from the block's number, which the compiler cannot know to be the same: registers are few."""
     number = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.block_idx()[0] - order.behind])
     first, _, block = share_of(number, tensors, order, config)
-    of_tile, consumer = i // config.dq_consumers, i % config.dq_consumers
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    return Part(block.batch, block.head_k * group + of_tile % group, first + of_tile // group, consumer)
+    return Tile(block.batch, block.head_k * group + i % group, first + i // group)
+
+
+@cute.jit
+def counter_of(tile: Tile, tensors: Tensors) -> Int64:
+    return (tensors.turns.iterator + cute.crd2idx((*tile, 0), tensors.turns.layout)).toint()
 
 
 @cute.jit
@@ -149,12 +148,27 @@ def added(counter: Int64) -> Int32:
 
 
 @cute.jit
-def finish_part(tensors: Tensors, finisher: Finisher, part: Part, done: Int32, scale: Float32, config: Constexpr[Config]):
-    """What one warpgroup computed of a tile, after `done` others: 16 rows at a time, which one warp computed."""
+def finish_tile(tensors: Tensors, finisher: Finisher, tile: Tile, done: Int32, scale: Float32, config: Constexpr[Config]):
+    """After `done` parts of others."""
+    nothing = Float32(0.0)  # unless a number is not finite
+    for consumer in cutlass.range(config.dq_consumers, unroll=1):
+        nothing += finish_part(tensors, finisher, tile, consumer, done + consumer, scale, config)
+    finite = Boolean(True)
+    if const_expr(config.sees != "all"):
+        finite = arch.vote_all_sync(nothing == 0.0)
+    if finite and arch.lane_idx() == 0:
+        tensors.turns[(*tile, 0)] = FINISHED
+
+
+@cute.jit
+def finish_part(
+    tensors: Tensors, finisher: Finisher, tile: Tile, consumer: Int32, done: Int32, scale: Float32, config: Constexpr[Config]
+) -> Float32:  # fmt: skip
+    """What one warpgroup computed of a tile: 16 rows at a time, which one warp computed. Returns 0 times all numbers."""
     bytes_of_sums = const_expr(4 * THREADS * config.dq_numbers)
     if arch.lane_idx() == 0:
         arch.fence_proxy("async")
-        source = tensors.sum_dQ[part.batch, part.head, part.m_block, None].iterator + part.consumer * THREADS * config.dq_numbers
+        source = tensors.sum_dQ[tile.batch, tile.head, tile.m_block, None].iterator + consumer * THREADS * config.dq_numbers
         arch.mbarrier_arrive_and_expect_tx(finisher.landed, bytes_of_sums)
         arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
@@ -162,9 +176,9 @@ def finish_part(tensors: Tensors, finisher: Finisher, part: Part, done: Int32, s
         )
     arch.mbarrier_wait(finisher.landed, done & 1)
     over_m, _ = config.dq_grid
-    row = (part.m_block * config.tile_m + part.consumer % over_m * 64) // ROWS
-    gdQ = finisher.store.gmem[None, None, part.head, part.batch]
-    nothing = Float32(0.0)  # unless a number is not finite
+    row = (tile.m_block * config.tile_m + consumer % over_m * 64) // ROWS
+    gdQ = finisher.store.gmem[None, None, tile.head, tile.batch]
+    nothing = Float32(0.0)
     for warp in cutlass.range(WARPS, unroll=1):
         slab = warp % SLABS
         arch.cp_async_bulk_wait_group(SLABS - 1, read=True)
@@ -172,18 +186,14 @@ def finish_part(tensors: Tensors, finisher: Finisher, part: Part, done: Int32, s
         nothing += round_rows(finisher, warp, slab, scale, config)
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
-        place = cute.local_tile(gdQ, (ROWS, COLUMNS), (row + warp, part.consumer // over_m))
+        place = cute.local_tile(gdQ, (ROWS, COLUMNS), (row + warp, consumer // over_m))
         piece = finisher.rounded[None, None, slab]
         s, g = cpasync.tma_partition(
             finisher.store.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2)
         )
         cute.copy(finisher.store.atom, s, g)
         arch.cp_async_bulk_commit_group()
-    finite = Boolean(True)
-    if const_expr(config.sees != "all"):
-        finite = arch.vote_all_sync(nothing == 0.0)
-    if finite and arch.lane_idx() == 0:
-        tensors.turns[part] = FINISHED
+    return nothing
 
 
 @cute.jit

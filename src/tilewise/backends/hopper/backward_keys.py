@@ -19,6 +19,7 @@ from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
+    ADDERS,
     FAR,
     THREADS,
     WARP,
@@ -282,7 +283,7 @@ def step(
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
-        hand_over(tile, acc_dQ, gSum, config)
+        hand_over(tile, acc_dQ, gSum, state.count % ADDERS, config)
     else:
         pipes.do.consumer_release(state)
     warpgroup.wait_group(0)
@@ -336,7 +337,7 @@ def step_lean(
     acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
     fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there
-    hand_over(tile, acc_dQ, gSum, config)
+    hand_over(tile, acc_dQ, gSum, state.count % ADDERS, config)
     state.advance()
     return state
 
@@ -480,7 +481,7 @@ def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
 
 
 @cute.jit
-def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, adder: Int32, config: Constexpr[Config]):
     """dQ of this warpgroup to the warp that adds it up, or to global memory, while dK is being computed. gSum: of this tile."""
     flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // 4)))
     if const_expr(config.direct):
@@ -488,4 +489,4 @@ def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, config: Conste
     else:
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
         cute.autovec_copy(flat, tile.tdQsdQ)  # the warp that sends it fences: here all would wait, as products keep shared memory busy
-        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + adder, number_of_threads=config.dq_consumers * THREADS + WARP)

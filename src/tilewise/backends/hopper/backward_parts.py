@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
     lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row without keys
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
-    turns: cute.Tensor  # (batch, heads_q, m_blocks, dq_consumers) int32: how often each warpgroup's part of a tile has been added to
+    turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to
     changes: changed.Changes
 
 
@@ -71,7 +71,7 @@ def prepare(
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):
-        if thread < config.dq_consumers:
+        if thread < config.counters:
             turns[batch, head, m_block, thread] = 0
     else:
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -131,7 +131,7 @@ def finish(
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
     if const_expr(config.finishes):
-        if tensors.turns[batch, head, m_block, thread // 128] >= 0:
+        if tensors.turns[batch, head, m_block, 0] >= 0:
             finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
     else:
         finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)

@@ -22,6 +22,7 @@ from tilewise.hopper.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
+ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: with all that it waits for, one takes longer than the consumers
 FAR = 1 << 30  # beyond every row
 
 
@@ -30,7 +31,7 @@ class Barrier(IntEnum):
 
     DS = 1  # dS of all warpgroups is in shared memory
     DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
-    DQ_FULL = 5  # likewise: it is written, or added
+    DQ_FULL = 5  # and the following, one for each warp that adds: dQ is written there; `direct`: one a warpgroup, its part is added
     P = 8  # P is in shared memory
     S = 12  # S has been computed
     READ = 13  # and the following, one a warpgroup: the other one has read dS

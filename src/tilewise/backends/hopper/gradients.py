@@ -85,7 +85,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     new = {"dtype": torch.float32, "device": call.q.device}
     statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
-    turns = torch.empty((batch, heads_q, m_blocks, config.dq_consumers), dtype=torch.int32, device=call.q.device)
+    turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=call.q.device)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
     order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
@@ -216,7 +216,7 @@ def arguments(config: Config) -> list:
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
-    turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.dq_consumers, aligned=False)
+    turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False)
     counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
     order = [Int32(0) for _ in range(5)]
     partial = hopper.tensor(Float32, hopper.size(), hopper.size()) if config.shares else None
