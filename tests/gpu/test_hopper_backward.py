@@ -77,7 +77,7 @@ STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 @pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "from")], ids=str)
 def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
-    monkeypatch.setattr(gradients, "FEW", 1)
+    monkeypatch.setattr(gradients, "AT_HAND", 1)
     mask = {"all": Full(), "from": Causal()}[sees]
     plain = gradients.config_of
     monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))
@@ -152,7 +152,7 @@ def test_a_sink(mask):
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
     """Where a thread block stays, it takes several."""
-    monkeypatch.setattr(gradients, "FEW", 1)
+    monkeypatch.setattr(gradients, "AT_HAND", 1)
     sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
     for dtype in ("bf16", "fp16"):
         held(Case(mask=mask, dtype=dtype, **sizes))
@@ -160,11 +160,34 @@ def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1100, 1100), (1030, 2300)])
-def test_heads_side_by_side(seqlen_q, seqlen_k):
+def test_heads_side_by_side(seqlen_q, seqlen_k, monkeypatch):
     """Several sections of heads, the last one of fewer, and blocks of keys that are shared in the last wave."""
-    sizes = {"batch": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 24, "heads_k": 24, "head_dim": 64}
+    monkeypatch.setattr(gradients, "AT_HAND", 1)
+    sizes = {"batch": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 35, "heads_k": 35, "head_dim": 64}
     for dtype in ("bf16", "fp16"):
         held(Case(mask=Full(), dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)], ids=str)
+def test_several_streams(dims, mask):
+    """Kernels that hold a part of the machine each: their blocks wait for each other, and others find no room. The same bits as alone."""
+    torch.manual_seed(0)
+    size, streams = 1500, [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0, -1)]
+    q, k, d_o = (torch.randn(1, size, 16, d, device="cuda", dtype=torch.bfloat16) for d in (dims[0], dims[0], dims[1]))
+    v, others = torch.randn_like(d_o), torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+    o, lse = Hopper().forward(call)
+    alone = gradients.backward(call, o, lse, d_o, None)[:3]
+    torch.cuda.synchronize()
+    for _ in range(25):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.mm(others, others.T)  # a part of the multiprocessors come free later
+                found.append(gradients.backward(call, o, lse, d_o, None)[:3])
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for each in found for x, y in zip(each, alone, strict=True))
 
 
 def test_a_single_key_is_copied():

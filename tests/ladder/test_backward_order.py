@@ -23,7 +23,7 @@ def order():
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "part_of", "walk_of", "begun", "turn_of", "next_tile"
+    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of"
     return plain(vars(backward_visible) | vars(backward_order), names)
 
 
@@ -63,7 +63,7 @@ class Problem:
         rising, together = 0 if sees == "all" else min(rising, heads), together
         shared_from = n_blocks * heads // slots * slots
         shares = shares if sees == "all" else 1
-        divisors = slots, n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
+        divisors = n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
         how = order.Order(slots, rising, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
@@ -79,7 +79,7 @@ class Problem:
         m_block = walk.start
         for _ in range(walk.last - walk.first):
             yield m_block
-            m_block = self.order.next_tile(m_block, walk)
+            m_block += walk.step
 
     def turn(self, block, m_block):
         return self.order.turn_of(m_block, self.walk(block), block, self.band, self.lengths[1], self.config)
@@ -184,13 +184,16 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels):
 
 
 def test_nobody_waits_for_ever(order, documents_kernels):
-    """Blocks start in the order of their numbers, `slots` at a time; each adds when it is its turn and starts the next tile only then."""
+    """Blocks start in the order of their numbers, some at a time, however few find room; each adds when it is its turn and starts the next tile
+    only then.
+    """
     random.seed(1)
     for _ in range(150):
         problem = draw(order, documents_kernels)
+        room = random.randint(1, problem.slots)  # other kernels may have the rest
         waiting, added, running, progress = list(problem.blocks), {}, [], 0
         while waiting or running:
-            while waiting and len(running) < problem.slots:
+            while waiting and len(running) < room:
                 block = waiting.pop(0)
                 running.append((block, iter(list(problem.visits(block)))))
             moved = []

@@ -58,6 +58,15 @@ def meet_cluster():
     arch.cluster_wait()
 
 
+@cute.jit
+def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
+    """This warp is done with the stage; without a cluster. The pipe's own `consumer_release` chooses a thread by its number, for which the compiler
+    asks anew in every round of a loop, and waits before the next product.
+    """
+    with arch.elect_one():
+        arch.mbarrier_arrive(pipe.consumer_get_barrier(state))
+
+
 def at_first(stages: int) -> pipeline.PipelineState:
     """The reader's walk around a ring of `stages`."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)

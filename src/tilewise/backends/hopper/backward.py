@@ -120,8 +120,9 @@ def launch(
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
         return
+    tiles = queries[0] * queries[1] * queries[2]
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=queries,
+        grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.finishes) else queries,
         block=(config.dq_consumers * THREADS, 1, 1),
         min_blocks_per_mp=config.least_blocks,
         stream=stream,
@@ -342,7 +343,7 @@ def load_queries(
                 tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
                 load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
                 state.advance()
-            place = next_in(own, place, config)
+            place = next_in(place, own, config)
     return state
 
 
@@ -369,7 +370,7 @@ def add_up_dQ(
                 if count % ADDERS == adder:
                     add_tile(tensors, sm, block, band, own, place, block.head_k * group + g, adder, config)
                 count += 1
-            place = next_in(own, place, config)
+            place = next_in(place, own, config)
     return count
 
 
@@ -464,7 +465,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                 arch.sync_warp()
                 arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
                 before = counter
-            place = next_in(own, place, config)
+            place = next_in(place, own, config)
     if before != 0:
         arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
         if arch.lane_idx() == 0:

@@ -14,7 +14,7 @@ from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
-from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
+from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
@@ -216,7 +216,7 @@ def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: W
     else:
         head += 1
         if head == group:
-            head, m_block = Int32(0), next_tile(m_block, walk)
+            head, m_block = Int32(0), m_block + walk.step
     return Place(head, m_block)
 
 

@@ -117,6 +117,13 @@ class Config:
         return self.dq_consumers if self.direct else 1
 
     @property
+    def asks_ahead(self) -> bool:
+        """Whether a tile's log-sum-exps are asked for under the tile before, as products leave shared memory little time for them: where it does not
+        spill."""
+        wide = self.tile_m == 128 and (self.sees in ("interval", "rows") or (self.sees == "from" and not self.stays))
+        return self.split == "keys" and not (self.lean or self.modified or wide)
+
+    @property
     def delta_ahead(self) -> bool:
         """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
         return self.sees == "runs" and not (self.delta_in or self.modified)
@@ -124,7 +131,7 @@ class Config:
     @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
-        return 1 if self.modified or self.sees in ("rows", "runs") else 0
+        return 1 if self.finishes or self.modified or self.sees in ("rows", "runs") else 0
 
     @property
     def numbers_of_sum(self) -> int:

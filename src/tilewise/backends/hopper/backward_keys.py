@@ -87,6 +87,7 @@ class Tile(NamedTuple):
     scale_log2: Float32
     consumer: Int32
     thread: changed.Thread
+    lse: cute.Tensor  # (tile_m / 4,): of the tile that comes next, where they are asked for ahead
 
 
 @cute.jit
@@ -101,7 +102,7 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
+    visit(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
     given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
     write_once(epilogue.write, given, tile, partials, block, config)
 
@@ -120,7 +121,7 @@ def consume_units(
         tile.acc_dV.fill(0.0)
         pipes.k.consumer_wait(tma.after(done, 1))
         pipes.v.consumer_wait(tma.after(done, 1))
-        state = visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
+        state = visit(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
@@ -157,26 +158,49 @@ def write_once(
 
 
 @cute.jit
+def visit(
+    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    if const_expr(config.lean):
+        return visit_all_lean(tile, tensors, pipes, state, walk, config)
+    return visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
+
+
+@cute.jit
 def visit_all(
     tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """The whole walk, for every query head of the group."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
+    together = group // apart(group, config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
-        m_block = own.start
-        for _i in cutlass.range(own.last - own.first, unroll=1):
+        count, m_block, g = (own.last - own.first) * together, own.start, Int32(0)
+        ask_ahead(tile, pipes, state, count > 0, config)
+        for i in cutlass.range(count, unroll=1):  # over tiles and heads: between two loops the compiler would wait for what was asked for ahead
             masked = m_block < own.free_first or m_block >= own.free_last
-            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
-                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
-                if const_expr(config.lean):
-                    state = step_lean(tile, pipes, state, gSum, m_block, masked, config)
-                else:
-                    state = step(tile, pipes, state, gSum, g, m_block, masked, has_dQ, config)
-            m_block = next_in(own, m_block, config)
-    if const_expr(config.lean):
-        warpgroup.wait_group(0)  # dK is there
+            gSum = tensors.sum_dQ[block.batch, block.head_k * group + first + g, m_block, None]
+            state = step(tile, pipes, state, gSum, first + g, m_block, masked, i + 1 < count, has_dQ, config)
+            g += 1
+            if g == together:
+                g, m_block = Int32(0), next_in(m_block, own, config)
+    return state
+
+
+@cute.jit
+def visit_all_lean(
+    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """Likewise by `step_lean`. In one loop it spills."""
+    m_block = walk.start
+    for _i in cutlass.range(walk.last - walk.first, unroll=1):
+        masked = m_block < walk.free_first or m_block >= walk.free_last
+        for _g in cutlass.range(tensors.Q.shape[2] // tensors.K.shape[2], unroll=1):
+            state = step_lean(tile, pipes, state, m_block, masked, config)
+        m_block = next_in(m_block, walk, config)
+    warpgroup.wait_group(0)  # dK is there
     return state
 
 
@@ -227,18 +251,22 @@ def make_tile(
         scale_log2=scale_log2,
         consumer=consumer,
         thread=changed.thread_of(tensors, block, tScS, config),
+        lse=cute.make_rmem_tensor(config.tile_m // 4, Float32),
     )
 
 
 @cute.jit
 def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, g: Int32, m_block: Int32, masked: Boolean,
-    has_dQ: Constexpr[bool], config: Constexpr[Config],
+    more: Boolean, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
-    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile."""
-    stage, shape = state.index, (config.tile_n, config.tile_m)
-    pipes.q.consumer_wait(state)
-    lse = changed.lse_of(tile.tlse, stage, config)  # ahead of the products, which leave shared memory no time for it
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile.
+    `more`: it is not the walk's last.
+    """
+    stage, shape, lse = state.index, (config.tile_n, config.tile_m), tile.lse
+    if const_expr(not config.asks_ahead):
+        pipes.q.consumer_wait(state)
+        lse = changed.lse_of(tile.tlse, stage, config)
     if const_expr(config.delta_in):
         pipes.do.consumer_wait(state)
         acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
@@ -279,22 +307,35 @@ def step(
         acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
-        pipes.do.consumer_release(state)
+        tma.release(pipes.do, state)
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
+    following = state.clone()
+    following.advance()
+    ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
-        hand_over(tile, acc_dQ, gSum, state.count % ADDERS, config)
+        hand_over(tile, acc_dQ, gSum, stage % ADDERS, config)
     else:
-        pipes.do.consumer_release(state)
+        tma.release(pipes.do, state)
     warpgroup.wait_group(0)
-    pipes.q.consumer_release(state)
-    state.advance()
-    return state
+    tma.release(pipes.q, state)
+    return following
+
+
+@cute.jit
+def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boolean, config: Constexpr[Config]):
+    """For those of the tile that comes into this stage, if there is one; else they become something, so that nobody keeps the last ones."""
+    if const_expr(config.asks_ahead):
+        if more:
+            pipes.q.consumer_wait(state)
+            tile.lse.store(per_query(tile.tlse, state.index).load())
+        else:
+            tile.lse.fill(0.0)
 
 
 @cute.jit
 def step_lean(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ):  # fmt: skip
     """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
     computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
@@ -305,7 +346,7 @@ def step_lean(
     acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
     warpgroup.wait_group(1)  # dK of the tile before is there
     if state.count > 0:
-        pipes.q.consumer_release(tma.after(state.count - 1, config.stages))
+        tma.release(pipes.q, tma.after(state.count - 1, config.stages))
         arch.barrier_arrive(barrier_id=Barrier.READ + 1 - tile.consumer, number_of_threads=2 * THREADS)
     warpgroup.wait_group(0)
     if const_expr(config.enlarged != 1.0):
@@ -331,13 +372,13 @@ def step_lean(
     cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, 0])
     arch.fence_proxy("async.shared", space="cta")
     warpgroup.wait_group(0)  # dV is there, and dO read
-    pipes.do.consumer_release(state)
+    tma.release(pipes.do, state)
     arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of both warpgroups is there
     shape_dQ = config.tile_m, config.head_dim
     acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
     fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there
-    hand_over(tile, acc_dQ, gSum, state.count % ADDERS, config)
+    hand_over(tile, acc_dQ, None, stage % ADDERS, config)
     state.advance()
     return state
 

@@ -22,8 +22,7 @@ class Order(NamedTuple):
     behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
     shared_from: Int32  # blocks of keys from this one on, those of the last wave, are shared,
     shares: Int32  # each by so many thread blocks (backward_shares.py); where all keys are seen
-    per_wave: object  # divisors: slots,
-    per_head: object  # blocks of a head,
+    per_head: object  # divisors: blocks of a head,
     per_section: object  # and of `together` heads,
     width: object  # `together`,
     last_width: object  # heads of the last section where it has fewer,
@@ -37,7 +36,7 @@ def order_of(
 ) -> Order:  # fmt: skip
     """On the host."""
     last = (heads_k * batch - rising) % together
-    divisors = slots, n_blocks, together * n_blocks, together, max(last, 1), heads_k, shares
+    divisors = n_blocks, together * n_blocks, together, max(last, 1), heads_k, shares
     return Order(slots, rising, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
@@ -62,15 +61,13 @@ class Block(NamedTuple):
     n0: Int32
     head_k: Int32
     batch: Int32
-    rising: Boolean  # it walks from its first tile of queries to its last; under a band
-    first_mate: Int32  # of the head's blocks of keys, [first_mate, last_mate) run in the same wave as this one
-    last_mate: Int32
+    rising: Boolean  # it walks from its first tile of queries to its last
     share: Int32  # which part of the walk is this thread block's,
     shares: Int32  # of how many
 
 
 class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits, from `start` on and round; those in [free_first, free_last) need no mask.
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
 
     For "runs" these are the visits of one query head (backward_visible.walk_of_head).
     """
@@ -116,47 +113,24 @@ def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: 
 
 @cute.jit
 def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config: Constexpr[Config]) -> Block:
-    """The block's share of `heads` (of all sequences).
-
-    Blocks start in the order of their numbers, so any `slots` of them in a row whose predecessors have come to an end run side by side, and may
-    wait for each other.
-    """
-    number, share, shares, low, high = part_of(number, order, config)
+    """The block's share of `heads` (of all sequences). Blocks start in the order of their numbers."""
+    share, shares = Int32(0), Int32(1)
+    if const_expr(config.shares):  # noqa: SIM102
+        if number >= order.shared_from:  # all parts of a block side by side: the fewer have the same tiles of queries at a time
+            number, share = divmod(number - order.shared_from, order.per_share)
+            number, shares = number + order.shared_from, order.shares
     head, n_block = divmod(number, order.per_head)
     rising, n_block = head < order.rising, n_blocks - 1 - n_block
     section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
     turn, member = divmod(within, order.width)
     last_turn, last_member = divmod(within, order.last_width)
-    first_head, width = order.rising + section * order.together, order.together
+    first_head = order.rising + section * order.together
     if first_head + order.together > heads:
-        turn, member, width = last_turn, last_member, heads - first_head
+        turn, member = last_turn, last_member
     if not rising:
         n_block, head = turn, first_head + member
-    before, until = Int32(0), n_blocks
-    if const_expr(config.sees == "all"):
-        first = first_head * n_blocks + member
-        low, high = max(low - first, 0) + width - 1, high - first + width - 1
-        before, until = low // order.width, high // order.width
-        if width != order.together:
-            before, until = low // order.last_width, high // order.last_width
-        until = min(until, n_blocks)
     batch, head_k = divmod(head, order.heads_k)
-    return Block(n_block * config.tile_n, head_k, batch, rising, before, until, share, shares)
-
-
-@cute.jit
-def part_of(number: Int32, order: Order, config: Constexpr[Config]) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-    """A thread block's block of keys, by number; which part of its walk, and of how many; blocks [low, high) have the same part in the same wave."""
-    share, shares, wave = Int32(0), Int32(1), number // order.per_wave
-    low, high = wave * order.slots, (wave + 1) * order.slots
-    if const_expr(config.shares):  # noqa: SIM102
-        if number >= order.shared_from:  # all parts of a block side by side: the fewer have the same tiles of queries at a time
-            number, share = divmod(number - order.shared_from, order.per_share)
-            shares, wave = order.shares, (number * order.shares + share) // order.per_wave
-            low = (wave * order.slots - share + shares - 1) // order.per_share
-            high = ((wave + 1) * order.slots - share + shares - 1) // order.per_share
-            number, low, high = (x + order.shared_from for x in (number, low, high))
-    return number, share, shares, low, high
+    return Block(n_block * config.tile_n, head_k, batch, rising, share, shares)
 
 
 @cute.jit
@@ -172,8 +146,7 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
         first, last = Int32(0), m_blocks
         if const_expr(config.shares):
             first, last = block.share * m_blocks // block.shares, (block.share + 1) * m_blocks // block.shares
-        start = first + (n0 // tile_n - block.first_mate) * (last - first) // (block.last_mate - block.first_mate)
-        return Walk(start, Int32(1), first, last, Int32(0), free)
+        return begun(block, first, last, Int32(0), free)
     if const_expr(config.sees == "runs"):
         return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
     if const_expr(config.sees == "rows"):
@@ -206,31 +179,13 @@ def begun(block: Block, first: Int32, last: Int32, free_first: Int32, free_last:
 
 @cute.jit
 def turn_of(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
-    """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps nobody waiting.
+    """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps hardly anybody waiting.
 
-    All keys seen: the blocks of a wave work side by side from beginning to end. They begin evenly spread over the tiles and go round, so of those
-    that began at this tile or before it the last comes first, and then the others, again the last first. Where thread blocks share a block's
-    walk, this holds for each part of the tiles by itself.
-
-    Under a band blocks differ in length, and start when others end. Each waits only for those before it, which started earlier, and comes down
-    from the last tile, which they have left by then; other heads' blocks start in between (`block_of`).
+    Each waits only for those before it, which started earlier. One that comes down finds the last tile left by then where it started when others
+    ended, or, if they began together, a tile after the one before it; other heads' blocks start in between (`block_of`).
     """
     if const_expr(config.sees == "runs"):
         return band.tables.visits[place, 2]
-    m_block, n_block = place, block.n0 // config.tile_n
-    visitors = visitors_of(m_block, band, seqlen_k, config)
-    if const_expr(config.sees != "all"):
-        return visitors.last - 1 - n_block if block.rising else n_block - visitors.first
-    mates = block.last_mate - block.first_mate
-    begun = block.first_mate + min(cute.ceil_div((m_block - walk.first + 1) * mates, walk.last - walk.first), mates)
-    return block.first_mate + begun - 1 - n_block + (mates if n_block >= begun else 0)
-
-
-@cute.jit
-def next_tile(m_block: Int32, walk: Walk) -> Int32:
-    after = m_block + walk.step
-    if after == walk.last:
-        after = walk.first
-    if after < walk.first:
-        after = walk.last - 1
-    return after
+    n_block = block.n0 // config.tile_n
+    visitors = visitors_of(place, band, seqlen_k, config)
+    return visitors.last - 1 - n_block if block.rising else n_block - visitors.first

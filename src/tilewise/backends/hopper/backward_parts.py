@@ -19,6 +19,7 @@ THREADS = 256  # of a block of `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
 QUAD = 4  # threads that share a row of an accumulator
 LOG2_E = 1.4426950408889634
+LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
 
 
 class Tensors(NamedTuple):
@@ -127,12 +128,17 @@ def parts_of_delta(
 def finish(
     tensors: Tensors, mdQ: cute.Tensor, band: Band, scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config]
 ):
-    """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had."""
+    """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had. Where most tiles are finished
+    already (backward_finish.py), fewer blocks look for those that are not.
+    """
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
     if const_expr(config.finishes):
-        if tensors.turns[batch, head, m_block, 0] >= 0:
-            finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+        m_blocks, heads = tensors.turns.shape[2], tensors.turns.shape[1]
+        for tile in cutlass.range(m_block, m_blocks * heads * tensors.turns.shape[0], arch.grid_dim()[0], unroll=1):
+            m_block, head, batch = tile % m_blocks, tile // m_blocks % heads, tile // (m_blocks * heads)
+            if tensors.turns[batch, head, m_block, 0] >= 0:
+                finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
     else:
         finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
 

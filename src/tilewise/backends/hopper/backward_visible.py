@@ -14,7 +14,7 @@ For "runs" a walk goes over visits, which are numbers of rows of a table, where 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_order import Block, Walk, next_tile
+from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.tables import EVERYTHING
 from tilewise.backends.hopper.visible import Band, interval
 from tilewise.hopper import fragments
@@ -115,11 +115,11 @@ def apart(group: Int32, config: Constexpr[Config]) -> Int32:
 
 
 @cute.jit
-def next_in(walk: Walk, place: Int32, config: Constexpr[Config]) -> Int32:
+def next_in(place: Int32, walk: Walk, config: Constexpr[Config]) -> Int32:
     """The place after this one."""
     if const_expr(config.sees == "runs"):
-        return place - 1  # there is no going round
-    return next_tile(place, walk)
+        return place - 1
+    return place + walk.step
 
 
 @cute.jit

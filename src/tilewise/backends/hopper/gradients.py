@@ -20,7 +20,8 @@ CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and gr
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
-FEW = 8  # blocks of keys of a head, under a full mask: fewer hardly wait for each other
+NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time, under a full mask, at head_dim 64 and above: each begins a tile after the one before
+AT_HAND = 32 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
 SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 
 
@@ -121,7 +122,7 @@ def _order(
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, _side_by_side(config, heads, n_blocks, slots), 1, behind
+        return slots, 0, _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
     if config.sees == "from" and not config.dq_apart:
@@ -135,20 +136,22 @@ def _order(
     return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
 
 
-def _side_by_side(config: Config, heads: int, n_blocks: int, slots: int) -> int:
-    """Heads whose blocks come in turns under a full mask. One after another as many blocks add to a head's dQ at a time as it has tiles of
-    queries, where these are as long as tiles of keys: then each waits for the one before it. So at most half as many.
-    """
-    dense = config.stays and config.tile_m == config.tile_n and n_blocks >= FEW
-    return min(heads, -(-2 * slots // n_blocks)) if dense else 1
+def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: int) -> int:
+    """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew."""
+    most = max(1, slots // NEIGHBOURS[config.head_dim > 64], AT_HAND // _read(config, group, seqlen_q))
+    return -(-heads // -(-heads // most))
+
+
+def _read(config: Config, group: int, seqlen_q: int) -> int:
+    """Bytes of Q, dO and dQ that the blocks of one key head read."""
+    return 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)
 
 
 def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
     """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
     of the group; so much of Q, dO and dQ must fit into the L2 cache.
     """
-    reads = 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)  # of one head's blocks
-    if group > 1 and reads >= CACHE:
+    if group > 1 and _read(config, group, seqlen_q) >= CACHE:
         return 0, _evenly(heads, SHARING)
     together = min(heads, _coming_down(config, n_blocks, slots))
     return heads - together, together
