@@ -205,14 +205,15 @@ def kernel(
         arch.setmaxregister_decrease(config.registers[0])
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
-        elif const_expr(not config.direct) and warp_idx <= ADDERS:
-            if warp_idx == ADDERS:
-                make_room(config)
-            arch.griddepcontrol_wait()
-            add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
-        elif const_expr(config.direct and config.ordered and not config.dq_apart) and warp_idx <= config.dq_consumers:
-            arch.griddepcontrol_wait()
-            take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
+        elif warp_idx <= (config.dq_consumers if const_expr(config.direct) else ADDERS):
+            if const_expr(not config.direct):
+                if warp_idx == ADDERS:
+                    make_room(config)
+                arch.griddepcontrol_wait()
+                add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
+            elif const_expr(config.ordered and not config.dq_apart):
+                arch.griddepcontrol_wait()
+                take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
             backward_finish.finish_earlier(tensors, finisher, order, band, scale, warp_idx, config)
     else:

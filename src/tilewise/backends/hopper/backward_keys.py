@@ -179,7 +179,7 @@ def visit_all(
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         count, m_block, g = (own.last - own.first) * together, own.start, Int32(0)
         ask_ahead(tile, pipes, state, count > 0, config)
-        for i in cutlass.range(count, unroll=1):  # over tiles and heads: between two loops the compiler would wait for what was asked for ahead
+        for i in cutlass.range(count, unroll=1):  # tiles and heads: between two loops the compiler would wait for what was asked for ahead
             masked = m_block < own.free_first or m_block >= own.free_last
             gSum = tensors.sum_dQ[block.batch, block.head_k * group + first + g, m_block, None]
             state = step(tile, pipes, state, gSum, first + g, m_block, masked, i + 1 < count, has_dQ, config)

@@ -146,7 +146,7 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
         first, last = Int32(0), m_blocks
         if const_expr(config.shares):
             first, last = block.share * m_blocks // block.shares, (block.share + 1) * m_blocks // block.shares
-        return begun(block, first, last, Int32(0), free)
+        return Walk(first, Int32(1), first, last, Int32(0), free)
     if const_expr(config.sees == "runs"):
         return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
     if const_expr(config.sees == "rows"):

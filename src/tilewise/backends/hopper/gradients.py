@@ -20,7 +20,7 @@ CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and gr
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
-NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time, under a full mask, at head_dim 64 and above: each begins a tile after the one before
+NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time under a full mask, at head_dim 64 and above; each begins a tile later
 AT_HAND = 32 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
 SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 
