@@ -45,12 +45,12 @@ class Problem:
 
     def visits(self, n_block, head, batch):
         """(place, tile of queries), in the order in which the block comes by."""
-        block = self.kernel.Block(n_block * self.config.tile_n, head, batch, False, 0, 0, 0, 1)
+        block = self.kernel.Block(n_block * self.config.tile_n, head, batch, False, 0, 1)
         walk = self.kernel.walk_of_head(None, block, head, self.band, self.config)
         place = walk.start
         for _ in range(walk.last - walk.first):
             yield place, int(self.kernel.tile_at(place, self.band, self.config))
-            place = self.kernel.next_in(walk, place, self.config)
+            place = self.kernel.next_in(place, walk, self.config)
 
     def turn(self, place):
         return int(self.kernel.turn_of(place, None, None, self.band, None, self.config))

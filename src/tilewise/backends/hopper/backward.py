@@ -11,14 +11,13 @@ Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 t
 from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_units as units
-from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_config import ADDERS, Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, settled_order, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_shares import partials_of
 from tilewise.backends.hopper.backward_tiles import (
-    ADDERS,
     THREADS,
     WARP,
     Barrier,

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 
 
@@ -33,6 +34,9 @@ class Config:
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
+    asks: Literal["", "early", "late"] = (
+        ""  # when a tile's log-sum-exps are asked for under the tile before (backward_keys.ask_ahead); where keys are split
+    )
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
@@ -78,6 +82,8 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.split == "keys" and self.stages % ADDERS:
+            raise ValueError("a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple")
         if self.shares and (self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen")
         if self.always and (self.modified or self.sees != "from"):
@@ -115,13 +121,6 @@ class Config:
     def counters(self) -> int:
         """Of a tile of dQ: how often it has been added to, or each warpgroup's part of it where these add by themselves."""
         return self.dq_consumers if self.direct else 1
-
-    @property
-    def asks_ahead(self) -> bool:
-        """Whether a tile's log-sum-exps are asked for under the tile before, as products leave shared memory little time for them: where it does not
-        spill."""
-        wide = self.tile_m == 128 and (self.sees in ("interval", "rows") or (self.sees == "from" and not self.stays))
-        return self.split == "keys" and not (self.lean or self.modified or wide)
 
     @property
     def delta_ahead(self) -> bool:
@@ -190,16 +189,19 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (benchmarks/results/exploratory/backward-schedules-h200.jsonl and, for what was chosen before, backward-dense-h200*.jsonl).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
-LARGER = dict(tile_m=80, dq_transposed=True, ahead=0.5, pairwise=True)
-ONE_PIECE = dict(always=True, pairwise=True)
+EARLY = dict(asks="early")
+WHOLE = PAIRWISE | EARLY | dict(delta_in=True)
+LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5)
+ONE_PIECE = dict(always=True, pairwise=True, asks="late")
 LONG = {
-    ((128, 128), "all"): ((1, STAY | PAIRWISE), (1024, FINISHES | STAY | PAIRWISE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
+    ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
     ((128, 128), "from"): ((1, ONE_PIECE), (1024, ONE_PIECE | FINISHES)),
-    ((128, 128), "interval"): ((1, FINISHES | PAIRWISE),),
-    ((128, 128), "rows"): ((1, FINISHES | PAIRWISE),),
-    ((64, 64), "all"): ((1, FINISHES | STAY), (1024, FINISHES | STAY | SHARED)),
-    ((64, 64), "from"): ((256, FINISHES),),
-    ((64, 64), "interval"): ((1, FINISHES),),
+    ((128, 128), "interval"): ((1, FINISHES | WHOLE),),
+    ((128, 128), "rows"): ((1, FINISHES | WHOLE),),
+    ((64, 64), "all"): ((1, FINISHES | STAY | EARLY), (1024, FINISHES | STAY | SHARED | EARLY)),
+    ((64, 64), "from"): ((1, EARLY), (256, FINISHES | EARLY)),
+    ((64, 64), "interval"): ((1, FINISHES | EARLY),),
+    ((64, 64), "rows"): ((1, EARLY),),
 }
 # Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)

@@ -13,13 +13,12 @@ from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
-from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_config import ADDERS, Config
 from tilewise.backends.hopper.backward_epilogue import Outputs
 from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
-    ADDERS,
     FAR,
     THREADS,
     WARP,
@@ -102,7 +101,7 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    visit(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
+    visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
     given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
     write_once(epilogue.write, given, tile, partials, block, config)
 
@@ -121,7 +120,7 @@ def consume_units(
         tile.acc_dV.fill(0.0)
         pipes.k.consumer_wait(tma.after(done, 1))
         pipes.v.consumer_wait(tma.after(done, 1))
-        state = visit(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
+        state = visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
@@ -158,16 +157,6 @@ def write_once(
 
 
 @cute.jit
-def visit(
-    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
-    has_dQ: Constexpr[bool], config: Constexpr[Config],
-) -> pipeline.PipelineState:  # fmt: skip
-    if const_expr(config.lean):
-        return visit_all_lean(tile, tensors, pipes, state, walk, config)
-    return visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
-
-
-@cute.jit
 def visit_all(
     tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
@@ -177,30 +166,20 @@ def visit_all(
     together = group // apart(group, config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
-        count, m_block, g = (own.last - own.first) * together, own.start, Int32(0)
-        ask_ahead(tile, pipes, state, count > 0, config)
-        for i in cutlass.range(count, unroll=1):  # tiles and heads: between two loops the compiler would wait for what was asked for ahead
+        m_block, left = own.start, (own.last - own.first) * together
+        ask_ahead(tile, pipes, state, left > 0, config)
+        for _i in cutlass.range(own.last - own.first, unroll=1):
             masked = m_block < own.free_first or m_block >= own.free_last
-            gSum = tensors.sum_dQ[block.batch, block.head_k * group + first + g, m_block, None]
-            state = step(tile, pipes, state, gSum, first + g, m_block, masked, i + 1 < count, has_dQ, config)
-            g += 1
-            if g == together:
-                g, m_block = Int32(0), next_in(m_block, own, config)
-    return state
-
-
-@cute.jit
-def visit_all_lean(
-    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
-) -> pipeline.PipelineState:  # fmt: skip
-    """Likewise by `step_lean`. In one loop it spills."""
-    m_block = walk.start
-    for _i in cutlass.range(walk.last - walk.first, unroll=1):
-        masked = m_block < walk.free_first or m_block >= walk.free_last
-        for _g in cutlass.range(tensors.Q.shape[2] // tensors.K.shape[2], unroll=1):
-            state = step_lean(tile, pipes, state, m_block, masked, config)
-        m_block = next_in(m_block, walk, config)
-    warpgroup.wait_group(0)  # dK is there
+            for g in cutlass.range(first, first + together, unroll=1):
+                left -= 1
+                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
+                if const_expr(config.lean):
+                    state = step_lean(tile, pipes, state, m_block, masked, config)
+                else:
+                    state = step(tile, pipes, state, gSum, g, m_block, masked, left > 0, has_dQ, config)
+            m_block = next_in(m_block, own, config)
+    if const_expr(config.lean):
+        warpgroup.wait_group(0)  # dK is there
     return state
 
 
@@ -264,7 +243,7 @@ def step(
     `more`: it is not the walk's last.
     """
     stage, shape, lse = state.index, (config.tile_n, config.tile_m), tile.lse
-    if const_expr(not config.asks_ahead):
+    if const_expr(config.asks == ""):
         pipes.q.consumer_wait(state)
         lse = changed.lse_of(tile.tlse, stage, config)
     if const_expr(config.delta_in):
@@ -311,12 +290,15 @@ def step(
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
     following = state.clone()
     following.advance()
-    ask_ahead(tile, pipes, following, more, config)
+    if const_expr(config.asks == "early"):
+        ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
         hand_over(tile, acc_dQ, gSum, stage % ADDERS, config)
     else:
         tma.release(pipes.do, state)
+    if const_expr(config.asks == "late"):
+        ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(0)
     tma.release(pipes.q, state)
     return following
@@ -324,13 +306,17 @@ def step(
 
 @cute.jit
 def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boolean, config: Constexpr[Config]):
-    """For those of the tile that comes into this stage, if there is one; else they become something, so that nobody keeps the last ones."""
-    if const_expr(config.asks_ahead):
+    """For the log-sum-exps of the tile that comes into this stage, under the tile before: products leave shared memory little time for them. If there
+    are no more tiles, "early" reads what happens to be there, and "late" keeps what it had, which takes registers.
+    """
+    if const_expr(config.asks == "late"):
         if more:
             pipes.q.consumer_wait(state)
             tile.lse.store(per_query(tile.tlse, state.index).load())
-        else:
-            tile.lse.fill(0.0)
+    elif const_expr(config.asks == "early"):
+        if more:
+            pipes.q.consumer_wait(state)
+        tile.lse.store(per_query(tile.tlse, state.index).load())
 
 
 @cute.jit

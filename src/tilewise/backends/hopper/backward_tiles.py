@@ -22,7 +22,6 @@ from tilewise.hopper.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
-ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone, with all that it waits for, would keep the consumers
 FAR = 1 << 30  # beyond every row
 
 
