@@ -34,9 +34,7 @@ class Config:
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
-    asks: Literal["", "early", "late"] = (
-        ""  # when a tile's log-sum-exps are asked for under the tile before (backward_keys.ask_ahead); where keys are split
-    )
+    asks_ahead: bool = False  # a tile's log-sum-exps are asked for under the tile before; where keys are split
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
@@ -189,19 +187,19 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (benchmarks/results/exploratory/backward-schedules-h200.jsonl and, for what was chosen before, backward-dense-h200*.jsonl).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
-EARLY = dict(asks="early")
-WHOLE = PAIRWISE | EARLY | dict(delta_in=True)
+AHEAD = dict(asks_ahead=True)
+WHOLE = PAIRWISE | AHEAD | dict(delta_in=True)
 LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5)
-ONE_PIECE = dict(always=True, pairwise=True, asks="late")
+ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
     ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
-    ((128, 128), "from"): ((1, ONE_PIECE), (1024, ONE_PIECE | FINISHES)),
+    ((128, 128), "from"): ((1, WHOLE), (1024, FINISHES | WHOLE)),
     ((128, 128), "interval"): ((1, FINISHES | WHOLE),),
     ((128, 128), "rows"): ((1, FINISHES | WHOLE),),
-    ((64, 64), "all"): ((1, FINISHES | STAY | EARLY), (1024, FINISHES | STAY | SHARED | EARLY)),
-    ((64, 64), "from"): ((1, EARLY), (256, FINISHES | EARLY)),
-    ((64, 64), "interval"): ((1, FINISHES | EARLY),),
-    ((64, 64), "rows"): ((1, EARLY),),
+    ((64, 64), "all"): ((1, FINISHES | STAY | AHEAD), (1024, FINISHES | STAY | SHARED | AHEAD)),
+    ((64, 64), "from"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
+    ((64, 64), "interval"): ((1, FINISHES | AHEAD),),
+    ((64, 64), "rows"): ((1, AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)

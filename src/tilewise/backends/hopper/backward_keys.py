@@ -243,7 +243,7 @@ def step(
     `more`: it is not the walk's last.
     """
     stage, shape, lse = state.index, (config.tile_n, config.tile_m), tile.lse
-    if const_expr(config.asks == ""):
+    if const_expr(not config.asks_ahead):
         pipes.q.consumer_wait(state)
         lse = changed.lse_of(tile.tlse, stage, config)
     if const_expr(config.delta_in):
@@ -290,15 +290,12 @@ def step(
     fragments.product(tile.mma.dk, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
     following = state.clone()
     following.advance()
-    if const_expr(config.asks == "early"):
-        ask_ahead(tile, pipes, following, more, config)
+    ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
         hand_over(tile, acc_dQ, gSum, stage % ADDERS, config)
     else:
         tma.release(pipes.do, state)
-    if const_expr(config.asks == "late"):
-        ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(0)
     tma.release(pipes.q, state)
     return following
@@ -307,13 +304,9 @@ def step(
 @cute.jit
 def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boolean, config: Constexpr[Config]):
     """For the log-sum-exps of the tile that comes into this stage, under the tile before: products leave shared memory little time for them. If there
-    are no more tiles, "early" reads what happens to be there, and "late" keeps what it had, which takes registers.
+    are no more tiles, what is read is nobody's; to keep the last ones instead would take registers.
     """
-    if const_expr(config.asks == "late"):
-        if more:
-            pipes.q.consumer_wait(state)
-            tile.lse.store(per_query(tile.tlse, state.index).load())
-    elif const_expr(config.asks == "early"):
+    if const_expr(config.asks_ahead):
         if more:
             pipes.q.consumer_wait(state)
         tile.lse.store(per_query(tile.tlse, state.index).load())
