@@ -1,5 +1,7 @@
 """The Hopper backend's backward pass on a GPU: the cases that it covers, random problems, hidden NaN, closed forms, repeated runs."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -188,6 +190,28 @@ def test_several_streams(dims, mask):
                 found.append(gradients.backward(call, o, lse, d_o, None)[:3])
         torch.cuda.synchronize()
         assert all(torch.equal(x, y) for each in found for x, y in zip(each, alone, strict=True))
+
+
+SHARED_GPU = """
+import time, torch
+from tilewise.backends.hopper import Hopper
+from tilewise.masks import Causal
+from tilewise.problem import Call
+q, k, v, d_o = (torch.randn(2, 700, 12, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+call, backend = Call(q=q, k=k, v=v, mask=Causal(), scale=0.06, grad=True), Hopper()
+o, lse = backend.forward(call)
+first, until = backend.backward(call, o, lse, d_o, None), time.monotonic() + 10
+while time.monotonic() < until:
+    found = [backend.backward(call, o, lse, d_o, None) for _ in range(20)]
+    torch.cuda.synchronize()
+assert all(torch.equal(x, y) for each in found for x, y in zip(first[:3], each[:3]))
+"""
+
+
+def test_processes_that_share_the_gpu():
+    """Blocks are interrupted anywhere, and their warps go on at different times."""
+    others = [subprocess.Popen([sys.executable, "-c", SHARED_GPU]) for _ in range(4)]
+    assert [each.wait(timeout=100) for each in others] == [0] * len(others)
 
 
 def test_a_single_key_is_copied():

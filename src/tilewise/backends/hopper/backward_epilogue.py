@@ -77,7 +77,7 @@ def write_through(
     finite = Boolean(True)
     if const_expr(config.sees != "all"):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
-    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
+    arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
     of_K, of_V = shares_of(config)
     store(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
     store(acc_dK, scale, sdK[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)

@@ -32,6 +32,7 @@ class Barrier(IntEnum):
     DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
     DQ_FULL = 5  # and the following, one for each warp that adds: dQ is written there; `direct`: one a warpgroup, its part is added
     P = 8  # P is in shared memory
+    END = 11  # the walk is over for all; not DS, at which a warpgroup that arrives, where columns are split, and comes again would meet itself
     S = 12  # S has been computed
     READ = 13  # and the following, one a warpgroup: the other one has read dS
     OWN = 9  # and the following, one a warpgroup: all of its threads are here
