@@ -383,7 +383,7 @@ def add_tile(
     By the time that its sum is there and the next block's turn has come, the consumers have computed the next tile, which is another warp's.
     """
     m_block, turn = visit_at(place, walk, block, band, tensors.K.shape[1], config)
-    counter = (tensors.turns.iterator + cute.crd2idx((block.batch, head, m_block, 0), tensors.turns.layout)).toint()
+    counter = parts.counter_of(tensors, block.batch, head, m_block, 0)
     if const_expr(config.ordered) and arch.lane_idx() == 0:
         while turn_now(counter) != turn:
             pass
@@ -449,8 +449,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
             m_block = tile_at(place, band, config)
             turn = turn_of(place, own, block, band, tensors.K.shape[1], config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
-                at = block.batch, block.head_k * group + g, m_block, consumer
-                counter = (tensors.turns.iterator + cute.crd2idx(at, tensors.turns.layout)).toint()
+                counter = parts.counter_of(tensors, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)
                 if arch.lane_idx() == 0:
                     now = turn_now(counter)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Order, block_of, visitors_of
-from tilewise.backends.hopper.backward_parts import WARP, Tensors
+from tilewise.backends.hopper.backward_parts import WARP, Tensors, counter_of
 from tilewise.backends.hopper.backward_tiles import swizzled
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
@@ -77,7 +77,7 @@ def finish_earlier(
         for i in cutlass.range((last - first) * group, unroll=1):
             tile = tile_of(i, tensors, order, config)
             visitors = visitors_of(tile.m_block, band, tensors.K.shape[1], config)
-            now = added(counter_of(tile, tensors))
+            now = added(counter_of(tensors, *tile, 0))
             if now == visitors.last - visitors.first and now > 0:
                 finish_tile(tensors, finisher, tile, done, scale, config)
                 done += config.dq_consumers
@@ -104,10 +104,10 @@ def finish_all(
         number += arch.grid_dim()[0]
         if visitors.last > visitors.first:
             tile = Tile(batch_of_tile, head_k * group + member, m_block)
-            now, over = added(counter_of(tile, tensors)), units.ends(queue)
+            now, over = added(counter_of(tensors, *tile, 0)), units.ends(queue)
             while now != visitors.last - visitors.first and not over:
                 arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
-                now, over = added(counter_of(tile, tensors)), units.ends(queue)
+                now, over = added(counter_of(tensors, *tile, 0)), units.ends(queue)
             if over:
                 number = tiles
             else:
@@ -132,11 +132,6 @@ def tile_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config])
     first, _, block = share_of(number, tensors, order, config)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     return Tile(block.batch, block.head_k * group + i % group, first + i // group)
-
-
-@cute.jit
-def counter_of(tile: Tile, tensors: Tensors) -> Int64:
-    return (tensors.turns.iterator + cute.crd2idx((*tile, 0), tensors.turns.layout)).toint()
 
 
 @cute.jit

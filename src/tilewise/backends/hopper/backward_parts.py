@@ -12,7 +12,7 @@ from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import is_visited
 from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
 from tilewise.backends.hopper.visible import Band
-from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 THREADS = 256  # of a block of `prepare`
@@ -80,6 +80,12 @@ def prepare(
         gSum = sum_dQ[batch, head, m_block, None]
         for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vector(gSum, i, 4))
+
+
+@cute.jit
+def counter_of(tensors: Tensors, batch: Int32, head: Int32, m_block: Int32, part: Int32) -> Int64:
+    """The address of how often a tile of dQ has been added to."""
+    return (tensors.turns.iterator + cute.crd2idx((batch, head, m_block, part), tensors.turns.layout)).toint()
 
 
 @cute.jit

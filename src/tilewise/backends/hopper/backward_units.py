@@ -3,9 +3,8 @@
 A unit's beginning and end take as long as two or three tiles of queries: a launch, K and V from memory, dK and dV on their way out. Here the
 copy engine asks for the next unit's operands while this one's dK and dV leave, from shared memory that dS and dQ went through.
 
-Units are drawn from a counter, and only by blocks that run, so they begin in the order of their numbers. Under a band a unit waits for those before
-it only (backward_order.py), so nobody waits for one that nobody has begun, however few blocks find room; where all keys are seen, those of a wave
-wait for each other, as blocks that do not stay do.
+Units are drawn from a counter, and only by blocks that run, so they begin in the order of their numbers. A unit waits for those before it only
+(backward_order.py), so nobody waits for one that nobody has begun, however few blocks find room.
 """
 
 from typing import NamedTuple
