@@ -211,7 +211,11 @@ assert all(torch.equal(x, y) for each in found for x, y in zip(first[:3], each[:
 def test_processes_that_share_the_gpu():
     """Blocks are interrupted anywhere, and their warps go on at different times."""
     others = [subprocess.Popen([sys.executable, "-c", SHARED_GPU]) for _ in range(4)]
-    assert [each.wait(timeout=100) for each in others] == [0] * len(others)
+    try:
+        assert [each.wait(timeout=100) for each in others] == [0] * len(others)
+    finally:
+        for each in others:
+            each.kill()
 
 
 def test_a_single_key_is_copied():
