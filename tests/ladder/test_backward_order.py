@@ -82,7 +82,7 @@ class Problem:
             m_block += walk.step
 
     def turn(self, block, m_block):
-        return self.order.turn_of(m_block, self.walk(block), block, self.band, self.lengths[1], self.config)
+        return self.order.turn_of(m_block, block, self.band, self.lengths[1], self.config)
 
 
 class Columns:

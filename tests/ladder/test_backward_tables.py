@@ -53,7 +53,7 @@ class Problem:
             place = self.kernel.next_in(place, walk, self.config)
 
     def turn(self, place):
-        return int(self.kernel.turn_of(place, None, None, self.band, None, self.config))
+        return int(self.kernel.turn_of(place, None, self.band, None, self.config))
 
     def seen(self, place, n_block):
         """(tile_n, tile_m): what is seen of the tile at a place, with keys and queries that do not exist."""

@@ -206,9 +206,7 @@ def kernel(
             produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= (config.dq_consumers if const_expr(config.direct) else ADDERS):
             if const_expr(not config.direct):
-                if warp_idx == ADDERS:
-                    make_room(config)
-                arch.griddepcontrol_wait()
+                begin_adding(warp_idx, config)
                 add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
             elif const_expr(config.ordered and not config.dq_apart):
                 arch.griddepcontrol_wait()
@@ -247,9 +245,7 @@ def stay(
         if warp_idx == 0:
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
         elif warp_idx <= ADDERS:
-            if warp_idx == ADDERS:
-                make_room(config)
-            arch.griddepcontrol_wait()
+            begin_adding(warp_idx, config)
             add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
             backward_finish.finish_all(tensors, finisher, queue, band, scale, warp_idx, config)
@@ -357,6 +353,14 @@ def load_rows(
 
 
 @cute.jit
+def begin_adding(warp_idx: Int32, config: Constexpr[Config]):
+    """Of warps 1 to ADDERS. There is room for the first tile, as if the last one had sent a tile before it; and what `prepare` writes is there."""
+    if warp_idx == ADDERS:
+        make_room(config)
+    arch.griddepcontrol_wait()
+
+
+@cute.jit
 def add_up_dQ(
     tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, count: Int32, adder: Int32, config: Constexpr[Config]
 ) -> Int32:  # fmt: skip
@@ -368,7 +372,7 @@ def add_up_dQ(
         for _i in cutlass.range(own.last - own.first, unroll=1):
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 if count % ADDERS == adder:
-                    add_tile(tensors, sm, block, band, own, place, block.head_k * group + g, adder, config)
+                    add_tile(tensors, sm, block, band, place, block.head_k * group + g, adder, config)
                 count += 1
             place = next_in(place, own, config)
     return count
@@ -376,13 +380,13 @@ def add_up_dQ(
 
 @cute.jit
 def add_tile(
-    tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk, place: Int32, head: Int32, adder: Int32, config: Constexpr[Config]
+    tensors: Tensors, sm: Smem, block: Block, band: Band, place: Int32, head: Int32, adder: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """A tile of dQ, when it is computed; `ordered`: and when it is this block's turn, which it then gives on. The first writes instead of adding.
 
     By the time that its sum is there and the next block's turn has come, the consumers have computed the next tile, which is another warp's.
     """
-    m_block, turn = visit_at(place, walk, block, band, tensors.K.shape[1], config)
+    m_block, turn = visit_at(place, block, band, tensors.K.shape[1], config)
     counter = parts.counter_of(tensors, block.batch, head, m_block, 0)
     if const_expr(config.ordered) and arch.lane_idx() == 0:
         while turn_now(counter) != turn:
@@ -415,11 +419,11 @@ def make_room(config: Constexpr[Config]):
 
 
 @cute.jit
-def visit_at(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+def visit_at(place: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
     """The tile of queries at a place of the walk, and this block's turn there."""
     turn = Int32(-1)
     if const_expr(config.ordered):
-        turn = turn_of(place, walk, block, band, seqlen_k, config)
+        turn = turn_of(place, block, band, seqlen_k, config)
     return tile_at(place, band, config), turn
 
 
@@ -447,7 +451,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            turn = turn_of(place, own, block, band, tensors.K.shape[1], config)
+            turn = turn_of(place, block, band, tensors.K.shape[1], config)
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 counter = parts.counter_of(tensors, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)

@@ -82,6 +82,10 @@ class Config:
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
         if self.split == "keys" and self.stages % ADDERS:
             raise ValueError("a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple")
+        if self.asks_ahead and (self.split == "columns" or self.lean or self.modified):
+            raise ValueError(
+                "log-sum-exps are asked for ahead only where keys are split, S and dP are in registers together and scores are plain"
+            )
         if self.shares and (self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen")
         if self.always and (self.modified or self.sees != "from"):

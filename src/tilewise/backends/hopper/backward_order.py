@@ -178,7 +178,7 @@ def begun(block: Block, first: Int32, last: Int32, free_first: Int32, free_last:
 
 
 @cute.jit
-def turn_of(place: Int32, walk: Walk, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
+def turn_of(place: Int32, block: Block, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Int32:
     """How many blocks of keys add to the tile of dQ at a place of the walk before this one, in an order that keeps hardly anybody waiting.
 
     Each waits only for those before it, which started earlier. One that comes down finds the last tile left by then where it started when others
