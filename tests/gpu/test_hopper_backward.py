@@ -173,7 +173,7 @@ def test_heads_side_by_side(seqlen_q, seqlen_k, monkeypatch):
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)], ids=str)
 def test_several_streams(dims, mask):
-    """Kernels that hold a part of the machine each: their blocks wait for each other, and others find no room. The same bits as alone."""
+    """Kernels that hold a part of the machine each: blocks wait for earlier ones, and later ones find no room. The same bits as alone."""
     torch.manual_seed(0)
     size, streams = 1500, [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0, -1)]
     q, k, d_o = (torch.randn(1, size, 16, d, device="cuda", dtype=torch.bfloat16) for d in (dims[0], dims[0], dims[1]))

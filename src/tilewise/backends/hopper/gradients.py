@@ -17,12 +17,12 @@ LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel
 MOST = 65535  # the second and third dimension of a grid: heads, batch
 NARROW = 4  # heads that come down under a window, the last ones; twice as many of 64 and less
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time under a full mask, at head_dim 64 and above; each begins a tile later
-AT_HAND = 32 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
-SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
+AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -122,7 +122,7 @@ def _order(
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
+        return slots, 0, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
     if config.sees == "from" and not config.dq_apart:
@@ -137,7 +137,9 @@ def _order(
 
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: int) -> int:
-    """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew."""
+    """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
+    2026-11-22: benchmarks/results/exploratory/backward-adders-h200.jsonl, runs 1 to 5.
+    """
     most = max(1, slots // NEIGHBOURS[config.head_dim > 64], AT_HAND // _read(config, group, seqlen_q))
     return -(-heads // -(-heads // most))
 
