@@ -51,6 +51,15 @@ def test_what_is_shown(stalls, capsys, tmp_path):
     assert "62.0%" in shown and "long_sb" in shown
 
 
+def test_a_kernel_that_was_not_sampled(stalls, capsys, tmp_path):
+    short = '"Kernel Name","kernel_short"\n"Address","Source"\n"0x0","EXIT"\n'
+    (tmp_path / "page.csv").write_text(short + page(1000))
+    assert stalls.main(["read", str(tmp_path / "page.csv")]) == 0
+    assert "kernel_short" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no samples"):
+        stalls.show(short)
+
+
 def test_a_page_of_something_else(stalls):
     with pytest.raises(SystemExit, match="holds no kernel"):
         stalls.kernels("==PROF== Disconnected")

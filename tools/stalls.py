@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 def show(page: str) -> int:
     found = kernels(page)
     totals = [sum(part.samples for part in parts) for _, parts in found]
+    if max(totals) == 0:
+        sys.exit("the page holds no samples: it should come from a report with ncu's section SourceCounters")
     for (name, parts), total in zip(found, totals, strict=True):
         if total < LEAST * max(totals):
             continue
@@ -96,8 +98,8 @@ def kernels(page: str) -> list[tuple[str, list[Part]]]:
 
 
 def add(parts: list[Part], line: dict[str, str]) -> None:
-    """An instruction to the last part, or as the first of a new one."""
-    instruction, samples = line["Source"].strip(), int(line["# Samples"] or 0)
+    """An instruction to the last part, or as the first of a new one. A kernel too short to be sampled has no column for samples."""
+    instruction, samples = line["Source"].strip(), int(line.get("# Samples") or 0)
     if not parts or CUTS.search(instruction):
         parts.append(Part(instruction, 0, 0, Counter()))
     last = parts[-1]
