@@ -57,3 +57,29 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     assert gradients._shared(config, 1, 16384, 16384, 33, 132) == (33 * 128, 1, 0)  # whole waves
     assert gradients._shared(config, 1, 80, 16384, 16, 132) == (2048, 1, 0)  # a walk of one tile
     assert gradients._shared(replace(config, shares=False), 1, 16384, 16384, 16, 132) == (2048, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("sees", "heads", "group", "seqlen", "abreast"),
+    [
+        ("from", 128, 1, 4096, 8),
+        ("from", 64, 1, 8192, 4),
+        ("from", 32, 1, 16384, 2),
+        ("from", 32, 1, 1 << 20, 1),
+        ("from", 128, 4, 1024, 1),
+        ("rows", 12, 1, 4096, 6),
+        ("rows", 7, 1, 4096, 7),
+        ("rows", 13, 1, 4096, 1),
+    ],
+)
+def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
+    """Divisors of the rising heads, and of all heads where the GPU decides which rise."""
+    config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
+    _, rising, found, together, *_ = gradients._order(config, 1, seqlen, heads * group, seqlen, heads, 132, False)
+    assert (found, rising % found, rising + together) == (abreast, 0, heads)
+    assert sees != "rows" or heads % found == 0
+
+
+def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
+    config = backward_config.configure(torch.bfloat16, 256, 256, "from", 1024)
+    assert gradients._order(config, 1, 1024, 8, 1024, 8, 132, False)[1:3] == (0, 1)

@@ -49,7 +49,7 @@ def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
 class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
 
-    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together, shares=1):
+    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together, shares=1, abreast=1):
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "from"
@@ -63,8 +63,12 @@ class Problem:
         rising, together = 0 if sees == "all" else min(rising, heads), together
         shared_from = n_blocks * heads // slots * slots
         shares = shares if sees == "all" else 1
-        divisors = n_blocks, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
-        how = order.Order(slots, rising, together, 0, shared_from, shares, *divisors)
+        if sees != "rows":
+            rising -= rising % abreast
+        elif heads % abreast or rising % abreast:
+            abreast = 1
+        divisors = abreast * n_blocks, abreast, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
+        how = order.Order(slots, rising, abreast, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(numbers)]
@@ -131,7 +135,7 @@ def draw(order, kernels, most_shares=4) -> Problem:
         mask = packed(*lengths, mask)
     machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
     shares = random.randint(1, most_shares)
-    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine, shares)
+    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine, shares, random.choice((1, 2, 3)))
 
 
 def test_walks_and_turns(order, documents_kernels):

@@ -35,6 +35,7 @@ from tilewise.backends.hopper.backward_visible import FIELDS, Tables, apart, nex
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
+    Boolean,
     Constexpr,
     CUstream,
     Float32,
@@ -49,13 +50,15 @@ from tilewise.hopper.dsl import (
     range_constexpr,
 )
 
+LINE = 128  # bytes of the L2 cache's
+
 
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, together: Int32, queries_together: Int32, behind: Int32,
-    partial: cute.Tensor | None, shared_from: Int32, shares: Int32,
+    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, abreast: Int32, together: Int32, queries_together: Int32,
+    behind: Int32, partial: cute.Tensor | None, shared_from: Int32, shares: Int32,
     has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
@@ -103,7 +106,18 @@ def launch(
         Outputs(mdK, mdV, stores),
         loads,
         band,
-        order_of(slots, rising, together, behind, shared_from, shares, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        order_of(
+            slots,
+            rising,
+            abreast,
+            together,
+            behind,
+            shared_from,
+            shares,
+            cute.ceil_div(mK.shape[1], config.tile_n),
+            mK.shape[2],
+            mK.shape[0],
+        ),
         scale,
         scale_log2,
         mma,
@@ -277,16 +291,11 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 @cute.jit
 def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, band: Band, walk: Walk, config: Constexpr[Config]):
     """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
-    state, once = tma.at_first_empty(config.stages), tma.at_first_empty(1)
-    n_block = block.n0 // config.tile_n
-    pipes.k.producer_acquire(once)
-    tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
-    pipes.v.producer_acquire(once)
-    tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+    load_keys(tensors, loads, sm, pipes, tma.at_first_empty(1), block, config)
     arch.griddepcontrol_wait()  # what `prepare` writes is there
     if const_expr(config.dq_apart or config.finishes):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
-    load_queries(tensors, loads, sm, pipes, state, block, band, walk, config)
+    load_queries(tensors, loads, sm, pipes, tma.at_first_empty(config.stages), None, block, band, walk, config)
 
 
 @cute.jit
@@ -304,24 +313,48 @@ def produce_units(
     while unit < count:
         units.tell(queue, done, unit)
         block, walk = units.place_of(unit, tensors, band, order, config)
-        once, n_block = tma.after_empty(done, 1), block.n0 // config.tile_n
-        pipes.k.producer_acquire(once)
-        tma.load(loads.K, sm.K, pipes.k, once, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
-        pipes.v.producer_acquire(once)
-        tma.load(loads.V, sm.V, pipes.v, once, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
-        state = load_queries(tensors, loads, sm, pipes, state, block, band, walk, config)
+        fetch_keys(tensors, block, config)
+        state = load_queries(tensors, loads, sm, pipes, state, tma.after_empty(done, 1), block, band, walk, config)
         done += 1
         unit = units.draw(queue)
     units.tell(queue, done, Int32(units.END))
 
 
 @cute.jit
+def fetch_keys(tensors: Tensors, block: Block, config: Constexpr[Config]):
+    """K and V of a block of keys, which nobody may have read before, into the L2 cache, while the consumers are at another one."""
+    for x in (tensors.K, tensors.V):
+        rows = x[block.batch, None, block.head_k, None]
+        lines = const_expr(-(-2 * (config.head_dim if x is tensors.K else config.head_dim_v) // LINE))
+        for i in cutlass.range(lines * config.tile_n // WARP, unroll=1):
+            number = i * WARP + arch.lane_idx()
+            row, column = block.n0 + number // lines, number % lines * (LINE // 2)
+            if row < rows.shape[0] and column < rows.shape[1]:
+                arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[(rows.iterator + rows.layout((row, column))).toint()])
+
+
+@cute.jit
+def load_keys(
+    tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, config: Constexpr[Config]
+):  # fmt: skip
+    """K and V of a block of keys."""
+    n_block = block.n0 // config.tile_n
+    pipes.k.producer_acquire(state)
+    tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+    pipes.v.producer_acquire(state)
+    tma.load(loads.V, sm.V, pipes.v, state, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+
+
+@cute.jit
 def load_queries(
-    tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
-    config: Constexpr[Config],
+    tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, keys: pipeline.PipelineState | None, block: Block,
+    band: Band, walk: Walk, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
-    """Q and dO of every tile, with the statistics of their rows."""
+    """Q and dO of every tile, with the statistics of their rows. Where K and V are still to come, into the place that `keys` says, they come behind
+    the first tile, whose place is free earlier.
+    """
     group = tensors.Q.shape[2] // tensors.K.shape[2]
+    missing = Boolean(keys is not None)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
@@ -339,7 +372,14 @@ def load_queries(
                 tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
                 load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
                 state.advance()
+                if const_expr(keys is not None):
+                    if missing:
+                        load_keys(tensors, loads, sm, pipes, keys, block, config)
+                    missing = Boolean(False)
             place = next_in(place, own, config)
+    if const_expr(keys is not None):  # noqa: SIM102
+        if missing:
+            load_keys(tensors, loads, sm, pipes, keys, block, config)
     return state
 
 

@@ -79,8 +79,12 @@ def write_through(
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
     of_K, of_V = shares_of(config)
-    store(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], outputs.stores.dV, mma.dv, block, box_columns(of_V), config)
-    store(acc_dK, scale, sdK[None, None, 0], outputs.stores.dK, mma.dk, block, box_columns(of_K), config)
+    put(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], mma.dv, config)
+    put(acc_dK, scale, sdK[None, None, 0], mma.dk, config)
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    send(sdV[None, None, 0], outputs.stores.dV, block, box_columns(of_V), config)
+    send(sdK[None, None, 0], outputs.stores.dK, block, box_columns(of_K), config)
     if const_expr(not config.stays):
         arch.cp_async_bulk_wait_group(0, read=True)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
@@ -103,23 +107,22 @@ def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
 
 
 @cute.jit
-def store(
-    acc: cute.Tensor, scale: Float32, sX: cute.Tensor, target: tma.Tma, tiled_mma: cute.TiledMma, block: Block, columns: Constexpr[int],
-    config: Constexpr[Config],
-):  # fmt: skip
-    """scale * acc, dK or dV of these warpgroups, by way of sX (tile_n, dim) to global memory; each warp its 16 rows, `columns` at a time, as
-    many as a swizzled block of sX has.
-    """
-    thread = thread_of(config)
+def put(acc: cute.Tensor, scale: Float32, sX: cute.Tensor, tiled_mma: cute.TiledMma, config: Constexpr[Config]):
+    """scale * acc, dK or dV of these warpgroups, rounded, into sX (tile_n, dim): each warp its 16 rows."""
     r = cute.make_rmem_tensor_like(acc, sX.element_type)
     for i in range_constexpr(cute.size(acc)):
         acc[i] *= scale
     fragments.round_into(r, acc)
-    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), tiled_mma).get_slice(thread)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), tiled_mma).get_slice(
+        thread_of(config)
+    )
     cute.copy(copy, copy.retile(r), copy.partition_D(sX))
-    arch.fence_proxy("async.shared", space="cta")
-    arch.sync_warp()
-    number = arch.make_warp_uniform(thread // WARP)
+
+
+@cute.jit
+def send(sX: cute.Tensor, target: tma.Tma, block: Block, columns: Constexpr[int], config: Constexpr[Config]):
+    """What this warp put there to global memory: `columns` at a time, as many as a swizzled block of sX has."""
+    number = arch.make_warp_uniform(thread_of(config) // WARP)
     rows, share = place_of(number, config)
     width = const_expr(cute.size(sX, mode=[1]) // config.column_parts)
     box = const_expr((ROWS, columns))

@@ -118,6 +118,8 @@ def consume_units(
         tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread_of(config), consumer, has_dQ, config)
         tile.acc_dK.fill(0.0)
         tile.acc_dV.fill(0.0)
+        arch.cp_async_bulk_wait_group(0, read=True)
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # what the unit before left has left dS's place
         pipes.k.consumer_wait(tma.after(done, 1))
         pipes.v.consumer_wait(tma.after(done, 1))
         state = visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
@@ -135,11 +137,10 @@ def consume_units(
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             pipes.v.consumer_release(tma.after(done, 1))
-        arch.cp_async_bulk_wait_group(0, read=True)
-        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dK has left dS's place
         units.forget(queue, done)
         done += 1
         unit = units.told(queue, done)
+    arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit

@@ -17,13 +17,15 @@ class Order(NamedTuple):
     """Of the thread blocks. Divisors divide by a multiplication and a shift."""
 
     slots: Int32  # how many the machine runs at a time
-    rising: Int32  # heads, the first of all, that come one after another, each with its last keys first; under a band
+    rising: Int32  # heads, the first of all, each with its last keys first; under a band
+    abreast: Int32  # of these take turns: a divisor of `rising`, and of all heads of packed documents
     together: Int32  # of the other heads that take turns, each with its first keys first
     behind: Int32  # by how many numbers the block is behind whose share of dQ a block finishes (backward_finish.py)
     shared_from: Int32  # blocks of keys from this one on, those of the last wave, are shared,
     shares: Int32  # each by so many thread blocks (backward_shares.py); where all keys are seen
-    per_head: object  # divisors: blocks of a head,
-    per_section: object  # and of `together` heads,
+    per_rising: object  # divisors: blocks of `abreast` heads,
+    rising_width: object  # `abreast`,
+    per_section: object  # blocks of `together` heads,
     width: object  # `together`,
     last_width: object  # heads of the last section where it has fewer,
     heads_k: object
@@ -32,12 +34,13 @@ class Order(NamedTuple):
 
 @cute.jit
 def order_of(
-    slots: Int32, rising: Int32, together: Int32, behind: Int32, shared_from: Int32, shares: Int32, n_blocks: Int32, heads_k: Int32, batch: Int32
+    slots: Int32, rising: Int32, abreast: Int32, together: Int32, behind: Int32, shared_from: Int32, shares: Int32, n_blocks: Int32,
+    heads_k: Int32, batch: Int32,
 ) -> Order:  # fmt: skip
     """On the host."""
     last = (heads_k * batch - rising) % together
-    divisors = n_blocks, together * n_blocks, together, max(last, 1), heads_k, shares
-    return Order(slots, rising, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    divisors = abreast * n_blocks, abreast, together * n_blocks, together, max(last, 1), heads_k, shares
+    return Order(slots, rising, abreast, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
 
 
 @cute.jit
@@ -119,8 +122,10 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         if number >= order.shared_from:  # all parts of a block side by side: the fewer have the same tiles of queries at a time
             number, share = divmod(number - order.shared_from, order.per_share)
             number, shares = number + order.shared_from, order.shares
-    head, n_block = divmod(number, order.per_head)
-    rising, n_block = head < order.rising, n_blocks - 1 - n_block
+    rising = number < order.rising * n_blocks
+    section, within = divmod(number, order.per_rising)
+    turn, member = divmod(within, order.rising_width)
+    n_block, head = n_blocks - 1 - turn, section * order.abreast + member
     section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
     turn, member = divmod(within, order.width)
     last_turn, last_member = divmod(within, order.last_width)

@@ -18,6 +18,8 @@ MOST = 65535  # the second and third dimension of a grid: heads, batch
 NARROW = 4  # heads that come down under a window, the last ones; twice as many of 64 and less
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
 SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
+ABREAST = 8  # rising heads that take turns, at most,
+RISING = 16 << 20, 32 << 20  # and what these read in all, in bytes, at head_dim 64 and above
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
@@ -89,8 +91,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=call.q.device)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
-    order = _order(config, batch, seqlen_q, heads_q, *call.k.shape[1:3], _multiprocessors(call.q.device), narrow)
-    shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], _multiprocessors(call.q.device))
+    slots = _multiprocessors(call.q.device)
+    shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], slots)
     partial = torch.empty((sharing, config.tile_n * (config.head_dim + config.head_dim_v)), **new) if config.shares else None
     counter = torch.empty(1 + sharing, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
@@ -108,10 +110,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             if batch > MOST:
                 given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
                 of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
+            order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], slots, narrow)
             shared = partial, shared_from, shares
             compute(*given, counter, *order, *shared, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
         if bias_grad:
-            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, _multiprocessors(call.q.device))
+            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, slots)
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
@@ -122,7 +125,7 @@ def _order(
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
+        return slots, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
     if config.sees == "from" and not config.dq_apart:
@@ -133,7 +136,19 @@ def _order(
     if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few come down
         together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
         rising = heads - together
-    return slots, rising, together, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+    abreast = _abreast(config, heads, group, seqlen_q)
+    behind, left = behind + (abreast - 1) * n_blocks, rising % abreast
+    return slots, rising - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
+    """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
+    H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3. A group's heads give such a lead by themselves.
+    """
+    if config.dq_apart or group > 1:
+        return 1
+    most = max(1, min(ABREAST, RISING[config.head_dim > 64] // _read(config, group, seqlen_q)))
+    return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
 
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: int) -> int:
@@ -223,7 +238,7 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False)
     counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
-    order = [Int32(0) for _ in range(5)]
+    order = [Int32(0) for _ in range(6)]
     partial = hopper.tensor(Float32, hopper.size(), hopper.size()) if config.shares else None
     numbers = [*order, partial, *(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
