@@ -65,6 +65,14 @@ def test_same_looks_at_every_step(ours, same):
     assert training_of([2.0, 1.0], ours).same is same
 
 
+def test_the_first_losses_agree_more_closely():
+    """Their weights are equal; what comes after is noise that training has magnified."""
+    place = {"place": HALF, "model": SMALL, "config": CONFIG, "parameters": 1}
+    for first, last, same in ((2.0, 1.04, True), (2.001, 1.04, True), (2.01, 1.0, False), (2.0, 1.06, False)):
+        curves = tuple(Curve(name=name, losses=losses) for name, losses in (("tilewise", [first, last]), ("SDPA", [2.0, 1.0])))
+        assert Training(curves=curves, **place).same is same
+
+
 def test_deadline_ends_the_training_after_two_steps():
     training = train({"tilewise": sdpa_attention, "SDPA": sdpa_attention}, SMALL, CONFIG, deadline=-math.inf)
     assert training.steps == 2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilewise.demo import charts, html
-from tilewise.demo.place import Place
+from tilewise.demo.place import SAME_FIRST_LOSS, Place
 from tilewise.demo.sweep import CHECKED_ROWS, Point, Sweep
 from tilewise.demo.train import Training
 
@@ -60,10 +60,11 @@ def what_was_trained(training: Training) -> str:
 
 def verdict(training: Training) -> str:
     """Whether the trainings agree, in a sentence."""
-    allowed = f"relative; {training.place.same_loss:g} is allowed"
+    first = f"at the first step by {training.differences[0]:.1e} (relative; {SAME_FIRST_LOSS:g} is allowed)"
+    every = f"{training.worst:.1e} (relative; {training.place.same_loss:g} is allowed)"
     if training.same:
-        return f"The two trainings agree: at each of {training.steps} steps the losses differ by at most {training.worst:.1e} ({allowed})."
-    return f"The two trainings DISAGREE: at the worst of {training.steps} steps the losses differ by {training.worst:.1e} ({allowed})."
+        return f"The two trainings agree: at each of {training.steps} steps the losses differ by at most {every}, {first}."
+    return f"The two trainings DISAGREE: at the worst of {training.steps} steps the losses differ by {every}, {first}."
 
 
 def _summary(report: Report) -> list[str]:

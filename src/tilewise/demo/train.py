@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.demo import data
 from tilewise.demo.model import GPT, Attention, GPTConfig, build
-from tilewise.demo.place import CPU, Place
+from tilewise.demo.place import CPU, SAME_FIRST_LOSS, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Training:
 
     @property
     def same(self) -> bool:
-        """Whether every step's losses agree as far as the dtype lets them (`Place.same_loss`); a NaN anywhere does not."""
-        return self.worst <= self.place.same_loss
+        """Whether the first losses agree, and every step's as far as the dtype lets them (`Place.same_loss`); a NaN anywhere does not."""
+        return self.differences[0] <= SAME_FIRST_LOSS and self.worst <= self.place.same_loss
 
 
 class Trainee:
