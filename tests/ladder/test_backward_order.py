@@ -3,9 +3,8 @@
 The kernel's own functions, which are arithmetic, on Python's integers.
 """
 
-import inspect
 import random
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,30 +18,29 @@ pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no
 
 
 @pytest.fixture(scope="module")
-def order():
+def order(in_python):
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
     names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of"
-    return plain(vars(backward_visible) | vars(backward_order), names)
+    return plain(in_python, vars(backward_visible) | vars(backward_order), names)
 
 
 @pytest.fixture(scope="module")
-def documents_kernels():
+def documents_kernels(in_python):
     from tilewise.backends.hopper import backward_intervals, intervals
 
-    return plain(vars(intervals) | vars(backward_intervals), ("interval", "weighed", "settled", "settle"))
+    return plain(in_python, vars(intervals) | vars(backward_intervals), ("interval", "weighed", "settled", "settle"))
 
 
-def plain(module: dict, names: tuple[str, ...]) -> SimpleNamespace:
+def plain(in_python, module: dict, names: tuple[str, ...]) -> SimpleNamespace:
     """A module with its functions of these names as functions of Python."""
     ways = {
         "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), make_layout=tuple),
         "cutlass": SimpleNamespace(range=lambda *bounds, unroll: range(*bounds)),
     }
     found = dict(module, Int32=int, Boolean=bool, Float32=float, const_expr=bool, **ways)
-    for name in names:
-        found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
+    in_python(names, found)
     return SimpleNamespace(**found, everything=found)
 
 
@@ -172,14 +170,16 @@ def check_walk(problem, block):
         assert (((rows >= begin) & (rows < end)) == columns[:, key]).all()
 
 
-def test_every_tile_is_somebodys_to_finish(order, documents_kernels):
+def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
     """The shares of a head's blocks of keys, of which a later block finishes dQ, are all tiles of queries, each once."""
     from tilewise.backends.hopper import backward_finish
 
     random.seed(3)
     for _ in range(100):
         problem = draw(order, documents_kernels, most_shares=1)
-        finish = plain(vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",))
+        finish = plain(
+            in_python, vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",)
+        )
         keys = SimpleNamespace(shape=(1, problem.lengths[1], problem.heads, 1))
         tensors = SimpleNamespace(K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))
         shares = [finish.share_of(number, tensors, None, problem.config) for number in range(len(problem.blocks))]

@@ -2,9 +2,8 @@
 nobody waits for ever. The kernel's own functions, where they are arithmetic, on Python's integers.
 """
 
-import inspect
 import random
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,14 +21,13 @@ TILES = ((64, 128), (128, 128), (64, 64))
 
 
 @pytest.fixture(scope="module")
-def kernel():
+def kernel(in_python):
     """Functions of backward_visible.py and backward_order.py."""
     from tilewise.backends.hopper import backward_order, backward_visible, visible
 
     found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
     found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)
-    for name in ("interval", "walk_of_head", "tile_at", "visit_of", "shows", "turn_of", "next_in", "is_visited", "sees_any"):
-        found[name] = FunctionType(inspect.unwrap(found[name]).__code__, found)
+    in_python(("interval", "walk_of_head", "tile_at", "visit_of", "shows", "turn_of", "next_in", "is_visited", "sees_any"), found)
     return SimpleNamespace(**found)
 
 
