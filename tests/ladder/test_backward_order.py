@@ -51,7 +51,10 @@ class Problem:
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "from"
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all")
+        if sees == "rows" and (heads % abreast or min(rising, heads) % abreast):
+            abreast = 1
+        split = "keys" if abreast > 1 or heads % 2 else "columns"
+        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", split=split)
         self.order, self.lengths, self.heads, self.slots = order, (seqlen_q, seqlen_k), heads, slots
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
@@ -61,10 +64,7 @@ class Problem:
         rising, together = 0 if sees == "all" else min(rising, heads), together
         shared_from = n_blocks * heads // slots * slots
         shares = shares if sees == "all" else 1
-        if sees != "rows":
-            rising -= rising % abreast
-        elif heads % abreast or rising % abreast:
-            abreast = 1
+        rising -= rising % abreast
         divisors = abreast * n_blocks, abreast, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
         how = order.Order(slots, rising, abreast, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)

@@ -122,10 +122,14 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         if number >= order.shared_from:  # all parts of a block side by side: the fewer have the same tiles of queries at a time
             number, share = divmod(number - order.shared_from, order.per_share)
             number, shares = number + order.shared_from, order.shares
-    section, within = divmod(number, order.per_rising)
-    turn, member = divmod(within, order.rising_width)
-    n_block, head = n_blocks - 1 - turn, section * order.abreast + member
-    rising = head < order.rising
+    if const_expr(config.split == "keys"):
+        section, within = divmod(number, order.per_rising)
+        turn, member = divmod(within, order.rising_width)
+        n_block, head = n_blocks - 1 - turn, section * order.abreast + member
+        rising = head < order.rising
+    else:  # `abreast` is 1, and registers are few
+        head, turn = divmod(number, order.per_rising)
+        rising, n_block = head < order.rising, n_blocks - 1 - turn
     section, within = divmod(max(number - order.rising * n_blocks, 0), order.per_section)
     turn, member = divmod(within, order.width)
     last_turn, last_member = divmod(within, order.last_width)

@@ -145,7 +145,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
     H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3. A group's heads give such a lead by themselves.
     """
-    if config.dq_apart or group > 1:
+    if config.split == "columns" or group > 1:
         return 1
     most = max(1, min(ABREAST, RISING[config.head_dim > 64] // _read(config, group, seqlen_q)))
     return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
