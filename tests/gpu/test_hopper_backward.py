@@ -282,3 +282,18 @@ def test_many_runs_of_long_sequences_have_the_same_bits(dims, heads, seqlen, mas
     for _ in range(150):
         again = gradients.backward(call, o, lse, d_o, None)
         assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(50, 0)], ids=repr)
+def test_a_batch_beyond_what_a_grid_holds(mask):
+    """It comes in parts, each with an order of its own: every sequence has the bits that it has by itself."""
+    torch.manual_seed(0)
+    q, k, v, d_o = (torch.randn(gradients.MOST + 21, 130, 1, 64, device="cuda").bfloat16() for _ in range(4))
+
+    def of(part):
+        call = Call(q=q[part], k=k[part], v=v[part], mask=mask, scale=0.125, grad=True)
+        return gradients.backward(call, *Hopper().forward(call), d_o[part], None)[:3]
+
+    whole = of(slice(None))
+    for part in (slice(0, 9), slice(gradients.MOST - 9, gradients.MOST + 5), slice(gradients.MOST + 5, None)):
+        assert all(torch.equal(x[part], y) for x, y in zip(whole, of(part), strict=True))

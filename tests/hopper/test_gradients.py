@@ -1,5 +1,6 @@
 """What the Hopper backward pass takes, and by which kernels; without a GPU."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -83,3 +84,17 @@ def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, gro
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
     config = backward_config.configure(torch.bfloat16, 256, 256, "from", 1024)
     assert gradients._order(config, 1, 1024, 8, 1024, 8, 132, False)[1:3] == (0, 1)
+
+
+def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
+    launched = []
+    monkeypatch.setattr(gradients.hopper, "compiled", lambda *_: lambda *given: launched.append(given))
+    monkeypatch.setattr(gradients, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    batch = gradients.MOST + 21
+    q = torch.zeros(batch, 2, 1, 8, dtype=torch.bfloat16)
+    gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)
+    assert [given[0].shape[0] for given in launched] == [gradients.MOST, 21]
+    for given in launched:
+        _, rising, abreast, together = given[15:19]
+        assert rising % abreast == 0 and rising + together == given[0].shape[0]
