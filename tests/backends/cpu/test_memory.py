@@ -12,9 +12,10 @@ MB = 1 << 20
 
 
 def _peak(function) -> int:
+    """The least of three: the figure is the whole process's, and what else happens in it can only add."""
     function()
-    peak = peak_extra_bytes(function)[1]
-    return pytest.skip("no peak of memory is to be had here") if peak is None else peak
+    peaks = [peak_extra_bytes(function)[1] for _ in range(3)]
+    return pytest.skip("no peak of memory is to be had here") if None in peaks else min(peaks)
 
 
 def _calls(seqlen: int, dtype: torch.dtype):
