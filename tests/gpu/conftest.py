@@ -1,16 +1,22 @@
 """`python -m pytest tests/gpu` runs what needs a GPU, without `-m gpu`: naming this folder is asking for it."""
 
 import faulthandler
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 LIMIT, LONG = 120, 900  # seconds for a test, and for one that is marked slow
 
 
 def pytest_configure(config):
-    """Lift the default `-m 'not gpu'` where every argument is in this folder, and no -m was given with them."""
+    """Spread pytest-xdist's workers over the GPUs; lift the default `-m 'not gpu'` where all arguments are in this folder, and no -m is with them."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:  # all of them, for tests of several GPUs, and its own one first
+        own = int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((own + i) % gpus) for i in range(gpus))
     paths = [Path(str(argument).partition("::")[0]).resolve() for argument in config.args]
     given = any(argument.startswith("-m") for argument in config.invocation_params.args)
     if not given and all(path == HERE or HERE in path.parents for path in paths):
