@@ -19,6 +19,7 @@ THREADS = 256  # of a block of `prepare`
 VECTOR = 8  # 16-bit numbers in a 16-byte read
 QUAD = 4  # threads that share a row of an accumulator
 LOG2_E = 1.4426950408889634
+AT_ONCE = 2  # rows that a thread of `prepare` reads at once: with more it has so many registers that fewer threads find room
 LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
 
 
@@ -44,13 +45,39 @@ def prepare(
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
-    gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
     arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
-    lane, row0 = thread % lanes, m_block * config.tile_m + thread // lanes
-    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], row0, lane, lanes, config)
-    for i in range_constexpr(config.tile_m * lanes // THREADS):
-        row = row0 + i * (THREADS // lanes)
+    rows = const_expr(config.tile_m * lanes // THREADS)  # of a thread
+    at_once = const_expr(AT_ONCE if rows % AT_ONCE == 0 else rows)
+    row0 = m_block * config.tile_m + thread // lanes
+    for i in cutlass.range(0, rows, at_once, unroll=1):
+        first = row0 + i * (THREADS // lanes)
+        prepare_rows(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, first, head, batch, thread % lanes, lanes, at_once, config)
+    if const_expr(config.stays or config.shares):
+        set_back(counter, thread, m_block + head + batch == 0)
+    if const_expr(config.dq_apart):
+        pass
+    elif const_expr(config.ordered):
+        if thread < config.counters:
+            turns[batch, head, m_block, thread] = 0
+    else:
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        gSum = sum_dQ[batch, head, m_block, None]
+        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
+            cute.autovec_copy(zeros, vector(gSum, i, 4))
+
+
+@cute.jit
+def prepare_rows(
+    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band, lse: cute.Tensor, minus_delta: cute.Tensor,
+    first: Int32, head: Int32, batch: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int], config: Constexpr[Config],
+):  # fmt: skip
+    """As many `rows` at once, from the `first` on; `lanes` threads share each."""
+    gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
+    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], first, lane, lanes, rows, config)
+    for i in range_constexpr(rows):
+        row = first + i * (THREADS // lanes)
         base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
         if row < gO.shape[0]:
             natural = naturals[i]
@@ -67,19 +94,6 @@ def prepare(
         if lane == 0:
             lse[batch, head, row] = base
             minus_delta[batch, head, row] = -total
-    if const_expr(config.stays or config.shares):
-        set_back(counter, thread, m_block + head + batch == 0)
-    if const_expr(config.dq_apart):
-        pass
-    elif const_expr(config.ordered):
-        if thread < config.counters:
-            turns[batch, head, m_block, thread] = 0
-    else:
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        gSum = sum_dQ[batch, head, m_block, None]
-        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
-            cute.autovec_copy(zeros, vector(gSum, i, 4))
 
 
 @cute.jit
@@ -104,17 +118,18 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 @cute.jit
 def parts_of_delta(
-    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, row0: Int32, lane: Int32, lanes: Constexpr[int], config: Constexpr[Config]
+    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, first: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int],
+    config: Constexpr[Config],
 ):  # fmt: skip
-    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of its rows. All is asked for before any of it is used: reading row by row
+    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of these rows. All is asked for before any of it is used: reading row by row
     would wait for memory at every row. What lies beyond the last row or column is read at the last.
     """
-    rows, steps = const_expr(config.tile_m * lanes // THREADS), const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
+    steps = const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
     o, d_o = (cute.make_rmem_tensor((VECTOR, steps, rows), x.element_type) for x in (gO, gdO))
     totals, naturals = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
     vectors = gO.shape[1] // VECTOR
     for i in range_constexpr(rows):
-        row = min(row0 + i * (THREADS // lanes), gO.shape[0] - 1)
+        row = min(first + i * (THREADS // lanes), gO.shape[0] - 1)
         naturals[i] = gL[row]
         for j in range_constexpr(steps):
             at = min(lane + j * lanes, vectors - 1)
@@ -141,9 +156,16 @@ def finish(
     arch.griddepcontrol_wait()
     if const_expr(config.finishes):
         m_blocks, heads = tensors.turns.shape[2], tensors.turns.shape[1]
-        for tile in cutlass.range(m_block, m_blocks * heads * tensors.turns.shape[0], arch.grid_dim()[0], unroll=1):
-            m_block, head, batch = tile % m_blocks, tile // m_blocks % heads, tile // (m_blocks * heads)
-            if tensors.turns[batch, head, m_block, 0] >= 0:
+        tiles, step = m_blocks * heads * tensors.turns.shape[0], arch.grid_dim()[0]
+        for first in cutlass.range(m_block, tiles, WARP * step, unroll=1):  # a warp looks at as many at once as it has lanes
+            tile, missing = first + arch.lane_idx() * step, Boolean(False)
+            if tile < tiles:
+                missing = tensors.turns[tile // (m_blocks * heads), tile // m_blocks % heads, tile % m_blocks, 0] >= 0
+            left = Int32(arch.vote_ballot_sync(missing))
+            while left != 0:
+                last = Int32(WARP - 1 - arch.clz(left))
+                left, tile = left & ~(1 << last), first + last * step
+                m_block, head, batch = tile % m_blocks, tile // m_blocks % heads, tile // (m_blocks * heads)
                 finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
     else:
         finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
