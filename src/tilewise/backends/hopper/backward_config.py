@@ -34,6 +34,7 @@ class Config:
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
+    skips: bool = False  # a warpgroup leaves out what it can of tiles that see none of its keys, at its walk's ends; where keys are split
     asks_ahead: bool = False  # a tile's log-sum-exps are asked for under the tile before; where keys are split
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
@@ -85,6 +86,10 @@ class Config:
         if self.asks_ahead and (self.split == "columns" or self.lean or self.modified):
             raise ValueError(
                 "log-sum-exps are asked for ahead only where keys are split, S and dP are in registers together and scores are plain"
+            )
+        if self.skips and (self.split == "columns" or self.direct or self.lean or self.sees in ("all", "runs")):
+            raise ValueError(
+                "tiles are skipped only where keys are split, walks go over tiles, and whole steps send dQ through shared memory"
             )
         if self.shares and (self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen")
@@ -191,15 +196,15 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (benchmarks/results/exploratory/: backward-adders-h200.jsonl and, for what was chosen before, backward-schedules-h200.jsonl, backward-dense-h200*).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
-AHEAD = dict(asks_ahead=True)
+AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)
 WHOLE = PAIRWISE | AHEAD | dict(delta_in=True)
 LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5)
 ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
     ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
-    ((128, 128), "from"): ((1, WHOLE), (1024, FINISHES | WHOLE)),
-    ((128, 128), "interval"): ((1, FINISHES | WHOLE),),
-    ((128, 128), "rows"): ((1, FINISHES | WHOLE),),
+    ((128, 128), "from"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (4096, FINISHES | WHOLE)),
+    ((128, 128), "interval"): ((1, FINISHES | WHOLE | SKIPS),),
+    ((128, 128), "rows"): ((1, FINISHES | WHOLE | SKIPS),),
     ((64, 64), "all"): ((1, FINISHES | STAY | AHEAD), (1024, FINISHES | STAY | SHARED | AHEAD)),
     ((64, 64), "from"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
     ((64, 64), "interval"): ((1, FINISHES | AHEAD),),

@@ -36,7 +36,7 @@ from tilewise.backends.hopper.backward_tiles import (
     thread_of,
     transposed,
 )
-from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head
+from tilewise.backends.hopper.backward_visible import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head, walk_of_keys
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
@@ -54,6 +54,8 @@ from tilewise.hopper.dsl import (
     warp,
     warpgroup,
 )
+
+KEYS = 64  # of a warpgroup
 
 
 class Tile(NamedTuple):
@@ -167,6 +169,12 @@ def visit_all(
     together = group // apart(group, config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
+        behind = Int32(0)
+        if const_expr(config.skips):
+            whole, own = own, walk_of_keys(own, tile.n0 + tile.consumer * KEYS, band, config)
+            before = (own.start - whole.start) * own.step
+            behind = (whole.last - whole.first) - before - (own.last - own.first)
+            state = visit_unseen(tile, pipes, state, before * together, has_dQ, config)
         m_block, left = own.start, (own.last - own.first) * together
         ask_ahead(tile, pipes, state, left > 0, config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
@@ -179,8 +187,35 @@ def visit_all(
                 else:
                     state = step(tile, pipes, state, gSum, g, m_block, masked, left > 0, has_dQ, config)
             m_block = next_in(m_block, own, config)
+        if const_expr(config.skips):
+            state = visit_unseen(tile, pipes, state, behind * together, has_dQ, config)
     if const_expr(config.lean):
         warpgroup.wait_group(0)  # dK is there
+    return state
+
+
+@cute.jit
+def visit_unseen(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, tiles: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """Tiles of queries that see none of this warpgroup's keys, though some of another's: their dS is 0, and all that is left is its part of dQ.
+
+    Apart from the loop over the others: a branch in there, and ptxas moves each product's descriptors from vector registers.
+    """
+    zeros = cute.make_rmem_tensor(tile.tScS.shape, tile.tdSsdS.element_type)
+    zeros.fill(0.0)
+    for _i in cutlass.range(tiles, unroll=1):
+        pipes.q.consumer_wait(state)
+        pipes.do.consumer_wait(state)
+        share_dS(tile, zeros, state.index, config)
+        dS_is_there(config)
+        tma.release(pipes.do, state)
+        if const_expr(has_dQ):
+            acc_dQ = dQ_of(tile, state.index, config)
+            warpgroup.wait_group(0)
+            hand_over(tile, acc_dQ, None, state.index % ADDERS, config)
+        tma.release(pipes.q, state)
+        state.advance()
     return state
 
 
@@ -272,19 +307,11 @@ def step(
         fragments.round_pairs_into(dS, acc_dP)
     else:
         fragments.round_into(dS, acc_dP)
-    ds_stage = stage if const_expr(config.ds_stages > 1) else 0
-    if const_expr(config.ds_stages == 1):
-        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
-    values = cute.make_tensor(dS.iterator, acc_dP.layout)
-    cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
+    share_dS(tile, cute.make_tensor(dS.iterator, acc_dP.layout), stage, config)
     fragments.product(tile.mma.dv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
-    arch.fence_proxy("async.shared", space="cta")
-    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # dS of all warpgroups is there
+    dS_is_there(config)
     if const_expr(has_dQ):
-        stage_A, stage_B, shape_dQ = ds_stage, 0, (config.tile_m, config.head_dim)
-        if const_expr(config.dq_transposed):
-            stage_A, stage_B, shape_dQ = 0, ds_stage, (config.head_dim, config.tile_m)
-        acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
+        acc_dQ = dQ_of(tile, stage, config)
     if const_expr(has_dQ):
         warpgroup.wait_group(1)  # dV is there, and dO read
         tma.release(pipes.do, state)
@@ -300,6 +327,31 @@ def step(
     warpgroup.wait_group(0)
     tma.release(pipes.q, state)
     return following
+
+
+@cute.jit
+def share_dS(tile: Tile, values: cute.Tensor, stage: Int32, config: Constexpr[Config]):
+    """A warpgroup's dS to shared memory."""
+    if const_expr(config.ds_stages == 1):
+        arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # all have read the dS before this one
+    ds_stage = stage if const_expr(config.ds_stages > 1) else 0
+    cute.copy(tile.copy_dS, tile.copy_dS.get_slice(0).retile(values), tile.tdSsdS[None, None, None, ds_stage])
+
+
+@cute.jit
+def dS_is_there(config: Constexpr[Config]):
+    """Of all warpgroups."""
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)
+
+
+@cute.jit
+def dQ_of(tile: Tile, stage: Int32, config: Constexpr[Config]) -> cute.Tensor:
+    """Issue dQ = dS K, or its transpose; this warpgroup's part."""
+    stage_A, stage_B, shape = stage if const_expr(config.ds_stages > 1) else 0, 0, (config.tile_m, config.head_dim)
+    if const_expr(config.dq_transposed):
+        stage_A, stage_B, shape = stage_B, stage_A, (config.head_dim, config.tile_m)
+    return fragments.scores(tile.mma.dq, shape, tile.tQrA[None, None, None, stage_A], tile.tQrB[None, None, None, stage_B])
 
 
 @cute.jit

@@ -21,6 +21,8 @@ from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 
 WORD = 32  # queries in a word of a bitmap
+WARP = 32
+FAR = 1 << 30  # beyond every row
 FIELDS = 4  # of a visit
 UNMASKED = -1 - EVERYTHING
 
@@ -76,6 +78,23 @@ def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
     if key < band.k0 or key >= band.k1:
         end = begin
     return begin, end
+
+
+@cute.jit
+def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+    """A block's walk without the tiles at its ends that see none of the 64 keys from this one on; one warp works it out."""
+    begin, end = Int32(FAR), Int32(0)
+    for i in range_constexpr(64 // WARP):
+        of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
+        if of_key[0] < of_key[1]:
+            begin, end = min(begin, of_key[0]), max(end, of_key[1])
+    begin, end = (arch.make_warp_uniform(x) for x in (-arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")))
+    first = min(max(max(begin, 0) // config.tile_m, walk.first), walk.last)
+    last = max(min(cute.ceil_div(end, config.tile_m), walk.last), first)
+    start = first
+    if walk.step < 0:
+        start = last - 1
+    return Walk(start, walk.step, first, last, walk.free_first, walk.free_last)
 
 
 @cute.jit
