@@ -202,7 +202,7 @@ LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5)
 ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
     ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
-    ((128, 128), "from"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (4096, FINISHES | WHOLE)),
+    ((128, 128), "from"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (8192, FINISHES | WHOLE)),
     ((128, 128), "interval"): ((1, FINISHES | WHOLE | SKIPS),),
     ((128, 128), "rows"): ((1, FINISHES | WHOLE | SKIPS),),
     ((64, 64), "all"): ((1, FINISHES | STAY | AHEAD), (1024, FINISHES | STAY | SHARED | AHEAD)),

@@ -19,7 +19,8 @@ NARROW = 4  # heads that come down under a window, the last ones; twice as many 
 CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
 SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
 ABREAST = 8  # rising heads that take turns, at most,
-RISING = 16 << 20, 32 << 20  # and what these read in all, in bytes, at head_dim 64 and above
+RISING = 16 << 20  # and what these read in all, in bytes;
+FEW = 4  # so many, of above 64, may read twice that
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
@@ -143,11 +144,13 @@ def _order(
 
 def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
-    H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3. A group's heads give such a lead by themselves.
+    H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6. A group's heads give such a
+    lead by themselves.
     """
     if config.split == "columns" or group > 1:
         return 1
-    most = max(1, min(ABREAST, RISING[config.head_dim > 64] // _read(config, group, seqlen_q)))
+    fit = RISING // _read(config, group, seqlen_q)
+    most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
     return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
 
 
