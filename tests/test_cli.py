@@ -48,6 +48,7 @@ def test_defaults_of_the_demo_are_those_of_the_job():
     [[], ["paint"], ["demo", "--steps", "0"], ["demo", "--seqlens", "64,x"], ["demo", "--budget", "nan"], ["check", "--device", "toaster"]]
     + [["demo", "--device", "toaster"]]
     + [["bench", "--budget", budget] for budget in ("-1", "0", "nan", "inf", "soon")]
+    + [["bench", "--part", part] for part in ("0/2", "3/2", "1", "1/", "a/b")]
     + [["doctor", "--threads", number] for number in ("0", "99999", str(8 * os.cpu_count() + 1))],
 )
 def test_wrong_usage_is_2(argv, capsys):
@@ -354,6 +355,17 @@ def test_module_runs_and_importing_the_command_line_is_light():
 def test_rungs_on_the_command_line(arguments, code, message, capsys):
     assert cli.main(["bench", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_parts_of_a_benchmark(tmp_path, capsys):
+    """Between them, N processes measure every workload once; one that would have none says so."""
+    sizes, codes = ["--seqlen", "16,32,48", "--heads", "1", "--head-dim", "8", "--mask", "causal"], []
+    for part in range(1, 6):
+        out = tmp_path / f"{part}.jsonl"
+        codes.append(cli.main(["bench", "naive", *sizes, "--check", "--part", f"{part}/5", "--out", str(out)]))
+    found = [json.loads(line)["case"]["seqlen_q"] for path in sorted(tmp_path.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    assert codes == [0, 0, 0, 2, 2] and found == [16, 32, 48]
+    assert "part is 4/5, and there are 3 workloads" in capsys.readouterr().err
 
 
 def test_checks_without_times(capsys, tmp_path):

@@ -193,6 +193,16 @@ def _clocks(text: str) -> tuple[str, ...]:
 _clocks.__name__ = "list of clocks, events or wall"
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not 1 <= int(part) <= int(parts):
+        raise ValueError(text)
+    return int(part), int(parts)
+
+
+_part.__name__ = "part, such as 1/2"
+
+
 def _device(text: str):
     import torch
 
@@ -260,6 +270,9 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--clock", type=_clocks, default=("events", "wall"), metavar="events,wall", help="clocks of a GPU (default: both)")
     command.add_argument("--once-above", type=_seconds, metavar="SECONDS", help="time a call that takes longer only once")
     command.add_argument("--limit", type=_seconds, metavar="SECONDS", help="begin no workload after so long")
+    command.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="the I-th of every N workloads: for N processes, a GPU each"
+    )
     command.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")
     command.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, as JSON lines")
 

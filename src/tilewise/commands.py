@@ -144,11 +144,14 @@ def bench(options: Namespace) -> int:
         workloads = harness.ladder_from({name: value for name, value in selected.items() if name != "set"})
     else:
         workloads = harness.workloads_from(selected)
+    part, parts = options.part
+    if part > len(workloads):
+        raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
     if options.out:
         require_writable(options.out)
     with progress(console) as bars:
         rows = harness.run(
-            workloads,
+            workloads[part - 1 :: parts],
             impls,
             device=device,
             progress=_bench_progress(bars),
