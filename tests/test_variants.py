@@ -1,0 +1,74 @@
+"""tools/variants.py without a GPU: what a variant is, that the backward pass takes it, and what is compiled ahead."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import gradients, warmup
+from tilewise.backends.hopper.backward_config import configure
+from tilewise.bench.workloads import gpu_shapes, paper_sweep
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    return importlib.import_module("variants")
+
+
+def test_a_variant(variants):
+    found = variants.variant_from("two: stages=4, pairwise=False, together=6")
+    assert found == ("two", {"stages": 4, "pairwise": False}, {"together": 6})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("two", "is not of the form"),
+        ("two:", "is not of the form"),
+        ("two: stagse=4", "'stagse' is no field of backward_config.Config"),
+        ("two: stages=four", "stages is 'four', which is no value"),
+    ],
+)
+def test_what_is_no_variant(variants, text, said):
+    with pytest.raises(argparse.ArgumentTypeError, match=said):
+        variants.variant_from(text)
+
+
+def test_an_order_takes_its_place(variants):
+    """And leaves it again. 64 heads of 128 at 4,096, of which 8 come down: 56 rise, or 48 where 12 take turns."""
+    given = configure(torch.bfloat16, 128, 128, "from", 4096), 4, 4096, 16, 4096, 16, 132, False
+    shipped = gradients._order(*given)
+    assert shipped[:4] == (132, 56, 4, 8)
+    with variants.in_place(variants.variant_from("turns: abreast=12")):
+        assert gradients._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
+    with variants.in_place(variants.variant_from("down: together=16")):
+        assert gradients._order(*given) == (132, 48, 4, 16, *shipped[4:])
+    assert gradients._order(*given) == shipped
+
+
+def test_kernels_are_compiled_ahead(variants, monkeypatch):
+    """Those of what ships and of the variant, each once; one that cannot be compiled ends it, by name."""
+    asked = []
+
+    def warm(kernels):
+        asked.extend(kernels)
+        return [warmup.Outcome(asked[-1], "failed", 0.1, reason="no such thing")]
+
+    monkeypatch.setattr(warmup, "warm", warm)
+    workloads = [paper_sweep(direction="bwd")[20], gpu_shapes(direction="bwd")[0]]
+    with pytest.raises(SystemExit, match="no such thing"):
+        variants.compile_ahead(workloads, [variants.Variant("base", {}, {}), variants.variant_from("one: pairwise=False")])
+    backward = [kernel.config for kernel in asked if kernel.launch == gradients.LAUNCH]
+    assert len(asked) == len(set(asked)) and sorted(each.pairwise for each in backward) == [False, False, True, True]
+
+
+def test_a_line(variants):
+    row = {
+        "workload": "w",
+        "results": {"base": {"ms": 2.0}, "one": {"ms": 1.5}, "fa4": {"ms": 2.5}},
+        "same": {"base": True, "one": False},
+    }
+    assert variants.line(row) == "w: base 2.0000 (1.0000)  one 1.5000 (0.7500)  fa4 2.5000 (1.2500); OTHER GRADIENTS: one"

@@ -1,0 +1,181 @@
+"""Variants of the Hopper backward pass, in turns in one process, beside other contenders: `python tools/variants.py` on a machine with a Hopper GPU.
+
+    --variant "two rows: stages=4, pairwise=False"    fields of backward_config.Config that differ from what ships
+    --variant "turns: together=8, abreast=4"          and of the order: heads that come down, at least; heads that rise in turns
+
+What ships is measured first, as "base". Gradients are compared with its bit by bit, RUNS times, as all that these change is when things are done;
+but for an order of its own, whose sums are in another order. Kernels are compiled ahead, side by side. Workloads are chosen by --set, --dtype and
+--direction as in `tilewise bench`, and of these by --only, patterns of their ids.
+"""
+
+import argparse
+import ast
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from counters import calls_of
+
+RUNS = 8  # of a variant, compared with the base
+ORDER = "together", "abreast"
+
+
+class Variant(NamedTuple):
+    name: str
+    config: dict  # fields of backward_config.Config
+    order: dict  # of ORDER
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", action="append", default=[], type=variant_from, metavar="'NAME: FIELD=VALUE, ...'")
+    parser.add_argument("--set", default="papers", help="sets of workloads (default: %(default)s)")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--direction", default="bwd", choices=("bwd", "fwd+bwd"))
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
+    parser.add_argument("--impls", default="fa4", help="the other contenders (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=0.2, metavar="SECONDS", help="to time one of them (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="append a row for each workload, as JSON lines")
+    arguments = parser.parse_args(argv)
+    variants = [Variant("base", {}, {}), *arguments.variant]
+    if len({variant.name for variant in variants}) < len(variants):
+        parser.error("variants have names of their own, and what ships is called base")
+    try:
+        chosen = calls_of(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    from tilewise.hopper.compile import why_not_here
+
+    if reasons := why_not_here():
+        sys.exit(f"Hopper's kernels cannot be measured here: {'; '.join(reasons)}")
+    workloads = list(dict.fromkeys(workload for workload, _ in chosen))
+    compile_ahead(workloads, variants)
+    for workload in workloads:
+        row = measure(workload, variants, [impl for of, impl in chosen if of == workload], arguments.budget)
+        print(line(row), flush=True)
+        if arguments.out:
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    return 0
+
+
+def variant_from(text: str) -> Variant:
+    """Raises ArgumentTypeError for what is no variant."""
+    from tilewise.backends.hopper.backward_config import Config
+
+    name, colon, given = text.partition(":")
+    found, known = {}, {field.name for field in fields(Config)}
+    for each in filter(None, map(str.strip, given.split(","))):
+        field, _, value = (part.strip() for part in each.partition("="))
+        if field not in known and field not in ORDER:
+            raise argparse.ArgumentTypeError(f"{field!r} is no field of backward_config.Config, nor one of {', '.join(ORDER)}")
+        try:
+            found[field] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise argparse.ArgumentTypeError(f"{field} is {value!r}, which is no value: numbers, True and False, 'text'") from None
+    if not colon or not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 'NAME: FIELD=VALUE, ...'")
+    order = {field: found.pop(field) for field in ORDER if field in found}
+    return Variant(name.strip(), found, order)
+
+
+@contextmanager
+def in_place(variant: Variant):
+    """The backward pass as the variant has it."""
+    from tilewise.backends.hopper import gradients
+
+    shipped_config, shipped_order = gradients.config_of, gradients._order
+
+    def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, slots, narrow):
+        slots, rising, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, slots, narrow)
+        together, abreast = variant.order.get("together", together), variant.order.get("abreast", abreast)
+        heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
+        rising = max(0, heads - together) // abreast * abreast if rising else 0
+        return slots, rising, abreast, heads - rising if rising else together, of_queries, 3 * slots // 2 + abreast * n_blocks
+
+    with (
+        mock.patch.object(gradients, "config_of", lambda call: replace(shipped_config(call), **variant.config)),
+        mock.patch.object(gradients, "_order", order if variant.order else shipped_order),
+    ):
+        yield
+
+
+def compile_ahead(workloads, variants: list[Variant]) -> None:
+    """All kernels that are missing, side by side; exits with the first that cannot be compiled."""
+    import torch
+
+    from tilewise.backends.hopper import Hopper, warmup
+    from tilewise.problem import Call
+
+    todo = {}
+    for workload in workloads:
+        heads, dims = (workload.heads_q, workload.heads_k, workload.heads_k), (workload.head_dim, workload.head_dim, workload.head_dim_v)
+        lengths = workload.seqlen_q, workload.seqlen_k, workload.seqlen_k
+        q, k, v = (
+            torch.empty((workload.batch, *sizes), dtype=workload.dtype, device="meta") for sizes in zip(lengths, heads, dims, strict=True)
+        )
+        for variant in variants:
+            with in_place(variant):
+                todo |= dict.fromkeys(Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0, grad=True)))
+    for outcome in warmup.warm(warmup.Kernel(*kernel) for kernel in todo):
+        if outcome.state == "failed":
+            sys.exit(f"{' '.join(warmup.describe(outcome.kernel))}: {outcome.reason}")
+
+
+def measure(workload, variants: list[Variant], others: list, budget: float) -> dict:
+    """A row: milliseconds of each, and whether all runs of a variant gave the base's bits, or for an order of its own those of its first run."""
+    import torch
+
+    from tilewise.bench import find
+    from tilewise.bench.provenance import provenance
+    from tilewise.bench.runner import call_of
+    from tilewise.bench.timing import interleave
+
+    device = torch.device("cuda")
+    inputs = workload.inputs(2, device)
+    (ours,) = find("tilewise")
+    shipped = call_of(ours.prepare(workload, device), workload, inputs)
+    calls = {variant.name: calling(shipped, variant) for variant in variants}
+    base, same = calls["base"](), {}
+    for variant in variants:
+        runs = [calls[variant.name]() for _ in range(RUNS)]
+        want = runs[0] if variant.order else base
+        same[variant.name] = all(torch.equal(x, y) for run in runs for x, y in zip(want, run, strict=True))
+    for impl in others:
+        if not impl.why_not(workload, device):
+            calls[impl.name] = call_of(impl.prepare(workload, device), workload, inputs)
+    stats = interleave(calls, budget_s=budget, device=device, clock="events")
+    return {
+        "workload": workload.id,
+        "results": {name: {"ms": 1e3 * each.median, "p10": 1e3 * each.p10} for name, each in stats.items()},
+        "samples": min(each.samples for each in stats.values()),
+        "same": same,
+        "variants": {variant.name: variant.config | variant.order for variant in variants},
+        "environment": provenance(device),
+    }
+
+
+def calling(shipped, variant: Variant):
+    """A call of the shipped backward pass, as the variant has it."""
+
+    def call():
+        with in_place(variant):
+            return shipped()
+
+    return call
+
+
+def line(row: dict) -> str:
+    """A workload's times, each with its part of the base's, and whose gradients differ."""
+    base = row["results"]["base"]["ms"]
+    times = "  ".join(f"{name} {each['ms']:.4f} ({each['ms'] / base:.4f})" for name, each in row["results"].items())
+    others = ", ".join(name for name, same in row["same"].items() if not same)
+    return f"{row['workload']}: {times}{'; OTHER GRADIENTS: ' + others if others else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
