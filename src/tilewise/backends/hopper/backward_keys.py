@@ -169,7 +169,6 @@ def visit_all(
     together = group // apart(group, config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
-        behind = Int32(0)
         if const_expr(config.skips):
             whole, own = own, walk_of_keys(own, tile.n0 + tile.consumer * KEYS, band, config)
             before = (own.start - whole.start) * own.step
