@@ -194,7 +194,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
-# (benchmarks/results/exploratory/: backward-adders-h200.jsonl and, for what was chosen before, backward-schedules-h200.jsonl, backward-dense-h200*).
+# (benchmarks/results/exploratory/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; what was chosen before backward-schedules-h200.jsonl,
+# backward-dense-h200*).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
 AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)
 WHOLE = PAIRWISE | AHEAD | dict(delta_in=True)

@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_shares import Partials
 from tilewise.backends.hopper.backward_tiles import (
     FAR,
+    KEYS,
     THREADS,
     WARP,
     Barrier,
@@ -54,8 +55,6 @@ from tilewise.hopper.dsl import (
     warp,
     warpgroup,
 )
-
-KEYS = 64  # of a warpgroup
 
 
 class Tile(NamedTuple):

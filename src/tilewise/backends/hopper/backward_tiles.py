@@ -22,6 +22,7 @@ from tilewise.hopper.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
+KEYS = 64  # of a warpgroup, where keys are split
 FAR = 1 << 30  # beyond every row
 
 

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block, Walk
+from tilewise.backends.hopper.backward_tiles import FAR, KEYS, WARP
 from tilewise.backends.hopper.tables import EVERYTHING
 from tilewise.backends.hopper.visible import Band, interval
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 
 WORD = 32  # queries in a word of a bitmap
-WARP = 32
-FAR = 1 << 30  # beyond every row
 FIELDS = 4  # of a visit
 UNMASKED = -1 - EVERYTHING
 
@@ -82,9 +81,9 @@ def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
 
 @cute.jit
 def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
-    """A block's walk without the tiles at its ends that see none of the 64 keys from this one on; one warp works it out."""
+    """A block's walk without the tiles at its ends that see none of a warpgroup's keys, from this one on; one warp works it out."""
     begin, end = Int32(FAR), Int32(0)
-    for i in range_constexpr(64 // WARP):
+    for i in range_constexpr(KEYS // WARP):
         of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
         if of_key[0] < of_key[1]:
             begin, end = min(begin, of_key[0]), max(end, of_key[1])
