@@ -49,6 +49,13 @@ def test_an_order_takes_its_place(variants):
     assert gradients._order(*given) == shipped
 
 
+@pytest.mark.parametrize("order", ["abreast=3", "abreast=0", "together=65", "together=0"])
+def test_an_order_that_would_leave_heads_out(variants, order):
+    given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, 132, False
+    with variants.in_place(variants.variant_from(f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
+        gradients._order(*given)
+
+
 def test_kernels_are_compiled_ahead(variants, monkeypatch):
     """Those of what ships and of the variant, each once; one that cannot be compiled ends it, by name."""
     asked = []
