@@ -3,8 +3,8 @@
     --variant "two rows: stages=4, pairwise=False"    fields of backward_config.Config that differ from what ships
     --variant "turns: together=8, abreast=4"          and of the order: heads that come down, at least; heads that rise in turns
 
-What ships is measured first, as "base". Gradients are compared with its bit by bit, RUNS times, as all that fields change is when things are done.
-In an order of its own sums are, too: then runs are compared with each other, and with the base's within CLOSE. Kernels are compiled ahead, side by
+What ships is measured first, as "base". A variant's gradients are compared with each other bit by bit, RUNS times, and with the base's within CLOSE;
+a row says whether they have the base's bits, too, as where all that differs is when things are done. Kernels are compiled ahead, side by
 side. Workloads are chosen by --set, --dtype and --direction as in `tilewise bench`, and of these by --only, patterns of their ids.
 """
 
@@ -137,9 +137,7 @@ def compile_ahead(workloads, variants: list[Variant]) -> None:
 
 
 def measure(workload, variants: list[Variant], others: list, budget: float) -> dict:
-    """A row: milliseconds of each, and whether all runs of a variant gave the base's bits; for an order of its own those of its first run, close
-    to the base's.
-    """
+    """A row: milliseconds of each, whether all runs of a variant gave the same bits, close to the base's, and whether these are the base's."""
     import torch
 
     from tilewise.bench import find
@@ -152,12 +150,14 @@ def measure(workload, variants: list[Variant], others: list, budget: float) -> d
     (ours,) = find("tilewise")
     shipped = call_of(ours.prepare(workload, device), workload, inputs)
     calls = {variant.name: calling(shipped, variant) for variant in variants}
-    base, same = calls["base"](), {}
+    base, same, bits = calls["base"](), {}, {}
     for variant in variants:
         runs = [calls[variant.name]() for _ in range(RUNS)]
-        want = runs[0] if variant.order else base
-        equal = all(torch.equal(x, y) for run in runs for x, y in zip(want, run, strict=True))
-        same[variant.name] = equal and all(((x - y).abs().max() <= CLOSE * y.abs().max()).item() for x, y in zip(want, base, strict=True))
+        equal = all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
+        same[variant.name] = equal and all(
+            ((x - y).abs().max() <= CLOSE * y.abs().max()).item() for x, y in zip(runs[0], base, strict=True)
+        )
+        bits[variant.name] = all(torch.equal(x, y) for x, y in zip(runs[0], base, strict=True))
     for impl in others:
         if not impl.why_not(workload, device):
             calls[impl.name] = call_of(impl.prepare(workload, device), workload, inputs)
@@ -167,6 +167,7 @@ def measure(workload, variants: list[Variant], others: list, budget: float) -> d
         "results": {name: {"ms": 1e3 * each.median, "p10": 1e3 * each.p10} for name, each in stats.items()},
         "samples": min(each.samples for each in stats.values()),
         "same": same,
+        "bits_of_base": bits,
         "variants": {variant.name: variant.config | variant.order for variant in variants},
         "environment": provenance(device),
     }

@@ -4,11 +4,11 @@ A block keeps its K and V in shared memory and dK and dV in registers, and walks
 query head of its group). dQ is summed up over the blocks in fp32, in global memory, in one order (backward_order.py). How the consumers share
 the work: backward_keys.py for heads up to 128, backward_columns.py beyond.
 
-Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kernel: backward_parts.py.
+Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kernel: backward_prepare.py, backward_parts.py.
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_queries
+from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_prepare, backward_queries
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import ADDERS, Config
@@ -90,8 +90,8 @@ def launch(
     tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    parts.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, config).launch(
-        grid=queries, block=(parts.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+    backward_prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, config).launch(
+        grid=queries, block=(backward_prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
     if const_expr(config.shares):
@@ -429,7 +429,7 @@ def add_tile(
     m_block, turn = visit_at(place, block, band, tensors.K.shape[1], config)
     counter = parts.counter_of(tensors, block.batch, head, m_block, 0)
     if const_expr(config.ordered) and arch.lane_idx() == 0:
-        while turn_now(counter) != turn:
+        while parts.now_at(counter) != turn:
             pass
     arch.sync_warp()
     arch.barrier(barrier_id=Barrier.DQ_FULL + adder, number_of_threads=config.dq_consumers * THREADS + WARP)
@@ -496,14 +496,14 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
                 counter = parts.counter_of(tensors, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)
                 if arch.lane_idx() == 0:
-                    now = turn_now(counter)
+                    now = parts.now_at(counter)
                 if before != 0:
                     arch.barrier(barrier_id=Barrier.DQ_FULL + consumer, number_of_threads=THREADS + WARP)
                 if arch.lane_idx() == 0:
                     if before != 0:
                         give_turn(before)
                     while now != turn:
-                        now = turn_now(counter)
+                        now = parts.now_at(counter)
                     sm.first[consumer] = Int32(turn == 0)
                 arch.sync_warp()
                 arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + consumer, number_of_threads=THREADS + WARP)
@@ -522,11 +522,6 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, config: Const
         f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
         read_only_args=[gSum.iterator.toint(), sm.dQ.iterator.toint(), Int32(4 * config.tile_m * config.head_dim)],
     )
-
-
-@cute.jit
-def turn_now(counter: Int64) -> Int32:
-    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
 
 
 @cute.jit

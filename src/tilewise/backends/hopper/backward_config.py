@@ -8,6 +8,7 @@ import torch
 
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
+ROOMY = 40, 232  # where two consumers can do with less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Config:
     finishes: bool = (
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
+    roomy: bool = False  # the producer's warps have more registers; of two consumers
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
@@ -146,7 +148,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
+        return ROOMY if self.roomy else REGISTERS[self.consumers]
 
 
 # (head_dim, head_dim_v): fields of Config.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Order, block_of, visitors_of
-from tilewise.backends.hopper.backward_parts import WARP, Tensors, counter_of
+from tilewise.backends.hopper.backward_parts import WARP, Tensors, counter_of, now_at
 from tilewise.backends.hopper.backward_tiles import swizzled
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
@@ -137,7 +137,7 @@ def tile_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config])
 @cute.jit
 def added(counter: Int64) -> Int32:
     """How often. What was added is seen by all that this thread and its warp read after it."""
-    now = arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
+    now = now_at(counter)
     arch.sync_warp()
     return now
 

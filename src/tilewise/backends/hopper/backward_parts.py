@@ -1,6 +1,5 @@
-"""What the backward pass on Hopper does before and after its main kernel.
+"""What the kernels of the backward pass on Hopper share, and what comes after the main one.
 
-`prepare`: delta = rowsum(dO O) - dLSE (Eq. 23, 28), the log-sum-exp in powers of two, zeros where dQ is summed up.
 `finish`: dQ = scale * the sum, in the inputs' dtype.
 `repair_dQ`, `repair_dKV`: gradients again from the visible pairs alone, where a hidden NaN or infinity met a P = 0 in a product of tiles.
 """
@@ -10,16 +9,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import is_visited
-from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of, shows
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
-THREADS = 256  # of a block of `prepare`
-VECTOR = 8  # 16-bit numbers in a 16-byte read
 QUAD = 4  # threads that share a row of an accumulator
-LOG2_E = 1.4426950408889634
-AT_ONCE = 2  # rows that a thread of `prepare` reads at once: with more it has so many registers that fewer threads find room
 LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
 
 
@@ -37,65 +32,6 @@ class Tensors(NamedTuple):
     changes: changed.Changes
 
 
-@cute.kernel
-def prepare(
-    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
-    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
-    config: Constexpr[Config],
-):  # fmt: skip
-    """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
-    thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
-    arch.griddepcontrol_launch_dependents()
-    lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
-    rows = const_expr(config.tile_m * lanes // THREADS)  # of a thread
-    at_once = const_expr(AT_ONCE if rows % AT_ONCE == 0 else rows)
-    row0 = m_block * config.tile_m + thread // lanes
-    for i in cutlass.range(0, rows, at_once, unroll=1):
-        first = row0 + i * (THREADS // lanes)
-        prepare_rows(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, first, head, batch, thread % lanes, lanes, at_once, config)
-    if const_expr(config.stays or config.shares):
-        set_back(counter, thread, m_block + head + batch == 0)
-    if const_expr(config.dq_apart):
-        pass
-    elif const_expr(config.ordered):
-        if thread < config.counters:
-            turns[batch, head, m_block, thread] = 0
-    else:
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        gSum = sum_dQ[batch, head, m_block, None]
-        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
-            cute.autovec_copy(zeros, vector(gSum, i, 4))
-
-
-@cute.jit
-def prepare_rows(
-    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band, lse: cute.Tensor, minus_delta: cute.Tensor,
-    first: Int32, head: Int32, batch: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int], config: Constexpr[Config],
-):  # fmt: skip
-    """As many `rows` at once, from the `first` on; `lanes` threads share each."""
-    gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
-    totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], first, lane, lanes, rows, config)
-    for i in range_constexpr(rows):
-        row = first + i * (THREADS // lanes)
-        base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
-        if row < gO.shape[0]:
-            natural = naturals[i]
-            if const_expr(config.sees != "all"):
-                total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
-            if has_dL != 0:
-                total -= mdL[batch, head, row]
-            if natural == -Float32.inf:
-                total = Float32(0.0)
-            else:
-                base = natural if const_expr(config.natural) else natural * LOG2_E
-        else:
-            total = Float32(0.0)
-        if lane == 0:
-            lse[batch, head, row] = base
-            minus_delta[batch, head, row] = -total
-
-
 @cute.jit
 def counter_of(tensors: Tensors, batch: Int32, head: Int32, m_block: Int32, part: Int32) -> Int64:
     """The address of how often a tile of dQ has been added to."""
@@ -103,46 +39,15 @@ def counter_of(tensors: Tensors, batch: Int32, head: Int32, m_block: Int32, part
 
 
 @cute.jit
-def set_back(counters: cute.Tensor, thread: Int32, mine: Boolean):
-    """To 0, by one thread block of all."""
-    if mine:
-        for i in cutlass.range(thread, counters.shape[0], THREADS, unroll=1):
-            counters[i] = Int32(0)
+def now_at(counter: Int64) -> Int32:
+    """What others wrote before they counted is seen by what this thread reads from now on."""
+    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
 
 
 @cute.jit
 def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
     """Number i of the aligned vectors of 16 bytes that a row consists of."""
     return cute.make_tensor((gX.iterator + numbers * i).align(16), cute.make_layout(numbers))
-
-
-@cute.jit
-def parts_of_delta(
-    gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, first: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int],
-    config: Constexpr[Config],
-):  # fmt: skip
-    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of these rows. All is asked for before any of it is used: reading row by row
-    would wait for memory at every row. What lies beyond the last row or column is read at the last.
-    """
-    steps = const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
-    o, d_o = (cute.make_rmem_tensor((VECTOR, steps, rows), x.element_type) for x in (gO, gdO))
-    totals, naturals = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
-    vectors = gO.shape[1] // VECTOR
-    for i in range_constexpr(rows):
-        row = min(first + i * (THREADS // lanes), gO.shape[0] - 1)
-        naturals[i] = gL[row]
-        for j in range_constexpr(steps):
-            at = min(lane + j * lanes, vectors - 1)
-            cute.autovec_copy(vector(gO[row, None], at, VECTOR), o[None, j, i])
-            cute.autovec_copy(vector(gdO[row, None], at, VECTOR), d_o[None, j, i])
-    for i in range_constexpr(rows):
-        totals[i] = Float32(0.0)
-        for j in range_constexpr(steps):
-            total = Float32(0.0)
-            for x in range_constexpr(VECTOR):
-                total += o[x, j, i].to(Float32) * d_o[x, j, i].to(Float32)
-            totals[i] += total if lane + j * lanes < vectors else Float32(0.0)
-    return totals, naturals
 
 
 @cute.kernel

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block, Order
+from tilewise.backends.hopper.backward_parts import now_at
 from tilewise.backends.hopper.backward_tiles import THREADS, Barrier
 from tilewise.hopper.dsl import Constexpr, Float32, Int32, Int64, arch, cute, cutlass, range_constexpr
 
@@ -49,7 +50,7 @@ def add_others(partials: Partials, acc_dK: cute.Tensor, acc_dV: cute.Tensor, blo
     for share in cutlass.range(block.share, unroll=1):
         number = share * partials.shared + partials.number
         if arch.thread_idx()[0] == THREADS:
-            while is_ready((partials.ready.iterator + number).toint()) == 0:
+            while now_at((partials.ready.iterator + number).toint()) == 0:
                 pass
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=threads)
         address = place_of(partials, number, config)
@@ -63,11 +64,6 @@ def add_others(partials: Partials, acc_dK: cute.Tensor, acc_dV: cute.Tensor, blo
 def place_of(partials: Partials, number: Int32, config: Constexpr[Config]) -> Int64:
     """Of this thread's first vector; a warp's lie side by side."""
     return (partials.sums[number, None].iterator + 4 * (arch.thread_idx()[0] - THREADS)).toint()
-
-
-@cute.jit
-def is_ready(address: Int64) -> Int32:
-    return arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def vectors_of(acc: cute.Tensor) -> int:
