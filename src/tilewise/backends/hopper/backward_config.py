@@ -8,7 +8,7 @@ import torch
 
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
-ROOMY = 40, 232  # where two consumers can do with less
+ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw, load, add and finish gain by more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Config:
     finishes: bool = (
         False  # a warp of the main kernel finishes what it can of dQ (backward_finish.py); where keys are split and nothing is `direct`
     )
-    roomy: bool = False  # the producer's warps have more registers; of two consumers
+    roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
@@ -196,12 +196,12 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
-# (benchmarks/results/exploratory/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; what was chosen before backward-schedules-h200.jsonl,
-# backward-dense-h200*).
+# (benchmarks/results/exploratory/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
+# before backward-schedules-h200.jsonl, backward-dense-h200*).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
 AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)
-WHOLE = PAIRWISE | AHEAD | dict(delta_in=True)
-LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5)
+WHOLE = PAIRWISE | AHEAD | dict(delta_in=True, roomy=True)
+LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5, roomy=False)
 ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
     ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
