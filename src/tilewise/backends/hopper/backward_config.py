@@ -165,12 +165,12 @@ TILES = {
 # takes as much): what keeps registers from spilling.
 CHANGED = {
     "softcap": {(64, 64): dict(tile_m=64)},
-    "natural": {(64, 64): dict(tile_m=64)},
+    "natural": {(64, 64): dict(tile_m=64), (192, 128): dict(roomy=True)},
     "both": {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
         (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
-        (192, 128): dict(change_parts=2),
+        (192, 128): dict(change_parts=2, roomy=True),
         (192, 192): dict(change_parts=2),
         (256, 256): dict(change_parts=4),
     },
@@ -184,7 +184,7 @@ CHANGED_WITH_DQ = {
         (128, 128): dict(dq_apart=False, change_parts=2),
         (192, 128): dict(dq_pieces=3, change_parts=4),
         (192, 192): dict(dq_pieces=3, change_parts=4),
-        (256, 256): dict(dq_pieces=4),
+        (256, 256): dict(dq_pieces=4, change_parts=8),
     },
 }
 
