@@ -83,6 +83,8 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.roomy and self.consumers != 2:
+            raise ValueError("ROOMY is for two consumers")
         if self.split == "keys" and self.stages % ADDERS:
             raise ValueError("a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple")
         if self.asks_ahead and (self.split == "columns" or self.lean or self.modified):
