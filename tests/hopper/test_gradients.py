@@ -60,6 +60,16 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     assert gradients._shared(replace(config, shares=False), 1, 16384, 16384, 16, 132) == (2048, 1, 0)
 
 
+def test_explain_says_what_sharing_takes():
+    """Of 16 heads of 16,384 tokens 68 blocks are left for a last wave, in three parts each, of which two lie in memory."""
+    q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
+    call = Call(q=q, k=q, v=q, mask=Full(), scale=1.0, grad=True)
+    (line,) = gradients.lines(call)
+    assert f"by 3 thread blocks each, whose parts of dK and dV take {2 * 68 * 128 * 256 * 4 / 1e6:.1f} MB" in line
+    (line,) = gradients.lines(replace(call, mask=Causal()))
+    assert "shared" not in line
+
+
 @pytest.mark.parametrize(
     ("sees", "heads", "group", "seqlen", "abreast"),
     [

@@ -59,7 +59,7 @@ class Hopper:
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
-        backward = gradients.lines(call) if call.grad else []
+        backward = gradients.lines(call, machine.sms) if call.grad else []
         if packed is None:
             return [*forecast.lines(self._config(call), call, machine), *backward]
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"

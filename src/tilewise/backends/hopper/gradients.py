@@ -10,6 +10,7 @@ from tilewise.backends.hopper import backward_tables, bias_gradient, changes, do
 from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
+from tilewise.machines import H100
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Gradients, Problem
 
@@ -58,14 +59,18 @@ WALKS = {
 }
 
 
-def lines(call: Call) -> list[str]:
-    """What the backward pass will do, in sentences."""
+def lines(call: Call, slots: int = H100.sms) -> list[str]:
+    """What the backward pass will do, in sentences; slots: multiprocessors of the GPU."""
     config = config_of(call)
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ by a kernel of its own"
     if not config.dq_apart:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
+    _, shares, sharing = _shared(config, call.batch, call.seqlen_q, call.seqlen_k, call.heads_k, slots)
+    if sharing:
+        size = 4 * sharing * config.tile_n * (config.head_dim + config.head_dim_v)
+        sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB"
     bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
     return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
 
