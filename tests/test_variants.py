@@ -77,5 +77,9 @@ def test_a_line(variants):
         "workload": "w",
         "results": {"base": {"ms": 2.0}, "one": {"ms": 1.5}, "fa4": {"ms": 2.5}},
         "same": {"base": True, "one": False},
+        "bits_of_base": {"base": True, "one": False},
     }
-    assert variants.line(row) == "w: base 2.0000 (1.0000)  one 1.5000 (0.7500)  fa4 2.5000 (1.2500); OTHER GRADIENTS: one"
+    times = "w: base 2.0000 (1.0000)  one 1.5000 (0.7500)  fa4 2.5000 (1.2500)"
+    assert variants.line(row) == f"{times}; OTHER GRADIENTS: one; other bits: one"
+    assert variants.line(row | {"same": {"base": True, "one": True}}) == f"{times}; other bits: one"
+    assert variants.line(row | {name: {"base": True, "one": True} for name in ("same", "bits_of_base")}) == times

@@ -20,7 +20,7 @@ from unittest import mock
 
 from counters import calls_of
 
-RUNS = 8  # of a variant, compared with the base
+RUNS = 8  # of a variant, compared with each other
 ORDER = "together", "abreast"
 CLOSE = 2**-7  # of the largest number: gradients are rounded to eight bits
 
@@ -184,11 +184,12 @@ def calling(shipped, variant: Variant):
 
 
 def line(row: dict) -> str:
-    """A workload's times, each with its part of the base's, and whose gradients differ."""
+    """A workload's times, each with its part of the base's, whose gradients are wrong or differ from run to run, and whose bits are others."""
     base = row["results"]["base"]["ms"]
     times = "  ".join(f"{name} {each['ms']:.4f} ({each['ms'] / base:.4f})" for name, each in row["results"].items())
-    others = ", ".join(name for name, same in row["same"].items() if not same)
-    return f"{row['workload']}: {times}{'; OTHER GRADIENTS: ' + others if others else ''}"
+    wrong = ", ".join(name for name, same in row["same"].items() if not same)
+    others = ", ".join(name for name, same in row["bits_of_base"].items() if not same)
+    return f"{row['workload']}: {times}{'; OTHER GRADIENTS: ' + wrong if wrong else ''}{'; other bits: ' + others if others else ''}"
 
 
 if __name__ == "__main__":
