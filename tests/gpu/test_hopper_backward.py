@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, drawing, held
+from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
 from tilewise.backends.hopper.backward_config import LONG, TILES
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case
@@ -39,6 +39,66 @@ def test_cases(mask, dims):
         case = Case(batch=2, mask=mask, dtype=("bf16", "fp16")[turn % 2], lse_grad=turn % 3 == 1, **sizes)
         held(case)
         held(case, seed=1, run=conformance.run_case)
+
+
+@pytest.mark.parametrize("mask", [*ONE_BAND, Documents((0, 20, 64), (0, 30, 64), inner=Causal()), None], ids=repr)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_keys_of_one_block(mask, dims):
+    """Whose consumers write dQ themselves; with tiles of queries that see nothing, and hidden NaN. Masks: those, or any that need tables."""
+    lengths = ((64, 64),) if isinstance(mask, Documents) else ((1, 1), (300, 77), (1000, 128), (64, 128), (700, 3))
+    for turn, (seqlen_q, seqlen_k) in enumerate(lengths):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": (4, 2, 1)[turn % 3]}
+        sizes |= {"head_dim": dims[0], "head_dim_v": dims[1], "dtype": ("bf16", "fp16")[turn % 2], "lse_grad": turn % 3 == 1}
+        for each in [mask] if mask else beyond_one_band(seqlen_q, seqlen_k):
+            case = Case(batch=2, mask=each, **sizes)
+            held(case)
+            held(case, seed=1, run=conformance.run_case)
+            held(replace(case, dtype="bf16"), run=conformance.run_spoiled)
+
+
+@pytest.mark.parametrize("seqlen_k", [77, 128])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_many_runs_of_keys_of_one_block_have_the_same_bits(dims, seqlen_k):
+    """Thread blocks share its walk, without a mask."""
+    torch.manual_seed(0)
+    sizes = (3000, 8, dims[0]), (seqlen_k, 4, dims[0]), (seqlen_k, 4, dims[1])
+    q, k, v = (torch.randn(2, *size, device="cuda").bfloat16() for size in sizes)
+    for mask in (Full(), Causal("top_left"), Dense(torch.rand(3000, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.3)):
+        call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+        o, lse = Hopper().forward(call)
+        d_o = torch.randn_like(o)
+        first = gradients.backward(call, o, lse, d_o, None)
+        for _ in range(100):
+            again = gradients.backward(call, o, lse, d_o, None)
+            assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(500, 0), Documents([0, 300, 4096], inner=Causal())], ids=repr)
+@pytest.mark.parametrize("seqlen_k", [96, 4096])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
+    """Beside inputs, outputs and statistics; also where blocks of keys are shared, and less where all keys are one block's."""
+    if isinstance(mask, Documents) and seqlen_k < 4096:
+        mask = Documents([0, 300, 4096], [0, 50, 96], inner=Causal())
+    sizes = (4096, dims[0]), (seqlen_k, dims[0]), (seqlen_k, dims[1])
+    q, k, v = (
+        torch.randn(4, seqlen, 17, dim, device="cuda").bfloat16()[: 1 if isinstance(mask, Documents) else 4] for seqlen, dim in sizes
+    )
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+    o, lse = Hopper().forward(call)
+    d_o = torch.randn_like(o)
+    gradients.backward(call, o, lse, d_o, None)  # compiled, and its tables made
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = gradients.backward(call, o, lse, d_o, None)
+    taken = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in found[:3])
+    rows = q.shape[0] * 17 * -(-4096 // 80) * 80
+    counters_and_tables = 1 << 20
+    assert taken <= rows * (4 * dims[0] + 2 * 4) + counters_and_tables
+    if not (sums := gradients.config_of(call).sums):
+        assert taken < rows * 4 * dims[0] // 2
+    assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
 
 
 def test_quick_cases_that_it_covers():
@@ -80,6 +140,7 @@ STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
     monkeypatch.setattr(gradients, "AT_HAND", 1)
+    monkeypatch.setattr(gradients, "ONE_BLOCK", 0)
     mask = {"all": Full(), "from": Causal()}[sees]
     plain = gradients.config_of
     monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))

@@ -27,8 +27,8 @@ SEES = {
 }
 
 
-def _call(mask, **changes):
-    q, k = (torch.empty(1, 9, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+def _call(mask, seqlen_k=9, **changes):
+    q, k = (torch.empty(1, seqlen, heads, 64, dtype=torch.bfloat16, device="meta") for seqlen, heads in ((9, 4), (seqlen_k, 2)))
     return Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True, **changes)
 
 
@@ -36,12 +36,24 @@ def _call(mask, **changes):
 def test_every_mask_is_taken(mask):
     call = _call(mask)
     assert gradients.why_not(call.problem) == []
-    assert gradients.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
+    assert gradients.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask], few=True)
+    assert gradients.config_of(_call(mask, 129)) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
     launched = [launch for launch, *_ in Hopper().kernels(call)]
     assert launched[-1] == gradients.LAUNCH
     (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
     assert ("cu_seqlens" in line) == (SEES[mask] == "rows") and ("tables" in line) == (SEES[mask] == "runs")
     assert (launched.count("tilewise.backends.hopper.backward_intervals:launch") == 1) == (SEES[mask] == "rows")
+
+
+def test_keys_of_one_block_need_no_sum():
+    alone, summed = (gradients.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
+    assert alone.alone and not summed.alone and alone.numbers_of_sum < summed.numbers_of_sum
+    assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
+    with pytest.raises(ValueError, match="who computes it"):
+        replace(alone, finishes=True)
+    for dims in ((192, 128), (192, 192), (256, 256)):
+        wide = backward_config.configure(torch.bfloat16, *dims, "all", few=True)
+        assert wide.dq_apart and not (wide.alone or wide.sums)
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():
@@ -54,10 +66,28 @@ def test_a_visit_is_too_late_for_dQ_from_registers():
 def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, of which thirds take two rounds."""
     config = replace(backward_config.configure(torch.bfloat16, 128, 128, "all", 16384), shares=True)
-    assert gradients._shared(config, 1, 16384, 16384, 16, 132) == (1980, 3, 2 * 68)
-    assert gradients._shared(config, 1, 16384, 16384, 33, 132) == (33 * 128, 1, 0)  # whole waves
-    assert gradients._shared(config, 1, 80, 16384, 16, 132) == (2048, 1, 0)  # a walk of one tile
-    assert gradients._shared(replace(config, shares=False), 1, 16384, 16384, 16, 132) == (2048, 1, 0)
+
+    def shared(seqlen_q, heads, config=config):
+        q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, 16384))
+        return gradients._shared(config, Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True), 132)
+
+    assert shared(16384, 16) == (1980, 3, 2 * 68)
+    assert shared(16384, 33) == (33 * 128, 1, 0)  # whole waves
+    assert shared(80, 16) == (2048, 1, 0)  # a walk of one tile
+    assert shared(16384, 16, replace(config, shares=False)) == (2048, 1, 0)
+
+
+def test_what_is_shared_has_room_where_dQ_goes():
+    """Parts of dK and dV, 128 KB each at head_dim 128, lie in dQ until it is written, or take no more than it would in fp32."""
+    for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 4)):
+        q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, seqlen_k))
+        call = Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True)
+        config = gradients.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
+        _, found, parts = gradients._shared(config, call, 132)
+        place = gradients._place_of_parts(config, parts, q)
+        assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.alone else 2)
+    with pytest.raises(ValueError, match="thread blocks stay"):
+        replace(config, alone=False, finishes=True, stays=False)
 
 
 def test_explain_says_what_sharing_takes():
@@ -65,7 +95,7 @@ def test_explain_says_what_sharing_takes():
     q = torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta")
     call = Call(q=q, k=q, v=q, mask=Full(), scale=1.0, grad=True)
     (line,) = gradients.lines(call)
-    assert f"by 3 thread blocks each, whose parts of dK and dV take {2 * 68 * 128 * 256 * 4 / 1e6:.1f} MB" in line
+    assert f"by 3 thread blocks each, whose parts of dK and dV take {2 * 68 * 128 * 256 * 4 / 1e6:.1f} MB, where dQ goes later" in line
     (line,) = gradients.lines(replace(call, mask=Causal()))
     assert "shared" not in line
 

@@ -49,7 +49,8 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     assert set(forward) <= set(both) and names == {"forward", "backward"}
     covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
     ways = itertools.product(covered, ("all", "from", "interval"), backward_config.lengths())
-    ships = {backward_config.configure(BF16, *dims, sees, seqlen) for dims, sees, seqlen in ways}
+    few = backward_config.ONE_BLOCK
+    ships = {backward_config.configure(BF16, *dims, sees, seqlen, seqlen <= few) for dims, sees, seqlen in ways}
     assert len(ships) > 3 * len(backward_config.TILES) and {each.config for each in both} - {each.config for each in forward} == ships
     monkeypatch.setattr(gradients, "why_not", lambda problem: ["it has no backward pass for that"])
     assert warmup.kernels(cells) == forward

@@ -197,13 +197,20 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
 def check_backward(shipped, compile_and_inspect, capfd):
     """Its three kernels; the products of a step stand in the code once for each role."""
     found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
-    assert len(found.usage) == 3
+    assert len(found.usage) == (2 if shipped.alone and shipped.sees == "all" else 3)
     check_nothing_spills(found)
     main = max(found.usage, key=lambda usage: usage["REG"])
     check_registers(replace(found, usage=[main]), shipped, kernels=1 + shipped.dq_apart)
     groups, instructions = backward_products(shipped)
     assert found.count("HGMMA") == instructions and found.count("UTMALDG") > 0
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=lambda x: str(x).replace(" ", ""))
+def test_backward_of_one_block_of_keys(dims, sees, dtype, compile_and_inspect, capfd):
+    check_backward(backward_config.configure(dtype, *dims, sees, few=True), compile_and_inspect, capfd)
 
 
 # All but what `test_backward` compiles: bf16, from one query on.

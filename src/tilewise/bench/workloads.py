@@ -205,6 +205,18 @@ def gpu_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd"
     ]
 
 
+def gpu_cross(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """Cross-attention of an image's tokens to the 77 of a text."""
+    sizes = [(4096, 10, 64), (1024, 20, 64), (4096, 8, 96), (4096, 8, 128), (1024, 16, 128), (4096, 8, 192)]
+    return [
+        Workload(
+            name="gpu-cross", batch=8, seqlen_q=seqlen, seqlen_k=77, heads_q=heads, head_dim=dim, head_dim_v=min(dim, 128),
+            mask=Full(), dtype=dtype, direction=direction,
+        )
+        for seqlen, heads, dim in sizes
+    ]  # fmt: skip
+
+
 def cpu_table(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """Every kind of work that the CPU kernel is held to a target in; what is about one dtype or direction appears in that one only."""
 
@@ -278,6 +290,7 @@ SETS = {
     "masks": mask_shapes,
     "models": model_shapes,
     "gpu-shapes": gpu_shapes,
+    "gpu-cross": gpu_cross,
     "cpu-table": cpu_table,
     "cpu-packed": cpu_packed,
     "cpu-random": cpu_random,

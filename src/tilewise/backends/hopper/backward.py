@@ -16,7 +16,7 @@ from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe
 from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, settled_order, turn_of, walk_of
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
-from tilewise.backends.hopper.backward_shares import partials_of
+from tilewise.backends.hopper.backward_shares import lent, partials_of
 from tilewise.backends.hopper.backward_tiles import (
     THREADS,
     WARP,
@@ -71,7 +71,8 @@ def launch(
     q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
     """
     shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, Changes(inner, factor, bias, slopes, diagonal, shift))
+    own = mdQ if const_expr(config.alone) else None
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, own, Changes(inner, factor, bias, slopes, diagonal, shift))
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -133,9 +134,11 @@ def launch(
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
         return
+    if const_expr(config.alone and config.sees == "all"):
+        return  # all tiles are written, and nothing is hidden that could be not finite
     tiles = queries[0] * queries[1] * queries[2]
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.finishes) else queries,
+        grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.only_looks) else queries,
         block=(config.dq_consumers * THREADS, 1, 1),
         min_blocks_per_mp=config.least_blocks,
         stream=stream,
@@ -180,7 +183,7 @@ def kernel(
     if const_expr(config.split == "columns"):
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
         sP = storage.allocate_tensor(dtype, layout_P.outer, 1024, swizzle=layout_P.inner)
-    if const_expr(not config.direct):
+    if const_expr(not (config.direct or config.alone)):
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     visits = None
@@ -204,7 +207,7 @@ def kernel(
     if const_expr(config.finishes):
         finisher = backward_finish.make_finisher(storage, store_dQ, dtype, config)
     if const_expr(config.stays):
-        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + ADDERS)
+        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (0 if const_expr(config.alone) else ADDERS))
         pipes = make_pipes(storage, config)
         stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
@@ -219,7 +222,9 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= (config.dq_consumers if const_expr(config.direct) else ADDERS):
-            if const_expr(not config.direct):
+            if const_expr(config.alone):
+                pass
+            elif const_expr(not config.direct):
                 begin_adding(warp_idx, config)
                 add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
             elif const_expr(config.ordered and not config.dq_apart):
@@ -259,10 +264,14 @@ def stay(
         if warp_idx == 0:
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
         elif warp_idx <= ADDERS:
-            begin_adding(warp_idx, config)
-            add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
+            if const_expr(not config.alone):
+                begin_adding(warp_idx, config)
+                add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            backward_finish.finish_all(tensors, finisher, queue, band, scale, warp_idx, config)
+            batch = tensors.turns.shape[0]
+            if const_expr(config.shares):
+                batch -= lent(partial, tensors)
+            backward_finish.finish_all(tensors, finisher, queue, batch, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
@@ -293,7 +302,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
     load_keys(tensors, loads, sm, pipes, tma.at_first_empty(1), block, config)
     arch.griddepcontrol_wait()  # what `prepare` writes is there
-    if const_expr(config.dq_apart or config.finishes):
+    if const_expr(config.dq_apart or config.only_looks):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     load_queries(tensors, loads, sm, pipes, tma.at_first_empty(config.stages), None, block, band, walk, config)
 
@@ -304,7 +313,7 @@ def produce_units(
 ):  # fmt: skip
     """Likewise for one block of keys after another; the next is drawn when two tiles of this one are still to be computed."""
     arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
-    if const_expr(config.finishes):
+    if const_expr(config.only_looks):
         arch.griddepcontrol_launch_dependents()
     count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
     if const_expr(config.shares):

@@ -8,6 +8,7 @@ import torch
 
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
+ONE_BLOCK = 128  # keys, at most
 ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw, load, add and finish gain by more
 
 
@@ -25,6 +26,7 @@ class Config:
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
+    alone: bool = False  # all keys are one block's, so that whoever computes a tile of dQ writes it; where keys are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
     finishes: bool = (
@@ -83,6 +85,8 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
+        if self.alone and (self.split == "columns" or self.direct or self.finishes or self.skips):
+            raise ValueError("dQ is written by who computes it only where keys are split, no tile is skipped, and nobody else finishes it")
         if self.roomy and self.consumers != 2:
             raise ValueError("ROOMY is for two consumers")
         if self.split == "keys" and self.stages % ADDERS:
@@ -97,6 +101,8 @@ class Config:
             )
         if self.shares and (self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen")
+        if self.shares and self.finishes and not self.stays:
+            raise ValueError("where blocks are shared and dQ is finished, thread blocks stay: they know whose dQ has to wait")
         if self.always and (self.modified or self.sees != "from"):
             raise ValueError("every tile is masked only under a causal mask")
 
@@ -141,12 +147,22 @@ class Config:
     @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
-        return 1 if self.finishes or self.modified or self.sees in ("rows", "runs") else 0
+        return 1 if self.only_looks or self.modified or self.sees in ("rows", "runs") else 0
+
+    @property
+    def only_looks(self) -> bool:
+        """Whether the last kernel only looks for what is left of dQ."""
+        return self.finishes or self.alone
+
+    @property
+    def sums(self) -> bool:
+        """Whether dQ is summed up in global memory."""
+        return not (self.dq_apart or self.alone)
 
     @property
     def numbers_of_sum(self) -> int:
         """Of a tile of dQ in global memory."""
-        return 4 if self.dq_apart else self.tile_m * self.head_dim
+        return self.tile_m * self.head_dim if self.sums else 4
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -227,25 +243,34 @@ STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ f
 
 
 @lru_cache(1024)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, **choice) -> Config:
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, few: bool = False, **choice) -> Config:
+    """few: keys, at most ONE_BLOCK."""
     dims = tile_dims(head_dim, head_dim_v)
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
-        return replace(config, **_instead(config, dims))
-    larger = [fields for least, fields in LONG.get((dims, sees), ()) if seqlen_q >= least]
-    fields = [fields for fields in larger if dtype == torch.bfloat16 or not _spills_in_fp16(fields, sees)]
-    stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
-    return replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+        config = replace(config, **_instead(config, dims))
+    else:
+        larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
+        fields = [fields for fields in larger if not fields.get("lean") or not (few or _spills_if_lean(dtype, sees))]
+        stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
+        config = replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+    return _of_one_block(config) if few and config.split == "keys" else config
 
 
-def _spills_in_fp16(fields: dict, sees: str) -> bool:
-    """Rows of LONG that spill 8 or 16 bytes there, or may."""
-    return fields.get("lean", False) and sees in ("interval", "rows")
+def _of_one_block(config: Config) -> Config:
+    """Rounding by twos and -delta in dP's registers are what keeps these from spilling."""
+    delta_in = config.delta_in or (config.head_dim == 128 and config.softcap and not config.natural)
+    return replace(config, alone=True, finishes=False, skips=False, pairwise=True, delta_in=delta_in, shares=config.sees == "all")
+
+
+def _spills_if_lean(dtype: torch.dtype, sees: str) -> bool:
+    """8 or 16 bytes, or may."""
+    return dtype == torch.float16 and sees in ("interval", "rows")
 
 
 def lengths() -> list[int]:
-    """Numbers of queries, one for each way that tiles depend on them."""
-    return sorted({1, STAYS_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
+    """Numbers of queries, one for each way that tiles depend on them; and, with as many keys, one whose keys are not one block's."""
+    return sorted({1, ONE_BLOCK + 1, STAYS_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
 
 
 def _instead(config: Config, dims: tuple[int, int]) -> dict:

@@ -86,13 +86,13 @@ def finish_earlier(
 
 @cute.jit
 def finish_all(
-    tensors: Tensors, finisher: Finisher, queue: units.Queue, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+    tensors: Tensors, finisher: Finisher, queue: units.Queue, batch: Int32, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """Likewise, of all tiles those with this block's number and every grid's length after it. Waits until they are complete, or this block's
-    units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
+    """Likewise, of all tiles of the first `batch` sequences those with this block's number and every grid's length after it. Waits until they are
+    complete, or this block's units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
     """
     arch.griddepcontrol_wait()
-    batch, heads, m_blocks, _ = tensors.turns.shape
+    _, heads, m_blocks, _ = tensors.turns.shape
     group, done = heads // tensors.K.shape[2], Int32(0)
     number = arch.block_idx()[0]
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)

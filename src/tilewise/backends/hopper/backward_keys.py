@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.hopper import backward_epilogue as epilogue
+from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
@@ -84,6 +85,7 @@ class Tile(NamedTuple):
     band: Band
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
+    scale: Float32
     scale_log2: Float32
     consumer: Int32
     thread: changed.Thread
@@ -97,7 +99,7 @@ def consume(
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
     thread = arch.thread_idx()[0] - THREADS
-    tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, has_dQ, config)
+    tile = make_tile(tensors, sm, mma, block, band, scale, scale_log2, thread, consumer, has_dQ, config)
     tile.acc_dK.fill(0.0)
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
@@ -116,7 +118,7 @@ def consume_units(
     state, done, unit = tma.at_first(config.stages), Int32(0), units.told(queue, Int32(0))
     while unit >= 0:
         block, walk = units.place_of(unit, tensors, band, order, config)
-        tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread_of(config), consumer, has_dQ, config)
+        tile = make_tile(tensors, sm, mma, block, band, scale, scale_log2, thread_of(config), consumer, has_dQ, config)
         tile.acc_dK.fill(0.0)
         tile.acc_dV.fill(0.0)
         arch.cp_async_bulk_wait_group(0, read=True)
@@ -179,11 +181,10 @@ def visit_all(
             masked = m_block < own.free_first or m_block >= own.free_last
             for g in cutlass.range(first, first + together, unroll=1):
                 left -= 1
-                gSum = tensors.sum_dQ[block.batch, block.head_k * group + g, m_block, None]
                 if const_expr(config.lean):
-                    state = step_lean(tile, pipes, state, m_block, masked, config)
+                    state = step_lean(tile, tensors, pipes, state, block, g, m_block, masked, config)
                 else:
-                    state = step(tile, pipes, state, gSum, g, m_block, masked, left > 0, has_dQ, config)
+                    state = step(tile, tensors, pipes, state, block, g, m_block, masked, left > 0, has_dQ, config)
             m_block = next_in(m_block, own, config)
         if const_expr(config.skips):
             state = visit_unseen(tile, pipes, state, behind * together, has_dQ, config)
@@ -219,7 +220,7 @@ def visit_unseen(
 
 @cute.jit
 def make_tile(
-    tensors: Tensors, sm: Smem, mma: Mma, block: Block, band: Band, scale_log2: Float32, thread: Int32, consumer: Int32,
+    tensors: Tensors, sm: Smem, mma: Mma, block: Block, band: Band, scale: Float32, scale_log2: Float32, thread: Int32, consumer: Int32,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ) -> Tile:  # fmt: skip
     s, dv, dk, dq = (x.get_slice(consumer * THREADS) for x in mma)
@@ -249,7 +250,9 @@ def make_tile(
         tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
-        tdQsdQ=None if const_expr(config.direct) else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
+        tdQsdQ=None
+        if const_expr(config.direct or config.alone)
+        else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
         first=sm.first,
         tlse=tlse,
         tdelta=tdelta,
@@ -261,6 +264,7 @@ def make_tile(
         band=band,
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
+        scale=scale,
         scale_log2=scale_log2,
         consumer=consumer,
         thread=changed.thread_of(tensors, block, tScS, config),
@@ -270,7 +274,7 @@ def make_tile(
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, gSum: cute.Tensor, g: Int32, m_block: Int32, masked: Boolean,
+    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, g: Int32, m_block: Int32, masked: Boolean,
     more: Boolean, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile.
@@ -319,7 +323,7 @@ def step(
     ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
-        hand_over(tile, acc_dQ, gSum, stage % ADDERS, config)
+        leave_dQ(tile, tensors, acc_dQ, block, g, m_block, stage, config)
     else:
         tma.release(pipes.do, state)
     warpgroup.wait_group(0)
@@ -365,7 +369,8 @@ def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boo
 
 @cute.jit
 def step_lean(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, masked: Boolean, config: Constexpr[Config]
+    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, g: Int32, m_block: Int32, masked: Boolean,
+    config: Constexpr[Config],
 ):  # fmt: skip
     """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
     computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
@@ -408,7 +413,7 @@ def step_lean(
     acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
     fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there
-    hand_over(tile, acc_dQ, None, stage % ADDERS, config)
+    leave_dQ(tile, tensors, acc_dQ, block, g, m_block, stage, config)
     state.advance()
     return state
 
@@ -552,8 +557,22 @@ def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
 
 
 @cute.jit
+def leave_dQ(
+    tile: Tile, tensors: Tensors, acc_dQ: cute.Tensor, block: Block, g: Int32, m_block: Int32, stage: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """dQ of this warpgroup to whoever adds it up; `alone`: to the gradient. While dK is being computed."""
+    head = block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
+    if const_expr(config.alone):
+        at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+        thread = arch.thread_idx()[0] - THREADS
+        parts.write_at_once(tensors, acc_dQ, tile.mma.dq, thread, block.batch, head, at, tile.scale, config)
+    else:
+        hand_over(tile, acc_dQ, tensors.sum_dQ[block.batch, head, m_block, None], stage % ADDERS, config)
+
+
+@cute.jit
 def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, adder: Int32, config: Constexpr[Config]):
-    """dQ of this warpgroup to the warp that adds it up, or to global memory, while dK is being computed. gSum: of this tile."""
+    """dQ of this warpgroup to the warp that adds it up, or to global memory. gSum: of this tile."""
     flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // 4)))
     if const_expr(config.direct):
         add_directly(tile, flat, gSum, config)

@@ -28,7 +28,9 @@ class Tensors(NamedTuple):
     lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row without keys
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
-    turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to
+    turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
+    # `alone`: how many warps have written finite numbers of it
+    dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`alone`)
     changes: changed.Changes
 
 
@@ -59,13 +61,14 @@ def finish(
     """
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
-    if const_expr(config.finishes):
+    if const_expr(config.only_looks):
         m_blocks, heads = tensors.turns.shape[2], tensors.turns.shape[1]
         tiles, step = m_blocks * heads * tensors.turns.shape[0], arch.grid_dim()[0]
         for first in cutlass.range(m_block, tiles, WARP * step, unroll=1):  # a warp looks at as many at once as it has lanes
             tile, missing = first + arch.lane_idx() * step, Boolean(False)
             if tile < tiles:
-                missing = tensors.turns[tile // (m_blocks * heads), tile // m_blocks % heads, tile % m_blocks, 0] >= 0
+                turns = tensors.turns[tile // (m_blocks * heads), tile // m_blocks % heads, tile % m_blocks, 0]
+                missing = turns < writers_of(config) if const_expr(config.alone) else turns >= 0
             left = Int32(arch.vote_ballot_sync(missing))
             while left != 0:
                 last = Int32(WARP - 1 - arch.clz(left))
@@ -86,21 +89,52 @@ def finish_tile(
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
     numbers = cute.size(acc)
-    flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
-    first = thread // 128 * (numbers // 4) * 128 + thread % 128
-    for i in range_constexpr(numbers // 4):
-        cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
-    if const_expr(config.ordered and config.sees != "all"):
-        written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
-        for i in range_constexpr(numbers):
-            acc[i] = acc[i] if written else Float32(0.0)
-    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
-    if const_expr(config.dq_transposed):
-        store_transposed_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+    if const_expr(config.alone):
+        acc.fill(0.0)
+        finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
     else:
-        store_tile(gdQ, acc, cdQ, m_block * config.tile_m, scale)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
+        first = thread // 128 * (numbers // 4) * 128 + thread % 128
+        for i in range_constexpr(numbers // 4):
+            cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+        if const_expr(config.ordered and config.sees != "all"):
+            written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
+            for i in range_constexpr(numbers):
+                acc[i] = acc[i] if written else Float32(0.0)
+        finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+    store(gdQ, acc, cdQ, m_block * config.tile_m, scale, config)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
+
+
+def writers_of(config: Config) -> int:
+    """Warps that write a part of a tile of dQ."""
+    return config.dq_consumers * 128 // WARP
+
+
+@cute.jit
+def write_at_once(
+    tensors: Tensors, acc: cute.Tensor, mma: cute.TiledMma, thread: Int32, batch: Int32, head: Int32, m_block: Int32, scale: Float32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """dQ of a tile whose keys are all here, by those who computed it; what is not finite is left to `finish`."""
+    shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
+    cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+    store(tensors.dQ[batch, None, head, None], acc, cdQ, m_block * config.tile_m, scale, config)
+    if const_expr(config.sees != "all"):  # noqa: SIM102
+        if arch.vote_all_sync(finite) and arch.lane_idx() == 0:
+            counter = counter_of(tensors, batch, head, m_block, 0)
+            arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
+
+
+@cute.jit
+def store(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32, config: Constexpr[Config]):
+    """A tile of dQ, or of its transpose."""
+    if const_expr(config.dq_transposed):
+        store_transposed_tile(gX, acc, at, row0, scale)
+    else:
+        store_tile(gX, acc, at, row0, scale)
 
 
 @cute.jit

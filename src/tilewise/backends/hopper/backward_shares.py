@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block, Order
-from tilewise.backends.hopper.backward_parts import now_at
+from tilewise.backends.hopper.backward_parts import Tensors, now_at
 from tilewise.backends.hopper.backward_tiles import THREADS, Barrier
 from tilewise.hopper.dsl import Constexpr, Float32, Int32, Int64, arch, cute, cutlass, range_constexpr
 
@@ -27,6 +27,13 @@ def partials_of(sums: cute.Tensor, counters: cute.Tensor, unit: Int32, order: Or
     shared = blocks - order.shared_from
     ready = cute.make_tensor(counters.iterator + 1, counters.layout)  # behind what blocks that stay draw from
     return Partials(sums, ready, shared, (unit - order.shared_from) // order.per_share)
+
+
+@cute.jit
+def lent(sums: cute.Tensor, tensors: Tensors) -> Int32:
+    """How many sequences, the last ones, have parts where their dQ goes, which therefore has to wait until this kernel is through."""
+    of_sequence = Int64(tensors.Q.shape[1]) * tensors.Q.shape[2] * tensors.Q.shape[3]
+    return Int32((2 * Int64(sums.shape[0]) * sums.shape[1] + of_sequence - 1) // of_sequence)  # two 16-bit numbers for one of 32
 
 
 @cute.jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
-from tilewise.backends.hopper.backward_config import TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.backward_config import ONE_BLOCK, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.hopper import compile as hopper
 from tilewise.machines import H100
@@ -47,7 +47,8 @@ def config_of(call: Call) -> Config:
         sees = "from"
     elif documents.by_rows(call.mask):
         sees = "rows"
-    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, **changes.fields(call))
+    few = call.seqlen_k <= ONE_BLOCK
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
 
 
 WALKS = {
@@ -63,14 +64,14 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
     """What the backward pass will do, in sentences; slots: multiprocessors of the GPU."""
     config = config_of(call)
     walk = WALKS[config.sees].format(config.tile_m)
-    sums = "dQ by a kernel of its own"
-    if not config.dq_apart:
+    sums = "dQ written by who computes it" if config.alone else "dQ by a kernel of its own"
+    if config.sums:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
-    _, shares, sharing = _shared(config, call.batch, call.seqlen_q, call.seqlen_k, call.heads_k, slots)
-    if sharing:
-        size = 4 * sharing * config.tile_n * (config.head_dim + config.head_dim_v)
-        sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB"
+    _, shares, parts = _shared(config, call, slots)
+    if parts:
+        size, where = 4 * parts * _numbers_of_part(config), "" if config.alone else ", where dQ goes later"
+        sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
     return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
 
@@ -83,7 +84,9 @@ def kernels(call: Call) -> list[tuple]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-    """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates dQ in fp32 and two numbers a row."""
+    """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what `lines`
+    says instead.
+    """
     batch, seqlen_q, heads_q, _ = call.q.shape
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
     if d_q.numel() == 0 or d_k.numel() == 0:
@@ -98,9 +101,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
     slots = _multiprocessors(call.q.device)
-    shared_from, shares, sharing = _shared(config, batch, seqlen_q, *call.k.shape[1:3], slots)
-    partial = torch.empty((sharing, config.tile_n * (config.head_dim + config.head_dim_v)), **new) if config.shares else None
-    counter = torch.empty(1 + sharing, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
+    shared_from, shares, parts = _shared(config, call, slots)
+    partial = _place_of_parts(config, parts, d_q)
+    counter = torch.empty(1 + parts, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
     scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2) or TINY
@@ -189,20 +192,40 @@ def _coming_down(config: Config, n_blocks: int, slots: int) -> int:
     return max(2, 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
 
 
-def _shared(config: Config, batch: int, seqlen_q: int, seqlen_k: int, heads_k: int, slots: int) -> tuple[int, int, int]:
+def _shared(config: Config, call: Call, slots: int) -> tuple[int, int, int]:
     """(shared_from, shares) of `backward_order.Order`, and how many thread blocks leave a part of dK and dV to another: the blocks of the last
-    wave are shared by as many as make the end the earliest.
+    wave are shared by as many as make the end the earliest, if their parts find room.
     """
-    blocks, m_blocks = -(-seqlen_k // config.tile_n) * heads_k * batch, -(-seqlen_q // config.tile_m)
+    blocks, m_blocks = -(-call.seqlen_k // config.tile_n) * call.heads_k * call.batch, -(-call.seqlen_q // config.tile_m)
     last = blocks % slots
-    if not config.shares or last == 0 or batch > MOST:
+    if not config.shares or last == 0 or call.batch > MOST:
         return blocks, 1, 0
+    room = call.q.numel() // (1 if config.alone else 2) // (last * _numbers_of_part(config))
 
     def tiles(shares: int) -> int:
         return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
 
-    shares = min(range(1, 1 + min(MOST_SHARES, max(1, m_blocks // OF_A_BLOCK))), key=tiles)
+    shares = min(range(1, 1 + min(MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)), key=tiles)
     return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
+
+
+def _numbers_of_part(config: Config) -> int:
+    """Of dK and dV of a block of keys."""
+    return config.tile_n * (config.head_dim + config.head_dim_v)
+
+
+def _place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
+    """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (for the sequences that
+    `backward_shares.lent` counts); `alone`, where it is, memory of its own, no more than dQ in fp32 would take.
+    """
+    if not config.shares:
+        return None
+    numbers = parts * _numbers_of_part(config)
+    if config.alone:
+        place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
+    else:
+        place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
+    return place.view(parts, _numbers_of_part(config))
 
 
 def _as_much_as_the_longest(blocks: int, slots: int) -> int:
