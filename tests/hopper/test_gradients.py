@@ -1,5 +1,6 @@
 """What the Hopper backward pass takes, and by which kernels; without a GPU."""
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -51,9 +52,9 @@ def test_keys_of_one_block_need_no_sum():
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(ValueError, match="who computes it"):
         replace(alone, finishes=True)
-    for dims in ((192, 128), (192, 192), (256, 256)):
-        wide = backward_config.configure(torch.bfloat16, *dims, "all", few=True)
-        assert wide.dq_apart and not (wide.alone or wide.sums)
+    for dims, sees in itertools.product(backward_config.TILES, ("all", "from")):
+        few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
+        assert not few.sums and few.alone == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():
@@ -79,7 +80,7 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 
 def test_what_is_shared_has_room_where_dQ_goes():
     """Parts of dK and dV, 128 KB each at head_dim 128, lie in dQ until it is written, or take no more than it would in fp32."""
-    for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 4)):
+    for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 11)):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, seqlen_k))
         call = Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True)
         config = gradients.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)

@@ -1,5 +1,6 @@
 """Every rung and every configuration that ships compiles for Hopper without a GPU, and the compiled code is what it says it is."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -206,9 +207,12 @@ def check_backward(shipped, compile_and_inspect, capfd):
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
 
 
+SHAPES = list(itertools.product(backward_config.TILES, SEES))
+FEW = [(dims, sees) for dims, sees in SHAPES if backward_config.configure(torch.bfloat16, *dims, sees, few=True).alone]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("sees", SEES)
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=lambda x: str(x).replace(" ", ""))
+@pytest.mark.parametrize("dims, sees", FEW, ids=lambda x: str(x).replace(" ", ""))
 def test_backward_of_one_block_of_keys(dims, sees, dtype, compile_and_inspect, capfd):
     check_backward(backward_config.configure(dtype, *dims, sees, few=True), compile_and_inspect, capfd)
 
@@ -236,7 +240,7 @@ BACKWARD_CHANGES = (
 BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most registers, under one mask after another
     (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward_config.TILES)
 ]
-BACKWARD_CHANGED_TOO = [(dims, sees, changes) for dims in backward_config.TILES for sees in SEES for changes in BACKWARD_CHANGES]
+BACKWARD_CHANGED_TOO = [(*shape, changes) for shape in SHAPES for changes in BACKWARD_CHANGES]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,18 @@ BACKWARD_CHANGED_TOO = [(dims, sees, changes) for dims in backward_config.TILES 
 )
 def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     """With what backward_scores.py does between the products."""
-    shipped = backward_config.configure(torch.bfloat16, *dims, sees, **changes)
+    check_changed(backward_config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dims", "sees", "changes"), BACKWARD_CHANGED_TOO)
+def test_backward_of_changed_scores_and_one_block_of_keys(dims, sees, changes, compile_and_inspect, capfd):
+    shipped = backward_config.configure(torch.bfloat16, *dims, sees, few=True, **changes)
+    if shipped.alone:
+        check_changed(shipped, compile_and_inspect, capfd)
+
+
+def check_changed(shipped, compile_and_inspect, capfd):
     found = compile_and_inspect(lambda: build(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") > 0

@@ -251,7 +251,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
         config = replace(config, **_instead(config, dims))
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
-        fields = [fields for fields in larger if not fields.get("lean") or not (few or _spills_if_lean(dtype, sees))]
+        fields = [fields for fields in larger if not (fields.get("lean") and _spills_if_lean(dtype, sees, few))]
         stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
         config = replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
     return _of_one_block(config) if few and config.split == "keys" else config
@@ -263,9 +263,9 @@ def _of_one_block(config: Config) -> Config:
     return replace(config, alone=True, finishes=False, skips=False, pairwise=True, delta_in=delta_in, shares=config.sees == "all")
 
 
-def _spills_if_lean(dtype: torch.dtype, sees: str) -> bool:
-    """8 or 16 bytes, or may."""
-    return dtype == torch.float16 and sees in ("interval", "rows")
+def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
+    """8 to 32 bytes, or may."""
+    return sees != "all" if few else dtype == torch.float16 and sees in ("interval", "rows")
 
 
 def lengths() -> list[int]:

@@ -23,7 +23,10 @@ ABREAST = 8  # rising heads that take turns, at most,
 RISING = 16 << 20  # and what these read in all, in bytes;
 FEW = 4  # so many, of above 64, may read twice that
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
-MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads
+MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
+MOST_ALONE = (
+    12  # and where there is no other block of its head (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
+)
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time under a full mask, at head_dim 64 and above; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
@@ -205,7 +208,8 @@ def _shared(config: Config, call: Call, slots: int) -> tuple[int, int, int]:
     def tiles(shares: int) -> int:
         return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
 
-    shares = min(range(1, 1 + min(MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)), key=tiles)
+    most = min(MOST_ALONE if config.alone else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
+    shares = min(range(1, 1 + most), key=tiles)
     return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
 
 
