@@ -268,10 +268,8 @@ def stay(
                 begin_adding(warp_idx, config)
                 add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            batch = tensors.turns.shape[0]
-            if const_expr(config.shares):
-                batch -= lent(partial, tensors)
-            backward_finish.finish_all(tensors, finisher, queue, batch, band, scale, warp_idx, config)
+            queries = lent(partial, tensors) if const_expr(config.shares) else Int32(0)
+            backward_finish.finish_all(tensors, finisher, queue, queries, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)

@@ -86,13 +86,13 @@ def finish_earlier(
 
 @cute.jit
 def finish_all(
-    tensors: Tensors, finisher: Finisher, queue: units.Queue, batch: Int32, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+    tensors: Tensors, finisher: Finisher, queue: units.Queue, lent: Int32, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """Likewise, of all tiles of the first `batch` sequences those with this block's number and every grid's length after it. Waits until they are
+    """Likewise, of all tiles those with this block's number and every grid's length after it, but for the last `lent` queries. Waits until they are
     complete, or this block's units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
     """
     arch.griddepcontrol_wait()
-    _, heads, m_blocks, _ = tensors.turns.shape
+    batch, heads, m_blocks, _ = tensors.turns.shape
     group, done = heads // tensors.K.shape[2], Int32(0)
     number = arch.block_idx()[0]
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
@@ -102,7 +102,9 @@ def finish_all(
         batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
         number += arch.grid_dim()[0]
-        if visitors.last > visitors.first:
+        seqlen_q = tensors.Q.shape[1]
+        end = batch_of_tile * seqlen_q + min((m_block + 1) * config.tile_m, seqlen_q)
+        if visitors.last > visitors.first and end <= batch * seqlen_q - lent:
             tile = Tile(batch_of_tile, head_k * group + member, m_block)
             now, over = added(counter_of(tensors, *tile, 0)), units.ends(queue)
             while now != visitors.last - visitors.first and not over:

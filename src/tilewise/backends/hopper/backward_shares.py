@@ -31,9 +31,8 @@ def partials_of(sums: cute.Tensor, counters: cute.Tensor, unit: Int32, order: Or
 
 @cute.jit
 def lent(sums: cute.Tensor, tensors: Tensors) -> Int32:
-    """How many sequences, the last ones, have parts where their dQ goes, which therefore has to wait until this kernel is through."""
-    of_sequence = Int64(tensors.Q.shape[1]) * tensors.Q.shape[2] * tensors.Q.shape[3]
-    return Int32((2 * Int64(sums.shape[0]) * sums.shape[1] + of_sequence - 1) // of_sequence)  # two 16-bit numbers for one of 32
+    """How many queries of all sequences, the last ones, have parts where their dQ goes, which therefore has to wait until this kernel is through."""
+    return cute.ceil_div(2 * sums.shape[0] * sums.shape[1], tensors.Q.shape[2] * tensors.Q.shape[3])  # two 16-bit numbers for one of 32
 
 
 @cute.jit

@@ -219,7 +219,7 @@ def _numbers_of_part(config: Config) -> int:
 
 
 def _place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
-    """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (for the sequences that
+    """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
     `backward_shares.lent` counts); `alone`, where it is, memory of its own, no more than dQ in fp32 would take.
     """
     if not config.shares:
