@@ -268,7 +268,7 @@ def stay(
                 begin_adding(warp_idx, config)
                 add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            queries = lent(partial, tensors) if const_expr(config.shares) else Int32(0)
+            queries = lent(partial, tensors) if const_expr(config.shares) else None
             backward_finish.finish_all(tensors, finisher, queue, queries, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])

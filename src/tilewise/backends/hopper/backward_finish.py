@@ -86,9 +86,10 @@ def finish_earlier(
 
 @cute.jit
 def finish_all(
-    tensors: Tensors, finisher: Finisher, queue: units.Queue, lent: Int32, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
+    tensors: Tensors, finisher: Finisher, queue: units.Queue, lent: Int32 | None, band: Band, scale: Float32, warp_idx: Int32,
+    config: Constexpr[Config],
 ):  # fmt: skip
-    """Likewise, of all tiles those with this block's number and every grid's length after it, but for the last `lent` queries. Waits until they are
+    """Likewise, of all tiles those with this block's number and every grid's length after it, but for the `lent` last queries. Waits until they are
     complete, or this block's units come to their end: then all multiprocessors finish what is left in less time than one warp of each.
     """
     arch.griddepcontrol_wait()
@@ -102,9 +103,11 @@ def finish_all(
         batch_of_tile, head_k = of_batch // tensors.K.shape[2], of_batch % tensors.K.shape[2]
         visitors = visitors_of(m_block, band, tensors.K.shape[1], config)
         number += arch.grid_dim()[0]
-        seqlen_q = tensors.Q.shape[1]
-        end = batch_of_tile * seqlen_q + min((m_block + 1) * config.tile_m, seqlen_q)
-        if visitors.last > visitors.first and end <= batch * seqlen_q - lent:
+        there = visitors.last > visitors.first
+        if const_expr(config.shares):
+            seqlen_q = tensors.Q.shape[1]
+            there = there and batch_of_tile * seqlen_q + min((m_block + 1) * config.tile_m, seqlen_q) <= batch * seqlen_q - lent
+        if there:
             tile = Tile(batch_of_tile, head_k * group + member, m_block)
             now, over = added(counter_of(tensors, *tile, 0)), units.ends(queue)
             while now != visitors.last - visitors.first and not over:
