@@ -164,7 +164,7 @@ def measure(workload, variants: list[Variant], others: list, budget: float) -> d
     stats = interleave(calls, budget_s=budget, device=device, clock="events")
     return {
         "workload": workload.id,
-        "results": {name: {"ms": 1e3 * each.median, "p10": 1e3 * each.p10} for name, each in stats.items()},
+        "results": {name: {"ms": 1e3 * each.median, "p10": 1e3 * each.p10, "p90": 1e3 * each.p90} for name, each in stats.items()},
         "samples": min(each.samples for each in stats.values()),
         "same": same,
         "bits_of_base": bits,
