@@ -28,8 +28,9 @@ MOST_ALONE = (
     12  # and where there is no other block of its head (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
 )
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
-NEIGHBOURS = 4, 8  # blocks of keys of a head that run at a time under a full mask, at head_dim 64 and above; each begins a tile later
+NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
+AGAIN = 24 << 20  # bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -169,7 +170,9 @@ def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: 
     """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
     2026-11-22: benchmarks/results/exploratory/backward-adders-h200.jsonl, runs 1 to 5.
     """
-    most = max(1, slots // NEIGHBOURS[config.head_dim > 64], AT_HAND // _read(config, group, seqlen_q))
+    read = _read(config, group, seqlen_q)
+    apart = math.isqrt(AGAIN * slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
+    most = max(1, min(slots // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
 
 
