@@ -78,6 +78,24 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     assert shared(16384, 16, replace(config, shares=False)) == (2048, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("dim", "heads", "seqlen", "together"),
+    [
+        (64, 128, 4096, 16),
+        (64, 32, 16384, 16),
+        (64, 32, 65536, 8),
+        (128, 32, 8192, 16),
+        (128, 16, 16384, 8),
+        (128, 3, 1 << 20, 1),
+        (64, 32, 256, 32),
+    ],
+)
+def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, together):
+    """Eight blocks of each at a time, unless these would fetch each tile anew, or all that they read fits into the L2 cache."""
+    config = backward_config.configure(torch.bfloat16, dim, dim, "all", seqlen)
+    assert gradients._side_by_side(config, heads, 1, seqlen, 132) == together
+
+
 def test_what_is_shared_has_room_where_dQ_goes():
     """Parts of dK and dV, 128 KB each at head_dim 128, lie in dQ until it is written, or take no more than it would in fp32."""
     for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 11)):
