@@ -90,7 +90,7 @@ if [ "$ladder" = yes ]; then
   "$PYTHON" -m tilewise bench --impl "${impl:-$(here ladder "k1..k6,$variants,$peers")}" --set ladder "${cells[@]}" "${how[@]}"
 fi
 if [ "$kernels" = yes ]; then
-  for sweep in papers gpu-shapes; do
+  for sweep in papers gpu-shapes gpu-cross; do
     "$PYTHON" -m tilewise bench --impl "${impl:-$(here $sweep "tilewise,$peers")}" --set $sweep --direction fwd,bwd "${how[@]}"
   done
 fi

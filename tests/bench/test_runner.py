@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tilewise import bench
+from tilewise.bench import runner
 from tilewise.bench.gate import LARGEST_SCORES, sample_of, verify
 from tilewise.bench.impls import Naive, Sdpa, Tilewise
 from tilewise.bench.runner import run
+from tilewise.bench.timing import Stats
 from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Dense, PerHead, SlidingWindow
 
@@ -156,6 +158,19 @@ def test_one_contender_that_breaks_does_not_take_the_others_along():
     broken, fine = run([SMALL], [Spoiled("broken", before=breaks), Naive()], budget_s=0.0, memory=False)
     assert broken.passed is None and broken.reason == "cannot run this: OSError: no such kernel"
     assert fine.passed and fine.median_s > 0 and fine.peak_extra_bytes is None
+
+
+@pytest.mark.parametrize(("fastest", "clocks"), [(40e-6, {"graph", "wall"}), (60e-6, {"events", "wall"})])
+def test_all_are_timed_by_graphs_if_one_is_shorter_than_its_launch(monkeypatch, fastest, clocks):
+    """So that rows of one workload can be compared."""
+    seconds = {"fast": fastest, "slow": 70e-6}
+
+    def interleaved(calls, clock, **how):
+        return {name: Stats.of([seconds[name]]) for name in calls}
+
+    monkeypatch.setattr(runner, "interleave", interleaved)
+    timed = runner._timed({name: None for name in seconds}, runner.Timing(), torch.device("cuda"))
+    assert {name: set(each) for name, each in timed.items()} == dict.fromkeys(seconds, clocks)
 
 
 def test_the_package_offers_what_the_command_line_needs():

@@ -47,14 +47,14 @@ def test_every_mask_is_taken(mask):
 
 
 def test_keys_of_one_block_need_no_sum():
-    alone, summed = (gradients.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
-    assert alone.alone and not summed.alone and alone.numbers_of_sum < summed.numbers_of_sum
+    few, summed = (gradients.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
+    assert few.one_block and not summed.one_block and few.numbers_of_sum < summed.numbers_of_sum
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(ValueError, match="who computes it"):
-        replace(alone, finishes=True)
+        replace(few, finishes=True)
     for dims, sees in itertools.product(backward_config.TILES, ("all", "from")):
         few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
-        assert not few.sums and few.alone == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
+        assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():
@@ -104,9 +104,9 @@ def test_what_is_shared_has_room_where_dQ_goes():
         config = gradients.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
         _, found, parts = gradients._shared(config, call, 132)
         place = gradients._place_of_parts(config, parts, q)
-        assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.alone else 2)
+        assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks stay"):
-        replace(config, alone=False, finishes=True, stays=False)
+        replace(config, one_block=False, finishes=True, stays=False)
 
 
 def test_explain_says_what_sharing_takes():

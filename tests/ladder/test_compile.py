@@ -198,7 +198,7 @@ def test_backward(dims, sees, compile_and_inspect, capfd):
 def check_backward(shipped, compile_and_inspect, capfd):
     """Its three kernels; the products of a step stand in the code once for each role."""
     found = compile_and_inspect(lambda: compiled(gradients.LAUNCH, gradients.arguments, shipped, REMARKS), shipped, capfd)
-    assert len(found.usage) == (2 if shipped.alone and shipped.sees == "all" else 3)
+    assert len(found.usage) == (2 if shipped.one_block and shipped.sees == "all" else 3)
     check_nothing_spills(found)
     main = max(found.usage, key=lambda usage: usage["REG"])
     check_registers(replace(found, usage=[main]), shipped, kernels=1 + shipped.dq_apart)
@@ -208,7 +208,7 @@ def check_backward(shipped, compile_and_inspect, capfd):
 
 
 SHAPES = list(itertools.product(backward_config.TILES, SEES))
-FEW = [(dims, sees) for dims, sees in SHAPES if backward_config.configure(torch.bfloat16, *dims, sees, few=True).alone]
+FEW = [(dims, sees) for dims, sees in SHAPES if backward_config.configure(torch.bfloat16, *dims, sees, few=True).one_block]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bf16", "fp16"])
@@ -256,7 +256,7 @@ def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, ca
 @pytest.mark.parametrize(("dims", "sees", "changes"), BACKWARD_CHANGED_TOO)
 def test_backward_of_changed_scores_and_one_block_of_keys(dims, sees, changes, compile_and_inspect, capfd):
     shipped = backward_config.configure(torch.bfloat16, *dims, sees, few=True, **changes)
-    if shipped.alone:
+    if shipped.one_block:
         check_changed(shipped, compile_and_inspect, capfd)
 
 

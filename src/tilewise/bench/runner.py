@@ -128,15 +128,15 @@ def call_of(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
 
 
 def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict[str, Stats]]:
-    """For every call, its times by clock. On a GPU a forward shorter than its own launch is timed again as the replay of a graph."""
+    """For every call, its times by clock. On a GPU all are timed again as the replay of a graph, if one of them is shorter than its own launch."""
     clocks = timing.clocks if device.type == "cuda" else ("wall",)
     timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
     for clock in clocks:
         stats = interleave(calls, budget_s=timing.budget_s, device=device, clock=clock, once_above_s=timing.once_above_s)
         for name in calls:
             timed[name][clock] = stats[name]
-    short = {name: call for name, call in calls.items() if "events" in timed[name] and timed[name]["events"].median < GRAPH_BELOW_S}
-    for name, call in short.items():
+    short = any(stats["events"].median < GRAPH_BELOW_S for stats in timed.values() if "events" in stats)
+    for name, call in calls.items() if short else ():
         try:
             graph = interleave({name: call}, budget_s=timing.budget_s, device=device, clock="graph")[name]
         except RuntimeError:  # it synchronises, or allocates outside torch: no graph of it exists, and the events stand

@@ -71,7 +71,7 @@ def launch(
     q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
     """
     shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
-    own = mdQ if const_expr(config.alone) else None
+    own = mdQ if const_expr(config.one_block) else None
     tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, own, Changes(inner, factor, bias, slopes, diagonal, shift))
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
@@ -134,7 +134,7 @@ def launch(
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
         return
-    if const_expr(config.alone and config.sees == "all"):
+    if const_expr(config.one_block and config.sees == "all"):
         return  # all tiles are written, and nothing is hidden that could be not finite
     tiles = queries[0] * queries[1] * queries[2]
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
@@ -183,7 +183,7 @@ def kernel(
     if const_expr(config.split == "columns"):
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
         sP = storage.allocate_tensor(dtype, layout_P.outer, 1024, swizzle=layout_P.inner)
-    if const_expr(not (config.direct or config.alone)):
+    if const_expr(config.staged):
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     visits = None
@@ -207,7 +207,7 @@ def kernel(
     if const_expr(config.finishes):
         finisher = backward_finish.make_finisher(storage, store_dQ, dtype, config)
     if const_expr(config.stays):
-        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (0 if const_expr(config.alone) else ADDERS))
+        queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (ADDERS if const_expr(config.staged) else 0))
         pipes = make_pipes(storage, config)
         stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
@@ -222,12 +222,10 @@ def kernel(
         if warp_idx == 0:
             produce(tensors, loads, sm, pipes, block, band, walk, config)
         elif warp_idx <= (config.dq_consumers if const_expr(config.direct) else ADDERS):
-            if const_expr(config.alone):
-                pass
-            elif const_expr(not config.direct):
+            if const_expr(config.staged):
                 begin_adding(warp_idx, config)
                 add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
-            elif const_expr(config.ordered and not config.dq_apart):
+            elif const_expr(config.direct and config.ordered and not config.dq_apart):
                 arch.griddepcontrol_wait()
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
@@ -264,7 +262,7 @@ def stay(
         if warp_idx == 0:
             produce_units(tensors, loads, sm, pipes, queue, band, order, config)
         elif warp_idx <= ADDERS:
-            if const_expr(not config.alone):
+            if const_expr(config.staged):
                 begin_adding(warp_idx, config)
                 add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):

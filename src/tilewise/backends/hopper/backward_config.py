@@ -26,7 +26,7 @@ class Config:
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
     dq_apart: bool = False  # dQ is computed by a kernel of its own (backward_queries.py); where columns are split
-    alone: bool = False  # all keys are one block's, so that whoever computes a tile of dQ writes it; where keys are split
+    one_block: bool = False  # all keys are one block's, so that whoever computes a tile of dQ writes it; where keys are split
     direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
     finishes: bool = (
@@ -85,7 +85,7 @@ class Config:
 
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
-        if self.alone and (self.split == "columns" or self.direct or self.finishes or self.skips):
+        if self.one_block and (self.split == "columns" or self.direct or self.finishes or self.skips):
             raise ValueError("dQ is written by who computes it only where keys are split, no tile is skipped, and nobody else finishes it")
         if self.roomy and self.consumers != 2:
             raise ValueError("ROOMY is for two consumers")
@@ -152,12 +152,17 @@ class Config:
     @property
     def only_looks(self) -> bool:
         """Whether the last kernel only looks for what is left of dQ."""
-        return self.finishes or self.alone
+        return self.finishes or self.one_block
+
+    @property
+    def staged(self) -> bool:
+        """Whether dQ goes through shared memory to the warps that add it up."""
+        return not (self.direct or self.one_block)
 
     @property
     def sums(self) -> bool:
         """Whether dQ is summed up in global memory."""
-        return not (self.dq_apart or self.alone)
+        return not (self.dq_apart or self.one_block)
 
     @property
     def numbers_of_sum(self) -> int:
@@ -260,7 +265,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
 def _of_one_block(config: Config) -> Config:
     """Rounding by twos and -delta in dP's registers are what keeps these from spilling."""
     delta_in = config.delta_in or (config.head_dim == 128 and config.softcap and not config.natural)
-    return replace(config, alone=True, finishes=False, skips=False, pairwise=True, delta_in=delta_in, shares=config.sees == "all")
+    return replace(config, one_block=True, finishes=False, skips=False, pairwise=True, delta_in=delta_in, shares=config.sees == "all")
 
 
 def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:

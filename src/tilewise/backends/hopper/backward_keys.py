@@ -250,9 +250,7 @@ def make_tile(
         tQrB=dq.make_fragment_B(dq.partition_B(right)),
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(transposed(sm.dS)),
-        tdQsdQ=None
-        if const_expr(config.direct or config.alone)
-        else sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0],
+        tdQsdQ=sm.dQ[None, thread % THREADS, None, consumer if const_expr(has_dQ) else 0] if const_expr(config.staged) else None,
         first=sm.first,
         tlse=tlse,
         tdelta=tdelta,
@@ -560,9 +558,9 @@ def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
 def leave_dQ(
     tile: Tile, tensors: Tensors, acc_dQ: cute.Tensor, block: Block, g: Int32, m_block: Int32, stage: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """dQ of this warpgroup to whoever adds it up; `alone`: to the gradient. While dK is being computed."""
+    """dQ of this warpgroup to whoever adds it up; `one_block`: to the gradient. While dK is being computed."""
     head = block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
-    if const_expr(config.alone):
+    if const_expr(config.one_block):
         at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
         thread = arch.thread_idx()[0] - THREADS
         parts.write_at_once(tensors, acc_dQ, tile.mma.dq, thread, block.batch, head, at, tile.scale, config)

@@ -29,8 +29,8 @@ class Tensors(NamedTuple):
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
-    # `alone`: how many warps have written finite numbers of it
-    dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`alone`)
+    # `one_block`: how many warps have written finite numbers of it
+    dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
     changes: changed.Changes
 
 
@@ -68,7 +68,7 @@ def finish(
             tile, missing = first + arch.lane_idx() * step, Boolean(False)
             if tile < tiles:
                 turns = tensors.turns[tile // (m_blocks * heads), tile // m_blocks % heads, tile % m_blocks, 0]
-                missing = turns < writers_of(config) if const_expr(config.alone) else turns >= 0
+                missing = turns < writers_of(config) if const_expr(config.one_block) else turns >= 0
             left = Int32(arch.vote_ballot_sync(missing))
             while left != 0:
                 last = Int32(WARP - 1 - arch.clz(left))
@@ -89,7 +89,7 @@ def finish_tile(
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
     numbers = cute.size(acc)
-    if const_expr(config.alone):
+    if const_expr(config.one_block):
         acc.fill(0.0)
         finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
     else:

@@ -24,7 +24,7 @@ RISING = 16 << 20  # and what these read in all, in bytes;
 FEW = 4  # so many, of above 64, may read twice that
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
-MOST_ALONE = (
+MOST_OF_ONE_BLOCK = (
     12  # and where there is no other block of its head (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
 )
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
@@ -68,13 +68,13 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
     """What the backward pass will do, in sentences; slots: multiprocessors of the GPU."""
     config = config_of(call)
     walk = WALKS[config.sees].format(config.tile_m)
-    sums = "dQ written by who computes it" if config.alone else "dQ by a kernel of its own"
+    sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     _, shares, parts = _shared(config, call, slots)
     if parts:
-        size, where = 4 * parts * _numbers_of_part(config), "" if config.alone else ", where dQ goes later"
+        size, where = 4 * parts * _numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
     return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
@@ -206,12 +206,12 @@ def _shared(config: Config, call: Call, slots: int) -> tuple[int, int, int]:
     last = blocks % slots
     if not config.shares or last == 0 or call.batch > MOST:
         return blocks, 1, 0
-    room = call.q.numel() // (1 if config.alone else 2) // (last * _numbers_of_part(config))
+    room = call.q.numel() // (1 if config.one_block else 2) // (last * _numbers_of_part(config))
 
     def tiles(shares: int) -> int:
         return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
 
-    most = min(MOST_ALONE if config.alone else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
+    most = min(MOST_OF_ONE_BLOCK if config.one_block else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
     shares = min(range(1, 1 + most), key=tiles)
     return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
 
@@ -223,12 +223,12 @@ def _numbers_of_part(config: Config) -> int:
 
 def _place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
-    `backward_shares.lent` counts); `alone`, where it is, memory of its own, no more than dQ in fp32 would take.
+    `backward_shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take.
     """
     if not config.shares:
         return None
     numbers = parts * _numbers_of_part(config)
-    if config.alone:
+    if config.one_block:
         place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
     else:
         place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
