@@ -24,9 +24,7 @@ RISING = 16 << 20  # and what these read in all, in bytes;
 FEW = 4  # so many, of above 64, may read twice that
 TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
-MOST_OF_ONE_BLOCK = (
-    12  # and where there is no other block of its head (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
-)
+MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
@@ -168,7 +166,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: int) -> int:
     """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
-    2026-11-22: benchmarks/results/exploratory/backward-adders-h200.jsonl, runs 1 to 5.
+    2026-11-22: benchmarks/results/exploratory/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
     apart = math.isqrt(AGAIN * slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
