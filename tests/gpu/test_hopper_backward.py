@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held
+from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held, same_bits
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
@@ -64,13 +64,7 @@ def test_many_runs_of_keys_of_one_block_have_the_same_bits(dims, seqlen_k):
     sizes = (3000, 8, dims[0]), (seqlen_k, 4, dims[0]), (seqlen_k, 4, dims[1])
     q, k, v = (torch.randn(2, *size, device="cuda").bfloat16() for size in sizes)
     for mask in (Full(), Causal("top_left"), Dense(torch.rand(3000, seqlen_k, generator=torch.Generator().manual_seed(3)) < 0.3)):
-        call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
-        o, lse = Hopper().forward(call)
-        d_o = torch.randn_like(o)
-        first = gradients.backward(call, o, lse, d_o, None)
-        for _ in range(100):
-            again = gradients.backward(call, o, lse, d_o, None)
-            assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+        same_bits(Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True), runs=100)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(500, 0), Documents([0, 300, 4096], inner=Causal())], ids=repr)
@@ -309,14 +303,7 @@ def test_many_runs_have_the_same_bits(mask, dims):
     """Many blocks a head, more of them than the machine runs at a time, and heads that share keys."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 1500, heads, dim, device="cuda").bfloat16() for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1])))
-    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
-    backend = Hopper()
-    o, lse = backend.forward(call)
-    d_o = torch.randn_like(o)
-    first = backend.backward(call, o, lse, d_o, None)
-    for _ in range(1000 if dims == (128, 128) else 100):
-        again = backend.backward(call, o, lse, d_o, None)
-        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+    same_bits(Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True), runs=1000 if dims == (128, 128) else 100)
 
 
 @pytest.mark.parametrize(
@@ -336,13 +323,7 @@ def test_many_runs_of_long_sequences_have_the_same_bits(dims, heads, seqlen, mas
     torch.manual_seed(0)
     sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     q, k, v = (torch.randn(16384 // seqlen, seqlen, *size, device="cuda").bfloat16() for size in sizes)
-    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
-    o, lse = Hopper().forward(call)
-    d_o = torch.randn_like(o)
-    first = gradients.backward(call, o, lse, d_o, None)
-    for _ in range(150):
-        again = gradients.backward(call, o, lse, d_o, None)
-        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+    same_bits(Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True), runs=150)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(50, 0)], ids=repr)
