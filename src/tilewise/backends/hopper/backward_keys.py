@@ -81,7 +81,8 @@ class Tile(NamedTuple):
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
     visits: cute.Tensor | None  # (FIELDS, stages)
-    n0: Int32
+    tensors: Tensors
+    block: Block
     band: Band
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
@@ -104,7 +105,7 @@ def consume(
     tile.acc_dV.fill(0.0)
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
-    visit_all(tile, tensors, pipes, tma.at_first(config.stages), block, band, walk, has_dQ, config)
+    visit_all(tile, pipes, tma.at_first(config.stages), walk, has_dQ, config)
     given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
     write_once(epilogue.write, given, tile, partials, block, config)
 
@@ -125,7 +126,7 @@ def consume_units(
         arch.barrier(barrier_id=Barrier.DS, number_of_threads=config.consumers * THREADS)  # what the unit before left has left dS's place
         pipes.k.consumer_wait(tma.after(done, 1))
         pipes.v.consumer_wait(tma.after(done, 1))
-        state = visit_all(tile, tensors, pipes, state, block, band, walk, has_dQ, config)
+        state = visit_all(tile, pipes, state, walk, has_dQ, config)
         pipes.k.consumer_release(tma.after(done, 1))
         if const_expr(epilogue.fit_in_dS(config)):
             pipes.v.consumer_release(tma.after(done, 1))
@@ -162,16 +163,16 @@ def write_once(
 
 @cute.jit
 def visit_all(
-    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, band: Band, walk: Walk,
-    has_dQ: Constexpr[bool], config: Constexpr[Config],
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, has_dQ: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """The whole walk, for every query head of the group."""
+    tensors, block, band = tile.tensors, tile.block, tile.band
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     together = group // apart(group, config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         if const_expr(config.skips):
-            whole, own = own, walk_of_keys(own, tile.n0 + tile.consumer * KEYS, band, config)
+            whole, own = own, walk_of_keys(own, tile.block.n0 + tile.consumer * KEYS, band, config)
             before = (own.start - whole.start) * own.step
             behind = (whole.last - whole.first) - before - (own.last - own.first)
             state = visit_unseen(tile, pipes, state, before * together, has_dQ, config)
@@ -182,9 +183,9 @@ def visit_all(
             for g in cutlass.range(first, first + together, unroll=1):
                 left -= 1
                 if const_expr(config.lean):
-                    state = step_lean(tile, tensors, pipes, state, block, g, m_block, masked, config)
+                    state = step_lean(tile, pipes, state, g, m_block, masked, config)
                 else:
-                    state = step(tile, tensors, pipes, state, block, g, m_block, masked, left > 0, has_dQ, config)
+                    state = step(tile, pipes, state, g, m_block, masked, left > 0, has_dQ, config)
             m_block = next_in(m_block, own, config)
         if const_expr(config.skips):
             state = visit_unseen(tile, pipes, state, behind * together, has_dQ, config)
@@ -258,7 +259,8 @@ def make_tile(
         begin=begin,
         end=end,
         visits=sm.visits,
-        n0=block.n0,
+        tensors=tensors,
+        block=block,
         band=band,
         acc_dK=cute.make_rmem_tensor(mma.dk.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(mma.dv.get_slice(thread).partition_shape_C((config.tile_n, config.head_dim_v)), Float32),
@@ -272,7 +274,7 @@ def make_tile(
 
 @cute.jit
 def step(
-    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, g: Int32, m_block: Int32, masked: Boolean,
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, g: Int32, m_block: Int32, masked: Boolean,
     more: Boolean, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile.
@@ -321,7 +323,7 @@ def step(
     ask_ahead(tile, pipes, following, more, config)
     warpgroup.wait_group(1)  # dQ is there; without it, dV
     if const_expr(has_dQ):
-        leave_dQ(tile, tensors, acc_dQ, block, g, m_block, stage, config)
+        leave_dQ(tile, acc_dQ, g, m_block, stage, config)
     else:
         tma.release(pipes.do, state)
     warpgroup.wait_group(0)
@@ -367,8 +369,7 @@ def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boo
 
 @cute.jit
 def step_lean(
-    tile: Tile, tensors: Tensors, pipes: Pipes, state: pipeline.PipelineState, block: Block, g: Int32, m_block: Int32, masked: Boolean,
-    config: Constexpr[Config],
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, g: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ):  # fmt: skip
     """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
     computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
@@ -411,7 +412,7 @@ def step_lean(
     acc_dQ = fragments.scores(tile.mma.dq, shape_dQ, tile.tQrA[None, None, None, 0], tile.tQrB[None, None, None, 0])
     fragments.product(tile.mma.dk, tile.acc_dK, tile.tKrdS[None, None, None, 0], tile.tKrQ[None, None, None, stage], True)
     warpgroup.wait_group(1)  # dQ is there
-    leave_dQ(tile, tensors, acc_dQ, block, g, m_block, stage, config)
+    leave_dQ(tile, acc_dQ, g, m_block, stage, config)
     state.advance()
     return state
 
@@ -529,7 +530,7 @@ def hide_in(
 ):  # fmt: skip
     """What this tile of queries hides."""
     if const_expr(config.sees == "runs"):
-        hide_unseen(acc, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
+        hide_unseen(acc, visit_in(tile.visits, stage), tile.block.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
     elif masked:
         hide(tile, acc, m_block * config.tile_m, config, hidden)
 
@@ -555,17 +556,16 @@ def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
 
 
 @cute.jit
-def leave_dQ(
-    tile: Tile, tensors: Tensors, acc_dQ: cute.Tensor, block: Block, g: Int32, m_block: Int32, stage: Int32, config: Constexpr[Config]
-):  # fmt: skip
+def leave_dQ(tile: Tile, acc_dQ: cute.Tensor, g: Int32, m_block: Int32, stage: Int32, config: Constexpr[Config]):
     """dQ of this warpgroup to whoever adds it up; `one_block`: to the gradient. While dK is being computed."""
-    head = block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
+    tensors, batch = tile.tensors, tile.block.batch
+    head = tile.block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
     if const_expr(config.one_block):
         at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
         thread = arch.thread_idx()[0] - THREADS
-        parts.write_at_once(tensors, acc_dQ, tile.mma.dq, thread, block.batch, head, at, tile.scale, config)
+        parts.write_at_once(tensors, acc_dQ, tile.mma.dq, thread, batch, head, at, tile.scale, config)
     else:
-        hand_over(tile, acc_dQ, tensors.sum_dQ[block.batch, head, m_block, None], stage % ADDERS, config)
+        hand_over(tile, acc_dQ, tensors.sum_dQ[batch, head, m_block, None], stage % ADDERS, config)
 
 
 @cute.jit

@@ -88,23 +88,31 @@ def finish_tile(
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
-    numbers = cute.size(acc)
+    finite = Boolean(True)
     if const_expr(config.one_block):
         acc.fill(0.0)
         finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
     else:
-        flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
-        first = thread // 128 * (numbers // 4) * 128 + thread % 128
-        for i in range_constexpr(numbers // 4):
-            cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+        read_sum(gSum, acc, thread)
         if const_expr(config.ordered and config.sees != "all"):
             written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
-            for i in range_constexpr(numbers):
+            for i in range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] if written else Float32(0.0)
-        finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+        if const_expr(config.sees != "all"):
+            finite = all_finite(acc)
     store(gdQ, acc, cdQ, m_block * config.tile_m, scale, config)
     if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
+
+
+@cute.jit
+def read_sum(gSum: cute.Tensor, acc: cute.Tensor, thread: Int32):
+    """What this thread computed of a tile."""
+    numbers = cute.size(acc)
+    flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
+    first = thread // 128 * (numbers // 4) * 128 + thread % 128
+    for i in range_constexpr(numbers // 4):
+        cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
 
 
 def writers_of(config: Config) -> int:
