@@ -41,6 +41,12 @@ def held(case, seed=0, run=conformance.run_hidden, backend=None):
         raise AssertionError(f"{case.id}: {failure}") from None
 
 
+def held_each_way(case, seed=0):
+    """Hidden memory poisoned, nothing hidden, and NaN in a key that some queries see."""
+    for turn, run in enumerate((conformance.run_hidden, conformance.run_case, conformance.run_spoiled)):
+        held(case, seed + turn, run)
+
+
 def same_bits(call, runs):
     """The gradients of a call, as often as that, have those of the first."""
     o, lse = Hopper().forward(call)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held, same_bits
+from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held, held_each_way, same_bits
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, gradients
@@ -50,10 +50,7 @@ def test_keys_of_one_block(mask, dims):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": (4, 2, 1)[turn % 3]}
         sizes |= {"head_dim": dims[0], "head_dim_v": dims[1], "dtype": ("bf16", "fp16")[turn % 2], "lse_grad": turn % 3 == 1}
         for each in [mask] if mask else beyond_one_band(seqlen_q, seqlen_k):
-            case = Case(batch=2, mask=each, **sizes)
-            held(case)
-            held(case, seed=1, run=conformance.run_case)
-            held(replace(case, dtype="bf16"), run=conformance.run_spoiled)
+            held_each_way(Case(batch=2, mask=each, **sizes))
 
 
 @pytest.mark.parametrize("seqlen_k", [77, 128])

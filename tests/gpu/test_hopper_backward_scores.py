@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hopper_problems import NEEDS_HOPPER, drawing, held, random_shape
+from hopper_problems import NEEDS_HOPPER, beyond_one_band, drawing, held, held_each_way, random_shape
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, bias_gradient
@@ -85,6 +85,22 @@ def test_masks_beyond_one_band(dims, change, mask):
     held(case, seed=1, run=conformance.run_case)
 
 
+ONE_BLOCK = ({"softcap": 2.0}, {"bias": "hq", "bias_hides": True}, {"alibi": "h"}, {"bias": "bhq", "alibi": "h", "diagonal": True}, EVERYTHING)
+
+
+@pytest.mark.parametrize("change", ONE_BLOCK, ids=_name)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_keys_of_one_block_under_masks_beyond_one_band(dims, change):
+    """dQ is written by who computes it: the consumers, or a kernel of its own; with tiles that see nothing, and hidden NaN."""
+    for turn, (seqlen_q, seqlen_k) in enumerate(((64, 64), (300, 77), (700, 128), (200, 3))):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": (4, 2, 1)[turn % 3]}
+        sizes |= {"head_dim": dims[0], "head_dim_v": dims[1], "dtype": ("bf16", "fp16")[ONE_BLOCK.index(change) % 2]}
+        windows = Documents((0, seqlen_q // 3, seqlen_q), (0, seqlen_k // 2, seqlen_k), inner=SlidingWindow(40, 9))
+        apart = Documents((0, seqlen_q // 4, seqlen_q // 4 + 9), (0, 0, seqlen_k), inner=Causal())
+        for mask in (windows, apart, *beyond_one_band(seqlen_q, seqlen_k)):
+            held_each_way(Case(batch=2, mask=mask, **sizes, **change), seed=turn)
+
+
 @pytest.mark.parametrize(
     ("change", "mask"), _in_turns([{"softcap": 2.0}, {"bias": "bhq"}, {"alibi": "h"}, EVERYTHING], [Causal(), SlidingWindow(50, 20)])
 )
@@ -128,12 +144,24 @@ def test_huge_biases():
     ("change", "dims"), _in_turns([{"softcap": 5.0}, {"bias": "hq"}, {"bias": "h"}, EVERYTHING], [(64, 64), (128, 128), (256, 256)])
 )
 def test_many_runs_have_the_same_bits(change, dims):
-    case = Case(batch=2, seqlen_q=1100, seqlen_k=1300, heads_q=8, heads_k=4, head_dim=dims[0], mask=Causal(), dtype="bf16", **change)
+    sizes = {"seqlen_q": 1100, "seqlen_k": 1300, "heads_q": 8, "heads_k": 4}
+    _same_bits(Case(head_dim=dims[0], mask=Causal(), dtype="bf16", **sizes, **change))
+
+
+@pytest.mark.parametrize("mask", [Documents((0, 1000, 1100), (0, 70, 128)), random_mask(1100, 128)], ids=["documents", "pairs"])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_many_runs_of_keys_of_one_block_have_the_same_bits(dims, mask):
+    sizes = {"seqlen_q": 1100, "seqlen_k": 128, "heads_q": 8, "heads_k": 4, "head_dim": dims[0], "head_dim_v": dims[1]}
+    _same_bits(Case(mask=mask, dtype="bf16", **sizes, **EVERYTHING))
+
+
+def _same_bits(case, runs=100):
+    """The gradients of a bias, too."""
     call, (d_o, d_lse) = make(case, device="cuda", grad=True), upstream(case, device="cuda")
     backend = Hopper()
     o, lse = backend.forward(call)
     first = backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
-    for _ in range(100):
+    for _ in range(runs):
         again = backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
         assert all(x is None or torch.equal(x, y) for x, y in zip(first, again, strict=True))
 

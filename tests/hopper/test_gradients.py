@@ -52,9 +52,12 @@ def test_keys_of_one_block_need_no_sum():
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(ValueError, match="who computes it"):
         replace(few, finishes=True)
-    for dims, sees in itertools.product(backward_config.TILES, ("all", "from")):
+    for dims, sees in itertools.product(backward_config.TILES, {*SEES.values()}):
         few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
         assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
+        for softcap, bias, alibi, diagonal in itertools.product((False, True), (None, torch.float32), (False, True), (False, True)):
+            changes = {"softcap": softcap, "bias": bias, "alibi": alibi, "diagonal": diagonal}
+            assert not backward_config.configure(torch.bfloat16, *dims, sees, few=True, **changes).sums
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():

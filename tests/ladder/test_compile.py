@@ -197,7 +197,7 @@ SEES = ("all", "from", "interval", "rows", "runs")
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("dims", backward_config.TILES, ids=lambda x: str(x).replace(" ", ""))
 def test_backward(dims, sees, compile_and_inspect, capfd):
-    check_backward(backward_config.configure(torch.bfloat16, *dims, sees), compile_and_inspect, capfd)
+    check_backward(many_keys(dims, sees, {}), compile_and_inspect, capfd)
 
 
 def check_backward(shipped, compile_and_inspect, capfd):
@@ -217,6 +217,10 @@ SHAPES = list(itertools.product(backward_config.TILES, SEES))
 
 def few_keys(dims, sees, changes, dtype=torch.bfloat16):
     return backward_config.configure(dtype, *dims, sees, few=True, **changes)
+
+
+def many_keys(dims, sees, changes):
+    return backward_config.configure(torch.bfloat16, *dims, sees, **changes)
 
 
 FEW = [shape for shape in SHAPES if few_keys(*shape, {}).one_block]
@@ -260,11 +264,16 @@ BACKWARD_CHANGED_TOO = [(*shape, changes) for shape in SHAPES for changes in BAC
 )
 def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     """With what backward_scores.py does between the products."""
-    check_changed(backward_config.configure(torch.bfloat16, *dims, sees, **changes), compile_and_inspect, capfd)
+    check_changed(many_keys(dims, sees, changes), compile_and_inspect, capfd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dims", "sees", "changes"), [case for case in BACKWARD_CHANGED_TOO if few_keys(*case).one_block])
+OF_FEW_KEYS = [case for case in BACKWARD_CHANGED_TOO if few_keys(*case) != many_keys(*case)]
+MOST_WITH_TABLES = ((256, 256), "runs", BACKWARD_CHANGES[-1])
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "changes"), [pytest.param(*case, marks=() if case == MOST_WITH_TABLES else pytest.mark.slow) for case in OF_FEW_KEYS]
+)
 def test_backward_of_changed_scores_and_one_block_of_keys(dims, sees, changes, compile_and_inspect, capfd):
     check_changed(few_keys(dims, sees, changes), compile_and_inspect, capfd)
 

@@ -253,7 +253,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     dims = tile_dims(head_dim, head_dim_v)
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
-        config = replace(config, **_instead(config, dims))
+        config = replace(config, **_instead(config, dims, few))
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
         fields = [fields for fields in larger if not (fields.get("lean") and _spills_if_lean(dtype, sees, few))]
@@ -278,10 +278,11 @@ def lengths() -> list[int]:
     return sorted({1, ONE_BLOCK + 1, STAYS_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
 
 
-def _instead(config: Config, dims: tuple[int, int]) -> dict:
+def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
+    """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
     most = config.softcap or (config.bias is not None and config.diagonal)
     how = "softcap" if not config.natural else "both" if most else "natural"
     with_dq = {}
-    if config.sees in ("rows", "runs"):
+    if config.sees in ("rows", "runs") and not few:
         with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})
     return CHANGED[how].get(dims, {}) | with_dq
