@@ -252,9 +252,8 @@ def consume(
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
                 head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]
-                changed.weigh_rows(
-                    acc_S, tScS, tensors.changes, head, block.m0, n_block * KEYS, seqlen_k, rows.lse, scale_log2, True, config
-                )
+                n0 = KEYS * (visit_in(sm.visits, at_k.index).tile if const_expr(config.sees == "runs") else n_block)
+                changed.weigh_rows(acc_S, tScS, tensors.changes, head, block.m0, n0, seqlen_k, rows.lse, scale_log2, True, config)
             else:
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
