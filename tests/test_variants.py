@@ -11,6 +11,8 @@ from tilewise.backends.hopper import gradients, warmup
 from tilewise.backends.hopper.backward_config import configure
 from tilewise.bench.workloads import gpu_shapes, paper_sweep
 
+BOARD = gradients.Board(132, 0)
+
 
 @pytest.fixture
 def variants(monkeypatch):
@@ -39,7 +41,7 @@ def test_what_is_no_variant(variants, text, said):
 
 def test_an_order_takes_its_place(variants):
     """And leaves it again. 64 heads of 128 at 4,096, of which 8 come down: 56 rise, or 48 where 12 take turns."""
-    given = configure(torch.bfloat16, 128, 128, "from", 4096), 4, 4096, 16, 4096, 16, 132, False
+    given = configure(torch.bfloat16, 128, 128, "from", 4096), 4, 4096, 16, 4096, 16, BOARD, False
     shipped = gradients._order(*given)
     assert shipped[:4] == (132, 56, 4, 8)
     with variants.in_place(variants.variant_from("turns: abreast=12")):
@@ -51,7 +53,7 @@ def test_an_order_takes_its_place(variants):
 
 @pytest.mark.parametrize("order", ["abreast=3", "abreast=0", "together=65", "together=0"])
 def test_an_order_that_would_leave_heads_out(variants, order):
-    given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, 132, False
+    given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, BOARD, False
     with variants.in_place(variants.variant_from(f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
         gradients._order(*given)
 

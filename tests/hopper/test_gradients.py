@@ -11,6 +11,7 @@ from tilewise.backends.hopper import Hopper, backward_config, gradients
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
 from tilewise.problem import Call
 
+H100, H200 = (gradients.Board(132, again) for _, again in gradients.AGAIN)
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 SEES = {
     Full(): "all",
@@ -96,7 +97,7 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, together):
     """Eight blocks of each at a time, unless these would fetch each tile anew, or all that they read fits into the L2 cache."""
     config = backward_config.configure(torch.bfloat16, dim, dim, "all", seqlen)
-    assert gradients._side_by_side(config, heads, 1, seqlen, 132) == together
+    assert gradients._side_by_side(config, heads, 1, seqlen, H200) == together
 
 
 def test_what_is_shared_has_room_where_dQ_goes():
@@ -138,20 +139,20 @@ def test_explain_says_what_sharing_takes():
 def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
     """Divisors of the rising heads, and of all heads where the GPU decides which rise."""
     config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
-    _, rising, found, together, *_ = gradients._order(config, 1, seqlen, heads * group, seqlen, heads, 132, False)
+    _, rising, found, together, *_ = gradients._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
     assert (found, rising % found, rising + together) == (abreast, 0, heads)
     assert sees != "rows" or heads % found == 0
 
 
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
     config = backward_config.configure(torch.bfloat16, 256, 256, "from", 1024)
-    assert gradients._order(config, 1, 1024, 8, 1024, 8, 132, False)[1:3] == (0, 1)
+    assert gradients._order(config, 1, 1024, 8, 1024, 8, H200, False)[1:3] == (0, 1)
 
 
 def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     launched = []
     monkeypatch.setattr(gradients.hopper, "compiled", lambda *_: lambda *given: launched.append(given))
-    monkeypatch.setattr(gradients, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(gradients, "_board", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     batch = gradients.MOST + 21
     q = torch.zeros(batch, 2, 1, 8, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,18 @@ MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: ben
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
-AGAIN = 24 << 20  # bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly
+AGAIN = (
+    (0, 2 << 20),
+    (60 << 20, 24 << 20),
+)  # bytes of the L2 cache, at least, and what all of them may read before a tile is read again, once
+# neighbours have drifted apart evenly (50 MB: H100, 2026-11-23, benchmarks/results/exploratory/backward-neighbours-h100.jsonl; 60 MB: H200)
+
+
+class Board(NamedTuple):
+    """A GPU."""
+
+    slots: int  # multiprocessors
+    again: int  # bytes, as in AGAIN
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -102,8 +114,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=call.q.device)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
-    slots = _multiprocessors(call.q.device)
-    shared_from, shares, parts = _shared(config, call, slots)
+    board = _board(call.q.device)
+    shared_from, shares, parts = _shared(config, call, board.slots)
     partial = _place_of_parts(config, parts, d_q)
     counter = torch.empty(1 + parts, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
@@ -121,22 +133,23 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
             if batch > MOST:
                 given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
                 of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
-            order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], slots, narrow)
+            order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], board, narrow)
             shared = partial, shared_from, shares
             compute(*given, counter, *order, *shared, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
         if bias_grad:
-            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, slots)
+            d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, board.slots)
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
 
 
 def _order(
-    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, slots: int, narrow: bool
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
 ) -> tuple[int, ...]:
     """The fields of `backward_order.Order`, and how many heads take turns in backward_queries.py. narrow: a window, much shorter than the queries."""
+    slots = board.slots
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * slots // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, slots), 1, behind
+        return slots, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
     longest = _as_much_as_the_longest(n_blocks, slots)
     rising, together = 0, _evenly(heads, longest)
     if config.sees == "from" and not config.dq_apart:
@@ -164,13 +177,13 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
 
 
-def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, slots: int) -> int:
+def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
     """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
     2026-11-22: benchmarks/results/exploratory/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
-    apart = math.isqrt(AGAIN * slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
-    most = max(1, min(slots // NEIGHBOURS, apart), AT_HAND // read)
+    apart = math.isqrt(board.again * board.slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
+    most = max(1, min(board.slots // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
 
 
@@ -313,5 +326,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _board(device: torch.device) -> Board:
+    found = torch.cuda.get_device_properties(device)
+    return Board(found.multi_processor_count, next(most for least, most in reversed(AGAIN) if found.L2_cache_size >= least))
