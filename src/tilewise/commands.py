@@ -234,8 +234,8 @@ def report(options: Namespace) -> int:
     charted = [row for row in rows if row.name != "ladder"]  # which has tables, and more contenders than a chart has colours
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
-    if on_gpus:
-        drawn += plots.save(on_gpus, options.plots / "gpu", ("throughput",))
+    for device in sorted({row.device for row in on_gpus}):
+        drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

@@ -186,6 +186,17 @@ def test_a_marker_names_a_set_and_a_direction():
         assert [number for number in ("| **2.000**", "| **6.000**") if number in text] == list(shown)
 
 
+def test_a_marker_names_a_device():
+    """And a table that would take one cell from two of them is none."""
+    elsewhere = [replace(row, environment={**row.environment, "device": "a GPU"}, median_s=0.001) for row in (OURS, THEIRS)]
+    for name, shown in (("time:::cpu", "| **2.000** | 3.000 |"), ("time:cpu:fwd:gpu", "| 1.000 | 1.000 |")):
+        assert shown in report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", [OURS, THEIRS, *elsewhere])
+    for name in ("time", "against-best:cpu"):
+        with pytest.raises(ValueError, match=f"{name} would mix a CPU and a GPU; "):
+            report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", [OURS, THEIRS, *elsewhere])
+    assert "a CPU" in report.fill("<!-- tilewise:begin machines -->\n<!-- tilewise:end machines -->\n", [OURS, *elsewhere])
+
+
 def test_markers_that_make_no_sense():
     with pytest.raises(ValueError, match=r"page.md: speed is no table; there are time, throughput"):
         report.fill("<!-- tilewise:begin speed -->\n<!-- tilewise:end speed -->", ROWS, "page.md")
@@ -251,6 +262,10 @@ def test_labels_never_touch_and_always_tell_a_scale(monkeypatch, metric, spread)
                 assert getattr(one, f"{side}1") <= getattr(after, f"{side}0"), f"{side}: labels overlap"
         assert axes.get_xticklabels()[-1].get_text() == "4k"
     assert any(label.get_text() for label in panels[0].get_yticklabels())
+
+
+def test_charts_of_a_device_have_a_folder():
+    assert plots.folder_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
 
 def test_charts_that_cannot_be_drawn():

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def save(rows: Iterable[Row], folder: str | Path, metrics: Iterable[str] = ("tim
             path.write_text(svg(rows, metric), encoding="utf-8")
             written.append(path)
     return written
+
+
+def folder_of(device: str) -> str:
+    """Its name for a path: nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def _panel(row: Row) -> str:

@@ -264,7 +264,7 @@ def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa"
 
 def _measured_on(rows: list[Row]) -> str:
     where = rows[-1].environment if rows else {}
-    words = [str(where.get("device", "no machine")), f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
+    words = [rows[-1].device if rows else "no machine", f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
     if where.get("threads"):
         words.insert(1, f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}")
     return f"Measured on {', '.join(words)}; medians, side by side in one process."
@@ -313,8 +313,8 @@ def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
     """Write the tables between the markers of these markdown files; the files that changed.
 
     A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +);
-    `NAME:SET:DIRECTION` of those in one direction.
-    Raises ValueError for a name that is no table, and for a begin without its end.
+    `NAME:SET:DIRECTION` of those in one direction; `NAME:SET:DIRECTION:DEVICE` of machines whose device's name contains DEVICE (h100).
+    Raises ValueError for a name that is no table, for a begin without its end, and for a table that would take one cell from several devices.
     """
     rows, changed = list(rows), []
     for path in map(Path, documents):
@@ -324,6 +324,14 @@ def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
             path.write_text(after, encoding="utf-8")
             changed.append(path)
     return changed
+
+
+def _that_share_a_cell(rows: list[Row]) -> list[str]:
+    """Devices whose rows are of the same implementation, case and clock."""
+    found: dict[tuple, set[str]] = {}
+    for row in rows:
+        found.setdefault((row.impl, row.name, describe(row.case), row.clock), set()).add(row.device)
+    return sorted(set().union(*(devices for devices in found.values() if len(devices) > 1)))
 
 
 def fill(text: str, rows: list[Row], where: str = "text") -> str:
@@ -336,11 +344,13 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
         raise ValueError(f"{where}: tilewise:begin {missing[0]} has no tilewise:end {missing[0]} after it, or no line of its own")
 
     def written(match: re.Match) -> str:
-        name, sets, direction = [*match["name"].split(":"), "", ""][:3]
+        name, sets, direction, device = [*match["name"].split(":"), "", "", ""][:4]
         if name not in TABLES:
             raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
         chosen = [row for row in rows if not sets or row.name in sets.split("+")]
-        chosen = [row for row in chosen if direction in ("", row.case["direction"])]
+        chosen = [row for row in chosen if direction in ("", row.case["direction"]) and device.lower() in row.device.lower()]
+        if name != "machines" and (devices := _that_share_a_cell(chosen)):
+            raise ValueError(f"{where}: {match['name']} would mix {' and '.join(devices)}; {name}:{sets}:{direction}:DEVICE names one")
         return f"{match[1]}\n{TABLES[name](chosen)}\n\n{match[3]}"
 
     return fill_ladder(_MARKED.sub(written, text), rows, where)

@@ -36,6 +36,10 @@ class Row:
     peak_extra_bytes: int | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def device(self) -> str:
+        return str(self.environment.get("device", "no machine"))
+
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:
     """Add `rows` to the file, making it and its folder where they do not exist."""
