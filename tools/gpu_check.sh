@@ -6,9 +6,12 @@
 #   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only
 #     --ladder                          of the measurements, the ladder's only;  --kernels: all but the ladder's
 #     --head-dim 128 --seqlen 8192      cells of the ladder's sweep (comma-separated lists);  --causal 0 or 1
+#     --set papers,gpu-shapes           sets of what is run beside the ladder; --direction bwd
 #     --impl k5,k6,sdpa:cudnn           contenders, in place of all that are here
 #     --budget 540                      begin no further cell after so many seconds of measuring
 #     --sample 0.15                     seconds of timing for each contender and cell
+#
+# Where there are several GPUs they share tests and cells; each cell's contenders take turns on one.
 #
 # Environment: PYTHON (python3), OUT (the file or folder of the rows; benchmarks/results/h100.jsonl or h200.jsonl), TILEWISE_OFFLINE=1 (install nothing),
 # TILEWISE_FA3_LIBRARY (vLLM's build of FlashAttention-3), TILEWISE_COMMIT (where the checkout has no history, or an older one).
@@ -17,7 +20,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
-tests=yes bench=yes ladder=yes kernels=yes impl="" limit=100000 sample=0.15 cells=()
+tests=yes bench=yes ladder=yes kernels=yes impl="" limit=100000 sample=0.15 sets=papers,gpu-shapes,gpu-cross direction=fwd,bwd cells=()
 while [ $# -gt 0 ]; do
   case $1 in
     --tests) bench=no; shift ;;
@@ -25,6 +28,8 @@ while [ $# -gt 0 ]; do
     --ladder) kernels=no; shift ;;
     --kernels) ladder=no; shift ;;
     --head-dim | --seqlen | --causal) cells+=("$1" "${2:?$1 wants a value}"); shift 2 ;;
+    --set) sets=${2:?--set wants names}; shift 2 ;;
+    --direction) direction=${2:?--direction wants fwd, bwd or fwd+bwd}; shift 2 ;;
     --impl) impl=${2:?--impl wants names}; shift 2 ;;
     --budget) limit=${2:?--budget wants seconds}; shift 2 ;;
     --sample) sample=${2:?--sample wants seconds}; shift 2 ;;
@@ -44,7 +49,7 @@ from importlib.util import find_spec
 print(*(need for module, need in (each.split("=", 1) for each in sys.argv[1:]) if find_spec(module) is None))' "$@"
 }
 wanted=$(missing torch=torch numpy=numpy rich=rich matplotlib=matplotlib pytest=pytest hypothesis=hypothesis \
-  cutlass=nvidia-cutlass-dsl==4.8.1 tvm_ffi=apache-tvm-ffi)
+  xdist=pytest-xdist cutlass=nvidia-cutlass-dsl==4.8.1 tvm_ffi=apache-tvm-ffi)
 peers=$(missing flash_attn.cute=flash-attn-4==4.0.0b36 2> /dev/null || echo flash-attn-4==4.0.0b36)
 if [ "${TILEWISE_OFFLINE:-0}" = 0 ]; then
   # shellcheck disable=SC2086
@@ -62,7 +67,9 @@ from tilewise.hopper.compile import why_not_here
 sys.exit("; ".join(why_not_here()) or None)
 PY
 
-[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q
+gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+workers=$((13 * gpus < $(nproc) * 13 / 16 ? 13 * gpus : $(nproc) * 13 / 16)) # most of a test's time is a kernel's compilation
+[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q -n "$((workers > 1 ? workers : 1))"
 [ "$bench" = yes ] || exit 0
 
 here() { # WORKLOADS NAME,...: the contenders that can run these
@@ -80,17 +87,30 @@ for contender in bench.find(sys.argv[2]):
 print(",".join(here))
 PY
 }
+measure() { # PROCESSES SET IMPL OPTION...: rows of a set; each process has a GPU
+  local processes=$1 set=$2 impl=$3 parts one failed=0
+  parts=$(mktemp -d)
+  shift 3
+  for ((one = 0; one < processes; one++)); do
+    CUDA_VISIBLE_DEVICES=$(cut -d, -f$((one + 1)) <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}") \
+      "$PYTHON" -m tilewise bench --impl "$impl" --set "$set" --part "$((one + 1))/$processes" "${how[@]}" "$@" --out "$parts/$one.jsonl" &
+  done
+  for ((one = 0; one < processes; one++)); do wait -n || failed=$?; done
+  cat "$parts"/*.jsonl >> "$rows"
+  rm -r "$parts"
+  return "$failed"
+}
 board=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | grep -oi 'h[0-9]*00' | tr 'H' 'h' || echo gpu)
 rows=${OUT:-benchmarks/results/$board.jsonl}
 [ ! -d "$rows" ] || rows=$rows/$board.jsonl
-how=(--device cuda --dtype bf16 --budget "$sample" --clock events --once-above 0.3 --no-memory --limit "$limit" --out "$rows")
+how=(--device cuda --dtype bf16 --budget "$sample" --clock events --no-memory --limit "$limit")
 peers=fa4,fa3,fa3:vllm,sdpa:cudnn,fa2,sdpa:flash
 if [ "$ladder" = yes ]; then
   variants=$("$PYTHON" -c 'from tilewise.ladder import VARIANTS; print(",".join(VARIANTS))')
-  "$PYTHON" -m tilewise bench --impl "${impl:-$(here ladder "k1..k6,$variants,$peers")}" --set ladder "${cells[@]}" "${how[@]}"
+  measure "$([ ${#cells[@]} = 0 ] && echo "$gpus" || echo 1)" ladder "${impl:-$(here ladder "k1..k6,$variants,$peers")}" --once-above 0.3 "${cells[@]}"
 fi
 if [ "$kernels" = yes ]; then
-  for sweep in papers gpu-shapes gpu-cross; do
-    "$PYTHON" -m tilewise bench --impl "${impl:-$(here $sweep "tilewise,$peers")}" --set $sweep --direction fwd,bwd "${how[@]}"
+  for sweep in ${sets//,/ }; do # a contender that takes so long would make the others' calls late: cuDNN has no packed documents
+    measure "$gpus" "$sweep" "${impl:-$(here "$sweep" "tilewise,$peers")}" --once-above 0.03 --direction "$direction"
   done
 fi

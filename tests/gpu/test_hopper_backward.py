@@ -92,15 +92,16 @@ def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
 
 
-def test_quick_cases_that_it_covers():
+@pytest.mark.parametrize("part", range(4))
+def test_quick_cases_that_it_covers(part):
     ran = 0
-    for case in QUICK:
+    for case in QUICK[part::4]:
         try:
             held(case, run=conformance.run_case)
             ran += 1
         except UnsupportedError:
             continue
-    assert ran > 15
+    assert ran > 8
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,6 +3,7 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,21 +84,30 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 
 
 @pytest.mark.parametrize(
-    ("dim", "heads", "seqlen", "together"),
+    ("dim", "heads", "seqlen", "on_h100", "on_h200"),
     [
-        (64, 128, 4096, 16),
-        (64, 32, 16384, 16),
-        (64, 32, 65536, 8),
-        (128, 32, 8192, 16),
-        (128, 16, 16384, 8),
-        (128, 3, 1 << 20, 1),
-        (64, 32, 256, 32),
+        (64, 128, 4096, 11, 16),
+        (64, 32, 16384, 5, 16),
+        (64, 32, 65536, 2, 8),
+        (128, 128, 2048, 11, 16),
+        (128, 32, 8192, 5, 16),
+        (128, 16, 16384, 4, 8),
+        (128, 3, 1 << 20, 1, 1),
+        (64, 32, 256, 32, 32),
     ],
 )
-def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, together):
+def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, on_h100, on_h200):
     """Eight blocks of each at a time, unless these would fetch each tile anew, or all that they read fits into the L2 cache."""
     config = backward_config.configure(torch.bfloat16, dim, dim, "all", seqlen)
-    assert gradients._side_by_side(config, heads, 1, seqlen, H200) == together
+    assert [gradients._side_by_side(config, heads, 1, seqlen, board) for board in (H100, H200)] == [on_h100, on_h200]
+
+
+def test_a_board_is_known_by_its_cache(monkeypatch):
+    for size, board in ((50 << 20, H100), (60 << 20, H200), (1 << 20, H100), (126 << 20, H200)):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, size=size: SimpleNamespace(multi_processor_count=132, L2_cache_size=size)
+        )
+        assert gradients._board.__wrapped__(torch.device("cuda")) == board
 
 
 def test_what_is_shared_has_room_where_dQ_goes():
