@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hopper_problems import NEEDS_HOPPER, beyond_one_band, drawing, held, held_each_way, random_shape
+from hopper_problems import NEEDS_HOPPER, beyond_one_band, drawing, held, held_each_way, random_shape, same_bits
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, bias_gradient
@@ -163,15 +163,8 @@ def test_many_runs_of_keys_of_one_block_have_the_same_bits(dims, mask):
     _same_bits(Case(mask=mask, dtype="bf16", **sizes, **EVERYTHING))
 
 
-def _same_bits(case, runs=100):
-    """The gradients of a bias, too."""
-    call, (d_o, d_lse) = make(case, device="cuda", grad=True), upstream(case, device="cuda")
-    backend = Hopper()
-    o, lse = backend.forward(call)
-    first = backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
-    for _ in range(runs):
-        again = backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
-        assert all(x is None or torch.equal(x, y) for x, y in zip(first, again, strict=True))
+def _same_bits(case):
+    same_bits(make(case, device="cuda", grad=True), 100, *upstream(case, device="cuda"))
 
 
 def test_autograd_takes_them():

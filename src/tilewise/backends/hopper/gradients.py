@@ -29,11 +29,9 @@ MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: ben
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
-AGAIN = (
-    (0, 2 << 20),
-    (60 << 20, 24 << 20),
-)  # bytes of the L2 cache, at least, and what all of them may read before a tile is read again, once
-# neighbours have drifted apart evenly (50 MB: H100, 2026-11-23, benchmarks/results/exploratory/backward-neighbours-h100.jsonl; 60 MB: H200)
+# Bytes of the L2 cache, at least, and bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly. 50 MB:
+# H100, 2026-11-23, benchmarks/results/exploratory/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
+AGAIN = (0, 2 << 20), (60 << 20, 24 << 20)
 
 
 class Board(NamedTuple):
