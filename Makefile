@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
-	$(RUN) -m pytest -n auto
+	$(RUN) -m pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow

@@ -69,7 +69,7 @@ PY
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 workers=$((13 * gpus < $(nproc) * 13 / 16 ? 13 * gpus : $(nproc) * 13 / 16)) # most of a test's time is a kernel's compilation
-[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q -n "$((workers > 1 ? workers : 1))"
+[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q -n "$((workers > 1 ? workers : 1))" --dist worksteal
 [ "$bench" = yes ] || exit 0
 
 here() { # WORKLOADS NAME,...: the contenders that can run these
