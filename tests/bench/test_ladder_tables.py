@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilewise.bench import ladder_tables, store
-from tilewise.bench.report import fill
+from tilewise.bench.markers import fill
 from tilewise.bench.store import Row
 from tilewise.ladder import RUNGS, VARIANTS
 

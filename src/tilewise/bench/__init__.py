@@ -7,8 +7,9 @@ print(bench.markdown(rows, "time"))
 
 from tilewise.bench.impls import Impl, find, known
 from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
+from tilewise.bench.markers import refresh
 from tilewise.bench.memory import peak_extra_bytes
-from tilewise.bench.report import markdown, refresh, table
+from tilewise.bench.report import markdown, table
 from tilewise.bench.runner import Timing, run
 from tilewise.bench.selectors import ladder_from, mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
