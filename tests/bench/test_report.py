@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import plots, report
+from tilewise.bench import markers, plots, report
 from tilewise.bench.store import Row
 
 CASE = {
@@ -163,45 +163,48 @@ def test_refresh_fills_between_markers_and_only_there(tmp_path):
     page, plain = tmp_path / "page.md", tmp_path / "plain.md"
     page.write_text(DOCUMENT)
     plain.write_text("no markers")
-    assert report.refresh([page, plain], ROWS) == [page]
+    assert markers.refresh([page, plain], ROWS) == [page]
     text = page.read_text()
     assert "old" not in text and text.startswith("# Speed\n") and "\nbetween\n" in text
     assert text.count("| **2.000** | 3.000 |") == 2  # the third has no rows of its set
-    assert report.refresh([page], ROWS) == []
+    assert markers.refresh([page], ROWS) == []
     assert plain.read_text() == "no markers"
+
+
+def filled(name, rows, *where):
+    return markers.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", rows, *where)
 
 
 @pytest.mark.parametrize("name", sorted(report.TABLES))
 def test_every_table_can_be_written_even_from_nothing(name):
     for rows in (ROWS, []):
-        text = report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", rows)
-        assert re.search(r"\n\|---", text)
+        assert re.search(r"\n\|---", filled(name, rows))
 
 
 def test_a_marker_names_a_set_and_a_direction():
     back = [replace(row, case={**row.case, "direction": "bwd"}, median_s=3 * row.median_s) for row in ROWS if row.median_s is not None]
     for direction, shown in (("fwd", ("| **2.000**",)), ("bwd", ("| **6.000**",)), ("", ("| **2.000**", "| **6.000**"))):
         name = f"time:cpu:{direction}".rstrip(":")
-        text = report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", ROWS + back)
+        text = filled(name, ROWS + back)
         assert [number for number in ("| **2.000**", "| **6.000**") if number in text] == list(shown)
 
 
 def test_a_marker_names_a_device():
-    """And a table that would take one cell from two of them is none."""
+    """And a table with two of them side by side is none."""
     elsewhere = [replace(row, environment={**row.environment, "device": "a GPU"}, median_s=0.001) for row in (OURS, THEIRS)]
     for name, shown in (("time:::cpu", "| **2.000** | 3.000 |"), ("time:cpu:fwd:gpu", "| 1.000 | 1.000 |")):
-        assert shown in report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", [OURS, THEIRS, *elsewhere])
-    for name in ("time", "against-best:cpu"):
+        assert shown in filled(name, [OURS, THEIRS, *elsewhere])
+    for name, rows in (("time", [OURS, THEIRS, *elsewhere]), ("against-best:cpu", [OURS, elsewhere[1]])):
         with pytest.raises(ValueError, match=f"{name} would mix a CPU and a GPU; "):
-            report.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", [OURS, THEIRS, *elsewhere])
-    assert "a CPU" in report.fill("<!-- tilewise:begin machines -->\n<!-- tilewise:end machines -->\n", [OURS, *elsewhere])
+            filled(name, rows)
+    assert "a CPU" in filled("machines", [OURS, *elsewhere])
 
 
 def test_markers_that_make_no_sense():
     with pytest.raises(ValueError, match=r"page.md: speed is no table; there are time, throughput"):
-        report.fill("<!-- tilewise:begin speed -->\n<!-- tilewise:end speed -->", ROWS, "page.md")
+        filled("speed", ROWS, "page.md")
     with pytest.raises(ValueError, match="tilewise:begin time has no tilewise:end time after it"):
-        report.fill("<!-- tilewise:begin time -->\n", ROWS)
+        markers.fill("<!-- tilewise:begin time -->\n", ROWS)
 
 
 def test_charts_have_a_line_an_implementation_and_units():
@@ -264,6 +267,14 @@ def test_labels_never_touch_and_always_tell_a_scale(monkeypatch, metric, spread)
     assert any(label.get_text() for label in panels[0].get_yticklabels())
 
 
+def test_charts_of_several_devices_have_panels_of_their_own():
+    """Else a line would go from one machine's time to the other's."""
+    elsewhere = [replace(row, environment={**row.environment, "device": "a GPU"}) for row in (OURS, LONGER)]
+    both = re.sub(r"<[^>]+>", "", plots.svg([OURS, LONGER, *elsewhere]))
+    assert both.count("fp32 fwd, a CPU") == both.count("fp32 fwd, a GPU") == 1
+    assert "a CPU" not in plots.svg([OURS, LONGER])
+
+
 def test_charts_of_a_device_have_a_folder():
     assert plots.folder_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
@@ -281,4 +292,4 @@ def test_the_markers_of_the_documents_are_tables():
     marked = [path for path in documents if "tilewise:begin" in path.read_text(encoding="utf-8")]
     assert root / "docs" / "benchmarks.md" in marked
     for path in marked:
-        report.fill(path.read_text(encoding="utf-8"), ROWS, path.name)
+        markers.fill(path.read_text(encoding="utf-8"), ROWS, path.name)

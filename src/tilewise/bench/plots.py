@@ -31,7 +31,7 @@ STYLE = {
 
 
 def svg(rows: Iterable[Row], metric: str = "time") -> str:
-    """A chart of one metric (see report.METRICS) over sequence length, one panel for each kind of case, as SVG text.
+    """A chart of one metric (see report.METRICS) over sequence length, one panel for each kind of case and device, as SVG text.
 
     Times show the 10th to 90th percentile as a band. Raises ValueError for an unknown metric and when no row has the metric.
     """
@@ -41,8 +41,9 @@ def svg(rows: Iterable[Row], metric: str = "time") -> str:
     if not rows:
         raise ValueError(f"no row has a {measure.title} to draw")
     panels: dict[str, list[Row]] = {}
+    several = len({row.device for row in rows}) > 1
     for row in rows:
-        panels.setdefault(_panel(row), []).append(row)
+        panels.setdefault(_panel(row) + (f", {row.device}" if several else ""), []).append(row)
     impls = list(dict.fromkeys(row.impl for row in rows))
 
     import matplotlib

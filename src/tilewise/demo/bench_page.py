@@ -16,7 +16,7 @@ def render(rows: Iterable[Row]) -> str:
     timed = [row for row in rows if row.median_s is not None]
     if not timed:
         raise ValueError("no row has a time; there is nothing to draw")
-    machines = sorted({str(row.environment.get("device", "unknown")) for row in timed})
+    machines = sorted({row.device for row in timed})
     body = ["<h1>Attention, measured</h1>", html.paragraph(f"{len(timed)} measurements on {', '.join(machines)}.")]
     for kind, group in _kinds(timed).items():
         body += [html.heading(kind), html.figures(_charts(group))]
@@ -45,8 +45,8 @@ def _charts(rows: list[Row]) -> list[str]:
 
 def _table(rows: list[Row]) -> str:
     metrics = [metric_of(name, rows) for name in SHOWN]
-    header = ("case", "implementation", *(f"{metric.title} ({metric.unit})" for metric in metrics), "note")
-    cells = ((describe(row.case), row.impl, *(metric.text(row) for metric in metrics), row.reason or "") for row in rows)
+    header = ("device", "case", "implementation", *(f"{metric.title} ({metric.unit})" for metric in metrics), "note")
+    cells = ((row.device, describe(row.case), row.impl, *(metric.text(row) for metric in metrics), row.reason or "") for row in rows)
     return html.table(header, cells)
 
 
