@@ -96,7 +96,7 @@ measure() { # PROCESSES SET IMPL OPTION...: rows of a set; each process has a GP
       "$PYTHON" -m tilewise bench --impl "$impl" --set "$set" --part "$((one + 1))/$processes" "${how[@]}" "$@" --out "$parts/$one.jsonl" &
   done
   for ((one = 0; one < processes; one++)); do wait -n || failed=$?; done
-  cat "$parts"/*.jsonl >> "$rows"
+  [ -z "$(ls "$parts")" ] || cat "$parts"/*.jsonl >> "$rows"
   rm -r "$parts"
   return "$failed"
 }

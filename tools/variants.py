@@ -91,8 +91,8 @@ def in_place(variant: Variant):
 
     shipped_config, shipped_order = gradients.config_of, gradients._order
 
-    def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *board):
-        slots, rising, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *board)
+    def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others):
+        slots, rising, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
         together, abreast = variant.order.get("together", together), variant.order.get("abreast", abreast)
         heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
         if (

@@ -85,8 +85,8 @@ def test_masks_beyond_one_band(dims, change, mask):
     held(case, seed=1, run=conformance.run_case)
 
 
-OF_ONE_BLOCK = ((64, 64), (300, 77), (700, 128), (200, 3))
-ONE_BLOCK = (
+FEW_KEYS = ((64, 64), (300, 77), (700, 128), (200, 3))
+SOME_CHANGES = (
     {"softcap": 2.0},
     {"bias": "hq", "bias_hides": True},
     {"alibi": "h"},
@@ -95,12 +95,12 @@ ONE_BLOCK = (
 )
 
 
-@pytest.mark.parametrize("change", ONE_BLOCK, ids=_name)
+@pytest.mark.parametrize("change", SOME_CHANGES, ids=_name)
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_keys_of_one_block_under_masks_beyond_one_band(dims, change):
     """dQ is written by who computes it: the consumers, or a kernel of its own; with tiles that see nothing, and hidden NaN."""
-    first = ONE_BLOCK.index(change) % 2
-    for turn, (seqlen_q, seqlen_k) in enumerate(OF_ONE_BLOCK[first::2]):
+    first = SOME_CHANGES.index(change) % 2
+    for turn, (seqlen_q, seqlen_k) in enumerate(FEW_KEYS[first::2]):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": (2, 1)[turn]}
         sizes |= {"head_dim": dims[0], "head_dim_v": dims[1], "dtype": ("bf16", "fp16")[first]}
         windows = Documents((0, seqlen_q // 3, seqlen_q), (0, seqlen_k // 2, seqlen_k), inner=SlidingWindow(40, 9))

@@ -1,4 +1,5 @@
-"""dQ on its own, for heads beyond 128: one thread block 128 queries, which walks over the tiles of keys that they see.
+"""dQ on its own, for heads beyond 128, and at 128 where all changes of scores come together: one thread block 128 queries, which walks over the tiles
+of keys that they see.
 
 With 64 keys a block, dQ's sums in global memory would be as large as all that `backward.kernel` reads, for half of the work between them. So S and dP
 are computed a second time, here with a row a query: dS lies in the registers from which dQ += dS K takes its left operand, and dQ stays in registers
