@@ -22,7 +22,7 @@ def order(in_python):
     """The modules' functions and tuples."""
     from tilewise.backends.hopper import backward_order, backward_visible
 
-    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "begun", "turn_of"
+    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "last_visits", "begun", "turn_of"
     return plain(in_python, vars(backward_visible) | vars(backward_order), names)
 
 
@@ -150,6 +150,19 @@ def test_walks_and_turns(order, documents_kernels):
             for m_block in range(problem.m_blocks):
                 visitors = order.visitors_of(m_block, problem.band, problem.lengths[1], problem.config)
                 assert sorted(turns.get((head, m_block), [])) == list(range(visitors.last - visitors.first))
+
+
+def test_last_visits(order, documents_kernels):
+    """What a block is the last to read of Q and dO."""
+    random.seed(4)
+    for _ in range(250):
+        problem = draw(order, documents_kernels)
+        for block in problem.blocks:
+            last = order.last_visits(block, problem.band, *problem.lengths, problem.config)
+            for m_block in problem.visits(block):
+                visitors = order.visitors_of(m_block, problem.band, problem.lengths[1], problem.config)
+                is_last = problem.turn(block, m_block) == visitors.last - visitors.first - 1
+                assert (last.first <= m_block < last.last) == is_last
 
 
 def check_walk(problem, block):

@@ -6,7 +6,11 @@ they are done with it. A state (stage, phase) walks the ring on either side.
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import Constexpr, Int16, SmemAllocator, arch, const_expr, cpasync, cute, pipeline
+from tilewise.hopper.dsl import Constexpr, Int16, Int64, SmemAllocator, arch, const_expr, cpasync, cute, pipeline
+
+# What the L2 cache does with lines that are read or written, as `createpolicy.fractional` would say it.
+NORMAL = 0x1000000000000000
+FIRST = 0x12F0000000000000  # they go first where room is wanted: nobody will want them again
 
 
 class Tma(NamedTuple):
@@ -88,11 +92,17 @@ def after_empty(turns, stages: int) -> pipeline.PipelineState:
 
 
 @cute.jit
-def load(source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple):
-    """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which is empty. One warp calls it."""
+def load(
+    source: Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, tile: Constexpr[tuple], at: tuple,
+    policy: Int64 | None = None,
+):  # fmt: skip
+    """Ask for the tile at `at` (row and column in tiles; then head, batch) into the stage of `state`, which is empty. One warp calls it.
+
+    policy: NORMAL or FIRST.
+    """
     gX = cute.local_tile(source.gmem[(None, None, *at[2:])], tile, at[:2])
     tXsX, tXgX = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+    cute.copy(source.atom, tXgX, tXsX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=policy)
 
 
 @cute.jit

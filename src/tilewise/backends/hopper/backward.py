@@ -13,7 +13,18 @@ from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import ADDERS, Config
 from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
-from tilewise.backends.hopper.backward_order import Block, Order, Walk, block_of, order_of, settled_order, turn_of, walk_of
+from tilewise.backends.hopper.backward_order import (
+    Block,
+    Order,
+    Visits,
+    Walk,
+    block_of,
+    last_visits,
+    order_of,
+    settled_order,
+    turn_of,
+    walk_of,
+)
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_scores import Changes
 from tilewise.backends.hopper.backward_shares import lent, partials_of
@@ -342,12 +353,14 @@ def fetch_keys(tensors: Tensors, block: Block, config: Constexpr[Config]):
 def load_keys(
     tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, config: Constexpr[Config]
 ):  # fmt: skip
-    """K and V of a block of keys."""
-    n_block = block.n0 // config.tile_n
+    """K and V of a block of keys. Where dQ is summed up, nobody else will read them."""
+    n_block, policy = block.n0 // config.tile_n, None
+    if const_expr(config.sums):
+        policy = Int64(tma.FIRST)
     pipes.k.producer_acquire(state)
-    tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch))
+    tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), policy)
     pipes.v.producer_acquire(state)
-    tma.load(loads.V, sm.V, pipes.v, state, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch))
+    tma.load(loads.V, sm.V, pipes.v, state, (config.tile_n, config.head_dim_v), (n_block, 0, block.head_k, block.batch), policy)
 
 
 @cute.jit
@@ -359,7 +372,9 @@ def load_queries(
     the first tile, whose place is free earlier.
     """
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    missing = Boolean(keys is not None)
+    missing, last = Boolean(keys is not None), None
+    if const_expr(config.sums and config.sees != "runs"):
+        last = last_visits(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
@@ -368,13 +383,14 @@ def load_queries(
             for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
                 head = block.head_k * group + g
                 lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
+                policy = policy_at(place, last)
                 pipes.q.producer_acquire(state)
-                tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch))
+                tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch), policy)
                 load_rows(lse, sm.lse, pipes.q, state, m_block, config)
                 if const_expr(config.sees == "runs"):
                     load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
                 pipes.do.producer_acquire(state)
-                tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch))
+                tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch), policy)
                 load_rows(minus_delta, sm.minus_delta, pipes.do, state, m_block, config)
                 state.advance()
                 if const_expr(keys is not None):
@@ -386,6 +402,14 @@ def load_queries(
         if missing:
             load_keys(tensors, loads, sm, pipes, keys, block, config)
     return state
+
+
+@cute.jit
+def policy_at(place: Int32, last: Visits | None) -> Int64 | None:
+    """For what is read at a place of the walk; `last`: the visits after which nobody reads it."""
+    if const_expr(last is None):
+        return None
+    return Int64(tma.FIRST) if last.first <= place and place < last.last else Int64(tma.NORMAL)
 
 
 @cute.jit

@@ -14,6 +14,7 @@ from tilewise.hopper.dsl import (
     Constexpr,
     Float32,
     Int32,
+    Int64,
     arch,
     const_expr,
     cpasync,
@@ -133,5 +134,5 @@ def send(sX: cute.Tensor, target: tma.Tma, block: Block, columns: Constexpr[int]
             piece = cute.local_tile(sX, box, (rows, column))
             place = cute.local_tile(gX, box, (block.n0 // ROWS + rows, column))
             s, g = cpasync.tma_partition(target.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2))
-            cute.copy(target.atom, s, g)
+            cute.copy(target.atom, s, g, cache_policy=Int64(tma.FIRST))
     arch.cp_async_bulk_commit_group()

@@ -171,8 +171,14 @@ def finish_part(
         source = tensors.sum_dQ[tile.batch, tile.head, tile.m_block, None].iterator + consumer * THREADS * config.dq_numbers
         arch.mbarrier_arrive_and_expect_tx(finisher.landed, bytes_of_sums)
         arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[finisher.sums.iterator.toint(), source.toint(), Int32(bytes_of_sums), finisher.landed.toint()],
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            read_only_args=[
+                finisher.sums.iterator.toint(),
+                source.toint(),
+                Int32(bytes_of_sums),
+                finisher.landed.toint(),
+                Int64(tma.FIRST),
+            ],
         )
     arch.mbarrier_wait(finisher.landed, done & 1)
     over_m, _ = config.dq_grid
@@ -191,7 +197,7 @@ def finish_part(
         s, g = cpasync.tma_partition(
             finisher.store.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2)
         )
-        cute.copy(finisher.store.atom, s, g)
+        cute.copy(finisher.store.atom, s, g, cache_policy=Int64(tma.FIRST))
         arch.cp_async_bulk_commit_group()
     return nothing
 

@@ -83,6 +83,13 @@ class Walk(NamedTuple):
     free_last: Int32
 
 
+class Visits(NamedTuple):
+    """Tiles of queries [first, last)."""
+
+    first: Int32
+    last: Int32
+
+
 class Visitors(NamedTuple):
     """Blocks of keys [first, last) whose walk visits a tile of queries."""
 
@@ -175,6 +182,22 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     if end >= seqlen_q:
         free_last = last
     return begun(block, first, last, free_first, min(max(free_last, free_first), last))
+
+
+@cute.jit
+def last_visits(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr[Config]) -> Visits:
+    """Where no block's turn comes after this one's: tiles that the next one in turn does not visit, as later keys' walks begin and end later."""
+    n0 = block.n0 + config.tile_n
+    first, last = Int32(0), cute.ceil_div(seqlen_q, config.tile_m)
+    if block.rising:
+        n0 = block.n0 - config.tile_n
+    if n0 >= 0 and n0 < seqlen_k:
+        walk = walk_of(Block(n0, block.head_k, block.batch, block.rising, block.share, block.shares), band, seqlen_q, seqlen_k, config)
+        if walk.first < walk.last and block.rising:
+            first = walk.last
+        elif walk.first < walk.last:
+            last = walk.first
+    return Visits(first, last)
 
 
 @cute.jit
