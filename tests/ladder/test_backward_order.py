@@ -3,6 +3,7 @@
 The kernel's own functions, which are arithmetic, on Python's integers.
 """
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -198,6 +199,26 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
         shares = [finish.share_of(number, tensors, None, problem.config) for number in range(len(problem.blocks))]
         found = [(block.head_k, m_block) for first, last, block in shares for m_block in range(first, last)]
         assert sorted(found) == [(head, m_block) for head in range(problem.heads) for m_block in range(problem.m_blocks)]
+
+
+def test_blocks_that_stay_finish_every_tile_once(in_python):
+    """By the numbers of `tile_at`."""
+    from tilewise.backends.hopper import backward_finish, backward_order
+
+    finish = plain(in_python, vars(backward_finish), ("tile_at",))
+    random.seed(5)
+    for _ in range(200):
+        batch, heads_k, group, m_blocks = (random.randint(1, most) for most in (3, 4, 3, 7))
+        rising = random.randint(0, batch * heads_k)
+        abreast = next(n for n in range(random.randint(1, 3), 0, -1) if rising % n == 0)
+        fields = dict.fromkeys(backward_order.Order._fields, 1) | {"rising": rising, "abreast": abreast, "together": random.randint(1, 5)}
+        tensors = SimpleNamespace(
+            turns=SimpleNamespace(shape=(batch, heads_k * group, m_blocks, 1)), K=SimpleNamespace(shape=(batch, 9, heads_k, 8))
+        )
+        for sees in ("all", "from", "interval", "rows"):
+            numbers = range(batch * heads_k * group * m_blocks)
+            found = {finish.tile_at(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees)) for number in numbers}
+            assert found == set(itertools.product(range(batch), range(heads_k * group), range(m_blocks)))
 
 
 def test_nobody_waits_for_ever(order, documents_kernels):

@@ -278,7 +278,7 @@ def stay(
                 add_up_units(tensors, sm, queue, band, order, warp_idx - 1, config)
         elif const_expr(config.finishes):
             queries = lent(partial, tensors) if const_expr(config.shares) else None
-            backward_finish.finish_all(tensors, finisher, queue, queries, band, scale, warp_idx, config)
+            backward_finish.finish_all(tensors, finisher, queue, order, queries, band, scale, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
