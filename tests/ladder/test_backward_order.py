@@ -202,10 +202,10 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
 
 
 def test_blocks_that_stay_finish_every_tile_once(in_python):
-    """By the numbers of `tile_at`."""
+    """By the numbers of `tile_numbered`."""
     from tilewise.backends.hopper import backward_finish, backward_order
 
-    finish = plain(in_python, vars(backward_finish), ("tile_at",))
+    finish = plain(in_python, vars(backward_finish), ("tile_numbered",))
     random.seed(5)
     for _ in range(200):
         batch, heads_k, group, m_blocks = (random.randint(1, most) for most in (3, 4, 3, 7))
@@ -217,7 +217,9 @@ def test_blocks_that_stay_finish_every_tile_once(in_python):
         )
         for sees in ("all", "from", "interval", "rows"):
             numbers = range(batch * heads_k * group * m_blocks)
-            found = {finish.tile_at(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees)) for number in numbers}
+            found = {
+                finish.tile_numbered(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees)) for number in numbers
+            }
             assert found == set(itertools.product(range(batch), range(heads_k * group), range(m_blocks)))
 
 

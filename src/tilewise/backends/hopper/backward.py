@@ -373,7 +373,7 @@ def load_queries(
     """
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     missing, last = Boolean(keys is not None), None
-    if const_expr(config.sums and config.sees != "runs"):
+    if const_expr(config.marks_last_visits):
         last = last_visits(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     for first in cutlass.range(apart(group, config), unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)

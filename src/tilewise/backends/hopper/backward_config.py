@@ -165,6 +165,11 @@ class Config:
         return not (self.dq_apart or self.one_block)
 
     @property
+    def marks_last_visits(self) -> bool:
+        """Whether Q and dO are first to leave the L2 cache when nobody visits them any more. Where scores are changed, registers are too few to know."""
+        return self.sums and self.sees != "runs" and not self.modified
+
+    @property
     def numbers_of_sum(self) -> int:
         """Of a tile of dQ in global memory."""
         return self.tile_m * self.head_dim if self.sums else 4

@@ -98,7 +98,7 @@ def finish_all(
     number, done = arch.block_idx()[0], Int32(0)
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
     while number < tiles:
-        tile = tile_at(number, tensors, order, config)
+        tile = tile_numbered(number, tensors, order, config)
         visitors = visitors_of(tile.m_block, band, tensors.K.shape[1], config)
         number += arch.grid_dim()[0]
         there = visitors.last > visitors.first
@@ -119,7 +119,7 @@ def finish_all(
 
 
 @cute.jit
-def tile_at(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Tile:
+def tile_numbered(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Tile:
     """Tiles in the order in which they become complete, about: a group's heads come to theirs side by side. Where walks are short, so do heads that
     take turns, and rising ones are through with their last documents first (elsewhere it gains nothing: backward-hints-h200.jsonl, run 5).
     """
