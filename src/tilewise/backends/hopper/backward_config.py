@@ -166,7 +166,7 @@ class Config:
 
     @property
     def marks_last_visits(self) -> bool:
-        """Whether Q and dO are first to leave the L2 cache when nobody visits them any more. Where scores are changed, registers are too few to know."""
+        """Whether Q and dO are first to leave the L2 cache at their last visit. Where scores are changed, registers are too few to know."""
         return self.sums and self.sees != "runs" and not self.modified
 
     @property
