@@ -51,6 +51,6 @@ if LD_PRELOAD="$preload" "$PYTHON" -c "$overrun" 2> "$folder/report" || ! grep -
   echo "sanitize: an overrun went unnoticed"
   exit 1
 fi
-# test_memory.py measures the process's peak, which is the sanitizers' here, by long sequences that took two thirds of the time.
+# test_memory.py measures the process's peak, which is the sanitizers' here, by long sequences that took longer than all others.
 LD_PRELOAD="$preload" "$PYTHON" -m pytest -p no:cacheprovider -m "not slow" -n auto --dist worksteal \
   tests/backends/cpu --ignore tests/backends/cpu/test_memory.py "$@"
