@@ -2,8 +2,9 @@
 # What a person with an H100 or H200 runs once: the GPU tests, then every rung of the ladder and the kernels that `tilewise.attention` runs,
 # each beside its peers, measured in turns in one process.
 #
-#   tools/gpu_check.sh                  install what is missing (into $PYTHON's environment), test, measure, summarise
-#   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only
+#   tools/gpu_check.sh                  install what is missing (into $PYTHON's environment), test, measure
+#   tools/gpu_check.sh --tests          the tests only;  --bench: the measurement only;  --gate: the long gate, FULL and random problems,
+#                                       only; several of them: those
 #     --ladder                          of the measurements, the ladder's only;  --kernels: all but the ladder's
 #     --head-dim 128 --seqlen 8192      cells of the ladder's sweep (comma-separated lists);  --causal 0 or 1
 #     --set papers,gpu-shapes           sets of what is run beside the ladder; --direction bwd
@@ -20,11 +21,10 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
-tests=yes bench=yes ladder=yes kernels=yes impl="" limit=100000 sample=0.15 sets=papers,gpu-shapes,gpu-cross direction=fwd,bwd cells=()
+steps="" ladder=yes kernels=yes impl="" limit=100000 sample=0.15 sets=papers,gpu-shapes,gpu-cross direction=fwd,bwd cells=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --tests) bench=no; shift ;;
-    --bench) tests=no; shift ;;
+    --tests | --gate | --bench) steps+=" ${1#--}"; shift ;;
     --ladder) kernels=no; shift ;;
     --kernels) ladder=no; shift ;;
     --head-dim | --seqlen | --causal) cells+=("$1" "${2:?$1 wants a value}"); shift 2 ;;
@@ -36,6 +36,7 @@ while [ $# -gt 0 ]; do
     *) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"; exit 2 ;;
   esac
 done
+chosen() { [[ " ${steps:-tests bench} " == *" $1 "* ]]; } # STEP
 
 if ! nvidia-smi > /dev/null 2>&1; then # before anything is installed
   echo "nvidia-smi finds no GPU here: run this on a machine with an H100 or H200" >&2
@@ -69,8 +70,10 @@ PY
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 workers=$((13 * gpus < $(nproc) * 13 / 16 ? 13 * gpus : $(nproc) * 13 / 16)) # most of a test's time is a kernel's compilation
-[ "$tests" = no ] || "$PYTHON" -m pytest tests/gpu -q -n "$((workers > 1 ? workers : 1))" --dist worksteal
-[ "$bench" = yes ] || exit 0
+suite=("$PYTHON" -m pytest -q -n "$((workers > 1 ? workers : 1))" --dist worksteal -rfE)
+! chosen tests || "${suite[@]}" tests/gpu
+! chosen gate || "${suite[@]}" tests/gpu/test_hopper_gate.py -m slow
+chosen bench || exit 0
 
 here() { # WORKLOADS NAME,...: the contenders that can run these
   "$PYTHON" - "$@" <<'PY'
