@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tilewise.bitmap import Bitmap, Recent
 from tilewise.dense_masks import Packed
+from tilewise.expression import KEPT
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
@@ -216,6 +217,21 @@ def test_what_was_resolved_does_not_keep_the_tensor(around):
     gc.collect()
     assert gone() is None
     assert around(equal).planes(40, 40) is planes
+
+
+@pytest.mark.parametrize("make", [lambda n: PrefixLM(n), lambda n: Dense(torch.rand(40, 40) < 0.5)], ids=["bands", "bits"])
+def test_what_was_derived_from_masks_goes_with_them(make):
+    """Without waiting for Python's collector of cycles: it may be memory of a GPU."""
+    gc.disable()
+    try:
+        made = []
+        for n in range(KEPT + 40):
+            (plane,) = make(n).planes(40, 40)
+            made.append(weakref.ref(lower(plane.region.transpose(), 16, 16)))
+            del plane
+        assert sum(runs() is not None for runs in made) == KEPT
+    finally:
+        gc.enable()
 
 
 def test_bitmaps_are_kept_by_their_bytes():

@@ -93,11 +93,12 @@ class Bands:
 
     def transpose(self) -> "Bands":
         """The same pairs seen from the keys; the object is kept, and its own transpose is this one."""
-        if "transpose" not in self.memo:
+        flipped = self.memo.get("transpose")
+        if flipped is None:
             flipped = Bands(flip(self.table), self.seqlen_k, self.seqlen_q)
             flipped.memo["transpose"] = self
             self.memo["transpose"] = flipped
-        return self.memo["transpose"]
+        return flipped
 
     def pairs(self) -> int:
         """How many pairs the set holds: exact, O(1) a band."""

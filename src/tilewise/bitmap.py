@@ -72,7 +72,8 @@ class Bitmap:
 
     def transpose(self) -> "Bitmap":
         """The same pairs seen from the keys; the object is kept, and its own transpose is this one."""
-        if "transpose" not in self.memo:
+        flipped = self.memo.get("transpose")
+        if flipped is None:
             columns = np.empty((self.seqlen_k, -(-self.seqlen_q // 8)), dtype=np.uint8)
             for byte in range(0, self.bits.shape[1], STRIP // 8):
                 strip = np.unpackbits(self.bits[:, byte : byte + STRIP // 8], axis=1)[:, : self.seqlen_k - 8 * byte]
@@ -80,7 +81,7 @@ class Bitmap:
             flipped = Bitmap(columns, self.seqlen_k, self.seqlen_q)
             flipped.memo["transpose"] = self
             self.memo["transpose"] = flipped
-        return self.memo["transpose"]
+        return flipped
 
     def pairs(self) -> int:
         """How many pairs the set holds."""
@@ -154,11 +155,11 @@ def _digest(tensor: Tensor, bits: ndarray) -> bytes:
 class Recent:
     """Up to `count` values made lately, by key, of `limit` bytes together; the one unused for longest goes first.
 
-    The newest stays whatever its size. `size` gives a value's bytes, which may grow with what is derived from it.
+    The newest stays whatever its size. `size` gives a value's bytes, which may grow with what is derived from it; `drop` is told which one goes.
     """
 
-    def __init__(self, count: int, limit: int, size: Callable[[Any], int]) -> None:
-        self.count, self.limit, self.size = count, limit, size
+    def __init__(self, count: int, limit: int, size: Callable[[Any], int], drop: Callable[[Any], None] = lambda _: None) -> None:
+        self.count, self.limit, self.size, self.drop = count, limit, size, drop
         self.values: OrderedDict = OrderedDict()
         self.lock = Lock()
 
@@ -174,5 +175,7 @@ class Recent:
             self.values.move_to_end(key)
             total = sum(map(self.size, self.values.values()))
             while (total > self.limit or len(self.values) > self.count) and len(self.values) > 1:
-                total -= self.size(self.values.popitem(last=False)[1])
+                oldest = self.values.popitem(last=False)[1]
+                total -= self.size(oldest)
+                self.drop(oldest)
         return made

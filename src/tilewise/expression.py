@@ -7,7 +7,6 @@ equally and share what was resolved for them.
 import operator
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -105,9 +104,7 @@ class Mask:
         """
         given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": heads}
         sizes = [check_count(name, value) for name, value in given.items()]
-        if self.source is not None:
-            return _band_planes(self, *sizes)
-        return _BITMAP_PLANES.get((self._key(), *sizes), lambda: _resolved(self, *sizes))
+        return _PLANES.get((self._key(), *sizes), lambda: _resolved(self, *sizes))
 
     def resolve(self, seqlen_q: int, seqlen_k: int) -> Bands | Bitmap:
         """The region of a mask that is the same for every batch entry and head; else ShapeError."""
@@ -287,5 +284,13 @@ def _bytes(planes: tuple[Plane, ...]) -> int:
     return sum(plane.region.nbytes() for plane in planes if isinstance(plane.region, Bitmap))
 
 
-_band_planes = lru_cache(maxsize=KEPT)(_resolved)
-_BITMAP_PLANES = Recent(KEPT, KEPT_BYTES, _bytes)  # by text and content: a key that is the mask would keep its tensors alive
+def _drop(planes: tuple[Plane, ...]) -> None:
+    """What was derived from regions refers to them in turn, and may be tables on a GPU, for whose memory Python's collector never comes."""
+    for plane in planes:
+        flipped = plane.region.memo.get("transpose")
+        plane.region.memo.clear()
+        if flipped is not None:
+            flipped.memo.clear()
+
+
+_PLANES = Recent(KEPT, KEPT_BYTES, _bytes, _drop)  # by text and content: a key that is the mask would keep its tensors alive

@@ -105,9 +105,10 @@ def lower(region: Bands | Bitmap, tile_m: int, tile_n: int) -> Runs:
     if tile_m < 1 or tile_n < 1:
         raise ValueError(f"tile_m and tile_n must be 1 or more, got {tile_m} and {tile_n}")
     key = ("runs", tile_m, tile_n)
-    if key not in region.memo:
-        region.memo[key] = (_lower_bands if isinstance(region, Bands) else _lower_bitmap)(region, tile_m, tile_n)
-    return region.memo[key]
+    runs = region.memo.get(key)
+    if runs is None:
+        runs = region.memo[key] = (_lower_bands if isinstance(region, Bands) else _lower_bitmap)(region, tile_m, tile_n)
+    return runs
 
 
 def _lower_bands(region: Bands, tile_m: int, tile_n: int) -> Runs:

@@ -8,7 +8,7 @@ import torch
 import tilewise as tw
 from tilewise import ops, repeats
 from tilewise.backends import hopper
-from tilewise.backends.hopper import Hopper, repeat
+from tilewise.backends.hopper import Hopper, keeping, repeat
 from tilewise.backends.tiled import Tiled
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call
@@ -123,6 +123,7 @@ def test_a_captured_call_has_its_own(device):
     short.forward(*qkv(), False)
     eager, first, second, after = ((call[2].data_ptr(), call[3].data_ptr()) for call in kernel.calls)
     assert eager == after and not {*eager} & {*first, *second} and not {*first} & {*second}
+    assert keeping._OF_GRAPHS[id(short.rest)] is short.rest  # a mask's tables, where it has some
 
 
 def test_another_device_is_entered(device):

@@ -4,7 +4,7 @@ For packed documents the GPU finds them from cu_seqlens (`Columns`); for any oth
 the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.documents import ColumnsConfig, Offsets, RowsConfig, found
+from tilewise.backends.hopper.keeping import kept
 from tilewise.backends.hopper.tables import EVERYTHING, FAR, lowered
 from tilewise.band_tables import expand
 from tilewise.bitmap import Bitmap
@@ -167,22 +168,23 @@ def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config,
     regions = tuple(plane.region for plane in planes)
     where = tuple((plane.batch, plane.heads) for plane in planes)
     key = "hopper visits", config.tile_m, config.tile_n, device, batch, heads, where, tuple(map(id, regions))
-    memo = regions[0].memo
-    if key not in memo:
-        arrays = _arrays(planes, batch, heads, config.tile_m, config.tile_n)
-        memo[key] = Visits(*(torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays), regions)
-    return memo[key]
+
+    def make() -> Visits:
+        return Visits(*_on_device(_arrays(planes, batch, heads, config.tile_m, config.tile_n), device), regions)
+
+    return kept(regions[0].memo, key, make)
 
 
 def query_visits_of(planes: tuple[Plane, ...], device: torch.device) -> QueryVisits:
     """Likewise, for backward_queries.py."""
     regions = tuple(plane.region for plane in planes)
     key = "hopper query visits", device, tuple(map(id, regions))
-    memo = regions[0].memo
-    if key not in memo:
-        arrays = _visits(regions, QUERIES, KEYS)
-        memo[key] = QueryVisits(*(torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays), regions)
-    return memo[key]
+    return kept(regions[0].memo, key, lambda: QueryVisits(*_on_device(_visits(regions, QUERIES, KEYS), device), regions))
+
+
+def _on_device(arrays: Iterable[ndarray], device: torch.device) -> Iterator[Tensor]:
+    """As int32."""
+    return (torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays)
 
 
 def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.keeping import kept
 from tilewise.backends.hopper.tables import FAR
 from tilewise.expression import Combined, Full, Mask
 from tilewise.hopper import compile as hopper
@@ -115,11 +116,13 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
     if isinstance(mask, Unread):
         return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
     (plane,) = mask.planes(seqlen_q, seqlen_k)
-    key = "hopper", what, config.tile_m, config.tile_n, getattr(config, "cluster", 1), device
-    if key not in plane.region.memo:
-        plane.region.memo[key] = on_device(torch.tensor(mask.cu_seqlens_q), torch.tensor(mask.cu_seqlens_k))
+
+    def make():
+        made = on_device(torch.tensor(mask.cu_seqlens_q), torch.tensor(mask.cu_seqlens_k))
         torch.cuda.current_stream(device).synchronize()  # other streams may use them next
-    return plane.region.memo[key]
+        return made
+
+    return kept(plane.region.memo, ("hopper", what, config.tile_m, config.tile_n, getattr(config, "cluster", 1), device), make)
 
 
 def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:

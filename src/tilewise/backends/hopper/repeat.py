@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.keeping import hold
 from tilewise.hopper.compile import aligned
 from tilewise.problem import Call
 
@@ -66,6 +67,7 @@ class Repeat:
         lse = self.empty(*self.lse) if self.keeps else None
         written = lse, *self.workspace()
         if capturing():
+            hold(self.rest)
             return lse, (*written, *self.rest)
         fresh = lse, (*map(as_operand, written), *self.rest)
         self.kept[current_stream(self.device)] = fresh

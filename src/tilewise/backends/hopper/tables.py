@@ -14,6 +14,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from tilewise.backends.hopper.keeping import kept
 from tilewise.band_tables import LO
 from tilewise.bitmap import Bitmap
 from tilewise.expression import Plane
@@ -56,11 +57,11 @@ def tables(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_
     regions = tuple(plane.region for plane in planes)
     where = tuple((plane.batch, plane.heads) for plane in planes)
     key = "hopper", tile_m, tile_n, device, batch, heads, where, tuple(map(id, regions))
-    memo = regions[0].memo
-    if key not in memo:
-        arrays = _arrays(planes, batch, heads, tile_m, tile_n)
-        memo[key] = Tables(*(torch.from_numpy(x).to(device) for x in arrays), regions)
-    return memo[key]
+
+    def make() -> Tables:
+        return Tables(*(torch.from_numpy(x).to(device) for x in _arrays(planes, batch, heads, tile_m, tile_n)), regions)
+
+    return kept(regions[0].memo, key, make)
 
 
 def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
