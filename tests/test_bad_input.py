@@ -46,6 +46,7 @@ DENSE = [
     ({"v": V[:, :, :1]}, ShapeError, r"v has heads_k 1, but k has heads_k 2"),
     ({"k": K[..., :7]}, ShapeError, r"k has head_dim 7, but q has head_dim 8"),
     ({"q": Q[:, :, :3]}, ShapeError, r"heads_q=3 and k has heads_k=2; heads_q must be a multiple of heads_k"),
+    ({"q": Q[:, :, :0]}, ShapeError, r"heads_q=0 and k has heads_k=2; heads_q must be a multiple of heads_k, and not 0"),
     ({"k": K[:, :, :0], "v": V[:, :, :0]}, ShapeError, r"heads_k=0"),
     ({"q": Q[..., :0], "k": K[..., :0]}, ShapeError, r"head_dim=0 .* must be at least 1"),
     ({"v": V[..., :0]}, ShapeError, r"head_dim_v=0"),

@@ -220,7 +220,7 @@ def operands(
         errors.check_bias(bias, q, k.shape[1])
     if alibi_slopes is not None:
         errors.check_alibi(alibi_slopes, q, batch, heads_q)
-        alibi_slopes = alibi_slopes.reshape(-1, heads_q).float()
+        alibi_slopes = (alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]).float()
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []

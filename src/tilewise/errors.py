@@ -51,9 +51,10 @@ def check_size(name: str, axis: str, got: int, expected: int, source: str) -> No
 
 
 def check_heads(heads_q: int, heads_k: int) -> None:
-    if heads_k == 0 or heads_q % heads_k != 0:
+    if 0 in (heads_q, heads_k) or heads_q % heads_k != 0:
         raise ShapeError(
-            f"q has heads_q={heads_q} and k has heads_k={heads_k}; heads_q must be a multiple of heads_k (each key head serves a whole group)"
+            f"q has heads_q={heads_q} and k has heads_k={heads_k}; heads_q must be a multiple of heads_k, and not 0 "
+            "(each key head serves a whole group)"
         )
 
 

@@ -1,7 +1,7 @@
 """What is computed: `Problem`, the identity of a compiled kernel, and `Call`, one set of tensors to compute it on."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Problem:
     dropout: bool = False
     grad: bool = False
     deterministic: bool = False
+    capability: tuple[int, int] | None = None  # of the CUDA device; None: of the current one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,13 @@ class Call:
             self.dropout is not None,
             self.grad,
             self.deterministic,
+            _capability(self.q.device) if self.q.is_cuda else None,
         )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=4096)

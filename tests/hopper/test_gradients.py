@@ -1,6 +1,7 @@
 """What the Hopper backward pass takes, and by which kernels; without a GPU."""
 
 import itertools
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends.hopper import Hopper, backward_config, gradients
+from tilewise.backends.hopper import Hopper, backward_config, changes, gradients
+from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
 from tilewise.problem import Call
 
@@ -131,6 +133,35 @@ def test_explain_says_what_sharing_takes():
     assert f"by 3 thread blocks each, whose parts of dK and dV take {2 * 68 * 128 * 256 * 4 / 1e6:.1f} MB, where dQ goes later" in line
     (line,) = gradients.lines(replace(call, mask=Causal()))
     assert "shared" not in line
+
+
+def test_more_heads_than_a_grid_has_are_refused():
+    q = torch.empty(1, 1, 65536, 8, dtype=torch.bfloat16, device="meta")
+    call = Call(q=q, k=q, v=q, mask=Full(), scale=1.0, grad=True)
+    with pytest.raises(UnsupportedError, match="q has 65536 heads; backend 'hopper' computes gradients of at most 65535"):
+        Hopper().forward(call)
+    gradients.check(replace(call, q=q[:, :, 1:], k=q[:, :, 1:], v=q[:, :, 1:]))
+
+
+def test_what_multiplies_scores_is_normal_in_fp32():
+    """With 0, which fp32 makes of 1e-46, a hidden score of -inf would be NaN."""
+    plain = gradients.config_of(_call(Causal()))
+    numbers = [changes.outer_log2(plain, scale, 0.0) for scale in (0.0, 1e-46, -1e-46, 0.125, 1e300)]
+    assert numbers == [changes.LEAST, changes.LEAST, -changes.LEAST, 0.125 / math.log(2), changes.FLOAT_MAX]
+    capped = gradients.config_of(_call(Causal(), softcap=1e-46))
+    assert changes.outer_log2(capped, 0.125, 1e-46) == changes.LEAST
+
+
+def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp():
+    """But for one of -inf, which takes part in nothing: as autograd finds for log(exp(sink)) alone."""
+    q, sink = torch.zeros(2, 3, 4, 64), torch.tensor([0.5, -math.inf, 3.0, -math.inf])
+    d_lse = torch.randn(2, 4, 3)
+    d_lse[:, 3] = math.nan
+    call = Call(q=q, k=q[:, :0], v=q[:, :0], mask=Full(), scale=1.0, grad=True, sink=sink)
+    found = gradients.backward(call, q, sink[:, None].expand(2, 4, 3), q, d_lse).sink
+    expected = d_lse.sum((0, 2))
+    expected[[1, 3]] = 0.0
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_without_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
     assert hopper.why_not_here() == ["it needs a Hopper GPU (compute capability 9.0), and this is 8.0"]
+    assert hopper.why_not_here((9, 0)) == [] and "this is 12.0" in hopper.why_not_here((12, 0))[0]  # another one than the current
 
 
 @NO_GPU

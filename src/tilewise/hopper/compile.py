@@ -23,13 +23,13 @@ def why_no_compiler() -> list[str]:
     return [f"{name} is not installed: pip install 'tilewise[hopper]'" for module, name in needs.items() if not find_spec(module)]
 
 
-def why_not_here() -> list[str]:
-    """Sentences that say why no Hopper kernel can run on this machine; empty where one can."""
+def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
+    """Sentences that say why no Hopper kernel can run on this machine's current GPU, or on one of that compute capability; empty where one can."""
     if missing := why_no_compiler():
         return missing
     if not torch.cuda.is_available():
         return ["torch sees no GPU here: run it on a machine with an H100 or H200"]
-    capability = torch.cuda.get_device_capability()
+    capability = capability or torch.cuda.get_device_capability()
     if capability != (9, 0):
         return [f"it needs a Hopper GPU (compute capability 9.0), and this is {capability[0]}.{capability[1]}"]
     return []

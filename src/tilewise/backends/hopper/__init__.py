@@ -46,7 +46,7 @@ class Hopper:
             wrong.append("it has no dropout yet")
         if problem.grad:
             wrong += [reason for reason in gradients.why_not(problem) if reason not in wrong]
-        return wrong or hopper.why_not_here()
+        return wrong or hopper.why_not_here(problem.capability)
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
@@ -68,6 +68,8 @@ class Hopper:
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
+        if call.grad:
+            gradients.check(call)
         o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
         lse = _empty_lse(call)
         packed = packing.pack(call)
@@ -241,8 +243,14 @@ def _rest(call: Call, config, scale: float) -> tuple:
     if config.sees in ("until", "interval"):
         band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
     sizes = _section(call, config), _multiprocessors(call.q.device) * config.blocks
-    scale_log2 = changes.outer(config, scale, call.softcap) / math.log(2)
-    return *band, *sizes, scale_log2, *changes.factors(config, scale, call.softcap), *changes.operands(call), *_tables(call, config)
+    return (
+        *band,
+        *sizes,
+        changes.outer_log2(config, scale, call.softcap),
+        *changes.factors(config, scale, call.softcap),
+        *changes.operands(call),
+        *_tables(call, config),
+    )
 
 
 def _tables(call: Call, config) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """What changes a call's scores, seen from torch: the fields of a kernel's configuration and the operands of its launch (scores.py)."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ from tilewise.hopper import compile as hopper
 from tilewise.problem import Call
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+LEAST = (
+    1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; what is left of a score is nothing, either way
+)
 
 
 class Operands(NamedTuple):
@@ -39,6 +43,12 @@ def factors(config, scale: float, softcap: float) -> tuple[float | None, float |
 def outer(config, scale: float, softcap: float) -> float:
     """What multiplies a product of Q and K, or its tanh."""
     return softcap if config.softcap else scale
+
+
+def outer_log2(config, scale: float, softcap: float) -> float:
+    """`outer` for powers of two, with a magnitude that is normal in fp32."""
+    factor = outer(config, scale, softcap) / math.log(2)
+    return math.copysign(max(LEAST, min(abs(factor), FLOAT_MAX)), factor)
 
 
 def operands(call: Call) -> Operands:

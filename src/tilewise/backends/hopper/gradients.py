@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
 from tilewise.backends.hopper.backward_config import ONE_BLOCK, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
+from tilewise.errors import UnsupportedError
 from tilewise.hopper import compile as hopper
 from tilewise.machines import H100
 from tilewise.masks import Causal, Full
@@ -23,7 +24,6 @@ SHARING = 8  # such heads take turns: then a head's blocks wait in short chains 
 ABREAST = 8  # rising heads that take turns, at most,
 RISING = 16 << 20  # and what these read in all, in bytes;
 FEW = 4  # so many, of above 64, may read twice that
-TINY = 1e-30  # in place of a scale of 0, which would make NaN of what hides a score
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
 MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
@@ -51,6 +51,15 @@ def why_not(problem: Problem) -> list[str]:
     if problem.dropout:
         wrong.append("its backward pass has no dropout yet")
     return wrong
+
+
+def check(call: Call) -> None:
+    """Raise UnsupportedError for more heads than a grid of thread blocks can have."""
+    if call.heads_q > MOST:
+        raise UnsupportedError(
+            f"q has {call.heads_q} heads; backend 'hopper' computes gradients of at most {MOST}: divide them among several calls, "
+            "or pass backend='tiled'"
+        )
 
 
 def config_of(call: Call) -> Config:
@@ -118,8 +127,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     counter = torch.empty(1 + parts, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     compute = hopper.compiled(LAUNCH, arguments, config)
-    scale_log2 = changes.outer(config, call.scale, call.softcap) / math.log(2) or TINY
-    numbers = *band, call.scale, scale_log2, *changes.factors(config, call.scale, call.softcap)
+    numbers = *band, call.scale, changes.outer_log2(config, call.scale, call.softcap), *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
@@ -264,10 +272,11 @@ def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tens
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
-    """Without a key the sink is the whole log-sum-exp."""
+    """Without a key the sink is the whole log-sum-exp; one of -inf takes part in nothing."""
     if call.sink is None or d_lse is None:
         return None if call.sink is None else torch.zeros_like(call.sink)
-    return d_lse.float().sum((0, 2)).to(call.sink.dtype)
+    nothing = (call.sink == -math.inf)[:, None]
+    return d_lse.float().masked_fill(nothing, 0.0).sum((0, 2)).to(call.sink.dtype)
 
 
 def arguments(config: Config) -> list:
