@@ -10,9 +10,7 @@ from tilewise.hopper import compile as hopper
 from tilewise.problem import Call
 
 FLOAT_MAX = torch.finfo(torch.float32).max
-LEAST = (
-    1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; what is left of a score is nothing, either way
-)
+LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
 
 
 class Operands(NamedTuple):
