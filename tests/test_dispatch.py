@@ -1,11 +1,14 @@
 """Which backend runs, what is said when none can, and that an explicit backend never falls back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise import dispatch, repeats
+from tilewise import dispatch, problem, repeats
 from tilewise.errors import UnsupportedError
+from tilewise.masks import Full
 
 
 class Half:
@@ -82,3 +85,15 @@ def test_problem_holds_nothing_that_changes_from_call_to_call():
         for mask in (tw.SlidingWindow(3, 0), tw.Causal())
     }
     assert len(problems) == 1
+
+
+def test_a_problem_is_of_its_tensors_gpu(monkeypatch):
+    """Not of the current one, on a machine that has two kinds."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (9, 0), 1: (8, 0)}[device.index])
+    problem._capability.cache_clear()
+    found = []
+    for index in range(2):
+        q = SimpleNamespace(device=torch.device("cuda", index), is_cuda=True, dtype=torch.bfloat16, shape=(1, 9, 2, 64))
+        found.append(problem.Call(q=q, k=q, v=q, mask=Full(), scale=1.0).problem)
+    problem._capability.cache_clear()
+    assert [each.capability for each in found] == [(9, 0), (8, 0)] and found[0] != found[1]
