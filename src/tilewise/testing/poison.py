@@ -111,18 +111,21 @@ def hide(call: Call, d_o: Tensor, d_lse: Tensor | None = None) -> tuple[Call, Te
     """The same problem with NaN and infinities in all that the mask hides from the result.
 
     That is: keys and values no query of their group sees; queries that see no key, and what reaches their O and LSE (LSE's stays where
-    there is a sink, which it then depends on); entries of the bias no visible pair reads.
+    there is a sink, which it then depends on); entries of the bias no visible pair reads; without a sink, also what reaches the O and LSE of
+    queries to which a bias of -inf leaves nothing to see.
     """
     shown = reference.visibility(call).reshape(call.batch, call.heads_k, call.group, call.seqlen_q, call.seqlen_k)
     unseen = ~shown.any(3).any(2)  # (batch, heads_k, seqlen_k)
     blind = ~shown.any(-1).reshape(call.batch, call.heads_q, call.seqlen_q)
-    bias = call.bias
+    bias, idle = call.bias, blind
     if bias is not None:
         read = shown.reshape(call.batch, call.heads_q, call.seqlen_q, call.seqlen_k)
+        if call.sink is None:
+            idle = ~(read & (bias > -inf)).any(-1)
         bias = _spoil(bias, ~(read.long().sum_to_size(bias.shape) > 0))
     hidden = replace(call, q=_spoil_rows(call.q, blind), k=_spoil_rows(call.k, unseen), v=_spoil_rows(call.v, unseen), bias=bias)
-    d_lse = d_lse if d_lse is None or call.sink is not None else _spoil(d_lse, blind)
-    return hidden, _spoil_rows(d_o, blind), d_lse
+    d_lse = d_lse if d_lse is None or call.sink is not None else _spoil(d_lse, idle)
+    return hidden, _spoil_rows(d_o, idle), d_lse
 
 
 def _spoil(x: Tensor, where: Tensor) -> Tensor:

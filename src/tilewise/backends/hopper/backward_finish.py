@@ -23,6 +23,7 @@ from tilewise.hopper.dsl import (
     Int32,
     Int64,
     SmemAllocator,
+    Uint32,
     arch,
     const_expr,
     cpasync,
@@ -147,7 +148,12 @@ def share_of(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Co
     n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), tensors.sum_dQ.shape[2]
     block = block_of(number, n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
     n_block = block.n0 // config.tile_n
-    return n_block * m_blocks // n_blocks, (n_block + 1) * m_blocks // n_blocks, block
+    return share_before(n_block, m_blocks, n_blocks), share_before(n_block + 1, m_blocks, n_blocks), block
+
+
+def share_before(n: Int32, m_blocks: Int32, n_blocks: Int32) -> Int32:
+    """n * m_blocks // n_blocks; the product has 32 bits up to nearly six million tokens, and 31 would do up to four."""
+    return Int32(Uint32(n * m_blocks) // Uint32(n_blocks))
 
 
 @cute.jit

@@ -140,6 +140,7 @@ def consume_units(
         write_once(epilogue.write_through, given, tile, partials, block, config)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
+            arch.sync_warp()  # whichever lane stored it
             pipes.v.consumer_release(tma.after(done, 1))
         units.forget(queue, done)
         done += 1

@@ -283,6 +283,8 @@ def consume(
         state = attend(copies, tensors, found, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
         done += 1
         block = schedule.told(queue, done, config)
+    if const_expr(config.pieces_of_O > 0):
+        arch.cp_async_bulk_wait_group(0, read=True)  # shared memory ends with the thread block
 
 
 @cute.jit

@@ -94,6 +94,9 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
         size, where = 4 * parts * _numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
+    if call.sink is None:
+        size = call.batch * call.seqlen_q * call.heads_q * call.head_dim_v * call.q.element_size()
+        bias += f"; a copy of dO ({size / 1e6:,.1f} MB) without the rows that the bias leaves nothing to see"
     return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
 
 
@@ -129,6 +132,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     compute = hopper.compiled(LAUNCH, arguments, config)
     numbers = *band, call.scale, changes.outer_log2(config, call.scale, call.softcap), *changes.factors(config, call.scale, call.softcap)
     changed, d_bias = changes.operands(call), None
+    if call.bias is not None and call.sink is None:
+        d_o = _of_rows_that_see(d_o, lse)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
     with torch.cuda.device(call.q.device):
         tables, apart = backward_tables.of_call(call, config)
@@ -325,6 +330,11 @@ def _readable(x: Tensor) -> Tensor:
     """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
     repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
     return x.contiguous() if repeated else hopper.aligned(x)
+
+
+def _of_rows_that_see(d_o: Tensor, lse: Tensor) -> Tensor:
+    """0 for rows to which a bias of -inf leaves nothing to see: their NaN would meet a P of 0 in products of whole tiles."""
+    return d_o.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0.0)
 
 
 def _rows(x: Tensor) -> Tensor:

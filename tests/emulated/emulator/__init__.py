@@ -1,0 +1,13 @@
+"""Hopper kernels without a GPU: what the DSL compiles is read as PTX and carried out, 32 lanes at a time, by numpy.
+
+    ptx.py          the text of a module as instructions
+    program.py      a kernel as functions of Python (translation.py, arithmetic.py)
+    machine.py      thread blocks, and what is asked of the copy engine
+    warp.py         32 threads: their way through the program, memory, barriers (copies.py, products.py)
+    memory.py       the call's tensors, tensor maps
+    host.py, host.c the launch functions, as the DSL compiled them, with a stand-in for the CUDA runtime
+    backend.py      all of it as a backend of tilewise
+
+It is for checking, not for speed: a tile of 64 x 128 takes a tenth of a second. What it cannot tell: how long anything takes, what ptxas makes of the
+PTX, and whether a fence is missing between writes by threads and reads by the copy engine (here everybody sees what is written at once).
+"""

@@ -1,0 +1,99 @@
+"""What PTX computes that numpy has no name for; arrays of 32 lanes."""
+
+import numpy as np
+from numpy import absolute, fmax, fmin, log2, maximum, minimum, tanh, where  # noqa: F401 - used by translated code
+
+u1, u2, u4, u8, i1, i2, i4, i8, f2, f4 = (np.dtype(name) for name in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4"))
+zeros_u2 = np.zeros(32, u2)
+SMALLEST = np.finfo(np.float32).tiny
+
+
+def high(a, b):
+    """The upper half of 32-bit numbers' product."""
+    wide = i8 if a.dtype == i4 else u8
+    return (a.astype(wide) * b.astype(wide) >> 32).astype(a.dtype)
+
+
+def fma(a, b, c):
+    """One rounding: a product of two fp32 numbers is exact in fp64. (The sum is rounded twice, which differs in one of 2^29 cases.)"""
+    return (a.astype(np.float64) * b + c).astype(f4)
+
+
+def quotient(a, b):
+    """Towards zero."""
+    q = np.abs(a.astype(i8)) // np.maximum(np.abs(b.astype(i8)), 1)
+    return (q * np.sign(a.astype(i8)) * np.sign(b.astype(i8))).astype(a.dtype)
+
+
+def remainder(a, b):
+    return a - quotient(a, b) * b
+
+
+def left(a, by):
+    bits = 8 * a.dtype.itemsize
+    if isinstance(by, int):
+        return a << a.dtype.type(by)
+    return where(by < bits, a << (by % bits).astype(a.dtype), a.dtype.type(0))
+
+
+def right(a, by):
+    bits = 8 * a.dtype.itemsize
+    if isinstance(by, int):
+        return a >> a.dtype.type(by)
+    if a.dtype.kind == "i":
+        return a >> minimum(by, bits - 1).astype(a.dtype)
+    return where(by < bits, a >> (by % bits).astype(a.dtype), a.dtype.type(0))
+
+
+def bits_from(first, n):
+    """A mask of n bits from the first on; bmsk.clamp."""
+    one = u4.type(1)
+    return left(left(np.full(32, one), n) - one, first)
+
+
+def leading_zeros(a):
+    return (32 - np.ceil(np.log2(a.astype(np.float64) + 1))).astype(u4)
+
+
+def ones(a):
+    return np.bitwise_count(a).astype(u4) if hasattr(np, "bitwise_count") else np.array([int(x).bit_count() for x in a], u4)
+
+
+def power_of_two(a):
+    """ex2.approx.ftz: what is too small for a normal number becomes 0, on either side."""
+    found = np.exp2(where(np.abs(a) < SMALLEST, f4.type(0), a))
+    return where(found < SMALLEST, f4.type(0), found)
+
+
+def bf16(a):
+    """To the nearest, ties to even."""
+    bits = a.view(u4)
+    rounded = bits + u4.type(0x7FFF) + (bits >> u4.type(16) & u4.type(1)) >> u4.type(16)
+    return where(np.isnan(a), u4.type(0x7FFF), rounded).astype(u2)
+
+
+def f16(a):
+    return where(np.isnan(a), u2.type(0x7FFF), a.astype(f2).view(u2))
+
+
+def pair(low, high):
+    """Two halves of a wider number."""
+    wide = np.dtype(f"u{2 * low.dtype.itemsize}")
+    return low.astype(wide) | high.astype(wide) << wide.type(8 * low.dtype.itemsize)
+
+
+def _ordered(compare):
+    def compared(a, b):
+        return compare(a, b) & ~(np.isnan(a) | np.isnan(b)) if a.dtype.kind == "f" else compare(a, b)
+
+    return compared
+
+
+def _or_unordered(compare):
+    return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
+
+
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+eq, ne, lt, le, gt, ge = map(_ordered, COMPARISONS.values())
+equ, neu, ltu, leu, gtu, geu = map(_or_unordered, COMPARISONS.values())
+lo, ls, hi, hs = lt, le, gt, ge

@@ -1,0 +1,113 @@
+"""What warps ask of the copy engine: boxes of tensors and stretches of bytes, between global and shared memory (PTX ISA, "cp.async.bulk")."""
+
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from emulator.arithmetic import f4, u1
+from emulator.memory import Fault, TensorMap, swizzled
+
+BYTES = 16  # in multiples of which it moves what is no tensor's
+
+
+class Store:
+    """From shared to global memory, in two steps: it may read much earlier than it writes."""
+
+    def __init__(self, machine, read, write) -> None:
+        self.machine, self._read, self._write, self.data = machine, read, write, None
+
+    def __call__(self) -> None:
+        self.read()
+        self._write(self.data)
+
+    def read(self) -> None:
+        if self.data is None:
+            self.data = self._read()
+
+    def finish(self) -> None:
+        if self in self.machine.pending:
+            self.machine.complete(self)
+
+
+class Copies:
+    """Methods of a warp. Every lane that takes part asks for a copy of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[int, list[list[Store]]] = {}  # of a lane; the last one is open
+
+    def load_box(self, m, to, described, corner, barrier):
+        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+            box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
+            self.machine.ask(partial(self._load_box, box, at, int(to[lane]), int(barrier[lane])))
+
+    def _load_box(self, box: TensorMap, corner: tuple[int, ...], to: int, barrier: int) -> None:
+        data = np.zeros((box.bytes // box.row, box.row), u1)
+        for row, (address, first, n) in zip(data, box.rows(corner), strict=True):
+            if n:
+                row[first : first + n] = self.machine.memory.bytes(address, n)
+        self.block.piece(to, box.bytes)
+        self.block.shared[_places(to, box)] = data.ravel()
+        self.block.change(barrier, 0, -box.bytes)
+
+    def store_box(self, m, source, described, corner):
+        for lane in range(len(source)) if m is None else np.flatnonzero(m):
+            box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
+            self._store(int(lane), partial(self._read_box, box, int(source[lane])), partial(self._write_box, box, at))
+
+    def _read_box(self, box: TensorMap, source: int) -> np.ndarray:
+        self.block.piece(source, box.bytes)
+        return self.block.shared[_places(source, box)].reshape(-1, box.row)
+
+    def _write_box(self, box: TensorMap, corner: tuple[int, ...], data: np.ndarray) -> None:
+        for row, (address, first, n) in zip(data, box.rows(corner), strict=True):
+            if n:
+                self.machine.memory.bytes(address, n)[:] = row[first : first + n]
+
+    def load_bytes(self, m, to, source, size, barrier):
+        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+            self.machine.ask(partial(self._load_bytes, *(int(x[lane]) for x in (to, source, size, barrier))))
+
+    def _load_bytes(self, to: int, source: int, size: int, barrier: int) -> None:
+        _aligned(to, source, size)
+        self.block.piece(to, size)[:] = self.machine.memory.bytes(source, size)
+        self.block.change(barrier, 0, -size)
+
+    def store_bytes(self, m, to, source, size, adds):
+        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+            target, place, n = (int(x[lane]) for x in (to, source, size))
+            _aligned(target, place, n)
+            self._store(int(lane), lambda place=place, n=n: self.block.piece(place, n).copy(), partial(self._write_bytes, target, adds))
+
+    def _write_bytes(self, target: int, adds: bool, data: np.ndarray) -> None:
+        memory = self.machine.memory.bytes(target, len(data))
+        memory[:] = (memory.view(f4) + data.view(f4)).view(u1) if adds else data
+
+    def _store(self, lane: int, read, write) -> None:
+        store = Store(self.machine, read, write)
+        self.groups.setdefault(lane, [[]])[-1].append(store)
+        self.block.stores.append(store)
+        self.machine.ask(store)
+
+    def commit(self, m):
+        for lane, groups in self.groups.items():
+            if m is None or m[lane]:
+                groups.append([])
+
+    def wait(self, m, left, read):
+        """Until at most `left` groups of a lane are not done, or not read."""
+        for lane, groups in self.groups.items():
+            if m is None or m[lane]:
+                for store in chain(*groups[: max(0, len(groups) - 1 - left)]):
+                    store.read() if read else store.finish()
+
+
+def _places(address: int, box: TensorMap) -> np.ndarray:
+    """Of a box's bytes in shared memory."""
+    return swizzled(address + np.arange(box.bytes), box.swizzled_bytes)
+
+
+def _aligned(*numbers: int) -> None:
+    if any(number % BYTES for number in numbers):
+        raise Fault(f"the copy engine moves multiples of {BYTES} bytes between multiples of them, and was given {numbers}")

@@ -1,0 +1,119 @@
+"""What the DSL compiles for the host, run without a GPU: the launch function, whose kernels are handed to Python with their parameters.
+
+It takes torch tensors of the CPU, and is told that they are on a GPU.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.hopper import cache
+
+NONE, INT, FLOAT, TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
+ON_GPU = 2  # kDLCUDA
+CODES = {
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float32: (2, 32),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+}
+
+
+class Launch(ctypes.Structure):
+    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_size_t)]
+
+
+class Any(ctypes.Structure):
+    """TVMFFIAny."""
+
+    class Value(ctypes.Union):
+        _fields_ = [("integer", ctypes.c_int64), ("number", ctypes.c_double), ("pointer", ctypes.c_void_p)]
+
+    _fields_ = [("type", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", Value)]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    ]
+
+
+class Grid(NamedTuple):
+    """A kernel to run: its name, (x, y, z) of the grid, threads of a block, bytes of shared memory, and where its parameters lie."""
+
+    kernel: str
+    blocks: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    parameters: ctypes.Array
+
+
+CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Launch), ctypes.POINTER(ctypes.c_void_p))
+
+
+class Host:
+    """A compiled launch function; `run` gets the grids of a call in order."""
+
+    def __init__(self, kernel, folder: Path) -> None:
+        """kernel: what `tilewise.hopper.compile.build` returns."""
+        objects, library = folder / "kernel.o", folder / "kernel.so"
+        kernel.export_to_c(str(objects), cache.FUNCTION)
+        source = Path(__file__).with_name("host.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", source, objects, "-o", library], check=True)
+        self._library = ctypes.CDLL(str(library))
+        self._function = getattr(self._library, f"__tvm_ffi_{cache.FUNCTION}")
+
+    def __call__(self, run: Callable[[Grid], None], *arguments) -> None:
+        """Raises what `run` raises, or RuntimeError with what the launch function says about its arguments."""
+        kept, values = [], (Any * len(arguments))()
+        for value, argument in zip(values, arguments, strict=True):
+            _fill(value, argument, kept)
+        failures = []
+
+        @CALLBACK
+        def launch(kernel, config, parameters) -> int:
+            try:
+                blocks, threads = tuple(config.contents.grid), tuple(config.contents.block)
+                run(Grid(kernel.decode(), blocks, threads[0] * threads[1] * threads[2], config.contents.shared_bytes, parameters))
+            except BaseException as failure:
+                failures.append(failure)
+            return len(failures)
+
+        ctypes.c_void_p.in_dll(self._library, "launch").value = ctypes.cast(launch, ctypes.c_void_p).value
+        failed = self._function(None, values, len(arguments), ctypes.byref(Any()))
+        if failures:
+            raise failures[0]
+        if failed:
+            raise RuntimeError((ctypes.c_char * 4096).in_dll(self._library, "message").value.decode())
+
+
+def _fill(value: Any, argument, kept: list) -> None:
+    if argument is None:
+        value.type = NONE
+    elif isinstance(argument, Tensor):
+        code, bits = CODES[argument.dtype]
+        n = argument.dim()
+        shape, strides = (ctypes.c_int64 * n)(*argument.shape), (ctypes.c_int64 * n)(*argument.stride())
+        described = DLTensor(argument.data_ptr(), ON_GPU, 0, n, code, bits, 1, shape, strides, 0)
+        kept.append(described)
+        value.type, value.value.pointer = TENSOR, ctypes.addressof(described)
+    elif isinstance(argument, float):
+        value.type, value.value.number = FLOAT, argument
+    else:
+        value.type, value.value.integer = INT, int(argument)
