@@ -139,6 +139,7 @@ class Mutant:
         x = self.operands(call, backward=True)
         d_o, o, lse = (t.to(x.q.dtype) for t in (d_o.transpose(1, 2), o.transpose(1, 2), lse[..., None]))
         blind = ~x.visible.any(-1, keepdim=True)
+        d_o = d_o.masked_fill(lse == -INF, 0.0)  # a bias may leave a row nothing to see
         delta = (d_o * o).sum(-1, keepdim=True).masked_fill(blind, 0.0)
         if d_lse is not None and self.fault != "delta_without_dlse":
             delta = delta - d_lse[..., None].to(delta.dtype).masked_fill(lse == -INF, 0.0)
