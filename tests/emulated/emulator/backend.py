@@ -1,6 +1,7 @@
 """The Hopper backend on a machine without a GPU: its kernels, compiled for one, are carried out from their PTX."""
 
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -22,10 +23,10 @@ from tilewise.hopper import compile as hopper
 
 
 class Emulated(Hopper):
-    """slots: thread blocks that run at a time."""
+    """pace, seed: as in `Machine`; slots: multiprocessors; change: what is done to kernels' PTX, to see whether it is noticed."""
 
-    def __init__(self, pace: str = "random", seed: int = 0, slots: int = 4) -> None:
-        self.pace, self.seed, self.slots = pace, seed, slots
+    def __init__(self, pace: str = "random", seed: int = 0, slots: int = 4, change: Callable[[str], str] = str) -> None:
+        self.pace, self.seed, self.slots, self.change = pace, seed, slots, change
 
     def why_not(self, problem) -> list[str]:
         return []
@@ -38,19 +39,19 @@ class Emulated(Hopper):
         with self._on_gpu():
             return super().backward(*arguments, **named)
 
+    def compiled(self, launch, arguments, config) -> Callable:
+        """In place of `tilewise.hopper.compile.compiled`."""
+        host, programs = translated(launch, arguments, config, self.change)
+
+        def call(*given) -> None:
+            machine = Machine(Memory([x for x in given if isinstance(x, Tensor)]), self.slots, self.pace, self.seed)
+            with np.errstate(all="ignore"):
+                host(lambda grid: machine.run(programs[grid.kernel], grid), *given)
+
+        return call
+
     @contextmanager
-    def _on_gpu(self):
-        def compiled(launch, arguments, config):
-            function, programs = translated(launch, arguments, config)
-
-            def call(*given):
-                memory = Memory([x for x in given if isinstance(x, Tensor)])
-                gpu = Machine(memory, self.slots, self.pace, self.seed)
-                with np.errstate(all="ignore"):
-                    function(lambda grid: gpu.run(programs[grid.kernel], grid), *given)
-
-            return call
-
+    def _on_gpu(self) -> Iterator[None]:
         stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
         stand_ins = {
             (torch.cuda, "device"): lambda device: nullcontext(),
@@ -58,7 +59,7 @@ class Emulated(Hopper):
             (torch.cuda, "current_stream"): lambda device=None: stream,
             (gradients, "_board"): lambda device: gradients.Board(self.slots, gradients.AGAIN[0][1]),
             (backend, "_multiprocessors"): lambda device: self.slots,
-            (hopper, "compiled"): compiled,
+            (hopper, "compiled"): self.compiled,
         }
         with ExitStack() as patches:
             for (module, name), stand_in in stand_ins.items():
@@ -67,9 +68,14 @@ class Emulated(Hopper):
 
 
 @cache
-def translated(launch, arguments, config):
-    """(launch function, programs by kernel)."""
+def built(launch, arguments, config) -> tuple[Host, str]:
+    """The launch function, and the kernels' PTX."""
     with tempfile.TemporaryDirectory() as folder:
         kernel = hopper.build(launch, arguments, config, f"--keep-ptx --dump-dir {folder}")
-        programs = {name: Program(each) for name, each in parse(kernel.__ptx__).items()}
-        return Host(kernel, Path(folder)), programs
+        return Host(kernel, Path(folder)), kernel.__ptx__
+
+
+@cache
+def translated(launch, arguments, config, change) -> tuple[Host, dict[str, Program]]:
+    host, text = built(launch, arguments, config)
+    return host, {name: Program(kernel) for name, kernel in parse(change(text)).items()}

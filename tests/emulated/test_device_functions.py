@@ -1,0 +1,29 @@
+"""Functions of kernels on numbers that no test's tensors have."""
+
+import shutil
+
+import pytest
+import torch
+from emulator.backend import Emulated
+
+from tilewise.hopper import compile as hopper
+
+pytestmark = [
+    pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler())),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
+]
+
+
+def arguments(config):
+    from tilewise.hopper.dsl import Int32
+
+    return [hopper.tensor(Int32, hopper.size(), aligned=False), Int32(0), Int32(0)]
+
+
+@pytest.mark.parametrize(("m_blocks", "n_blocks"), [(5, 3), (1, 1), (65536, 32768), (90000, 45000), (92000, 46000), (46000, 46001)])
+def test_shares_of_the_finisher(m_blocks, n_blocks):
+    """Up to 5.9 million tokens, of which a block of keys has 128 and a tile of queries 64: n m_blocks is then nearly 2^32."""
+    found = torch.zeros(32, dtype=torch.int32)
+    Emulated().compiled("device_functions:launch", arguments, None)(found, m_blocks, n_blocks)
+    want = [(n_blocks - i) * m_blocks // n_blocks for i in range(min(32, n_blocks + 1))]
+    assert found.tolist()[: len(want)] == want

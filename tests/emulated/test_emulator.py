@@ -1,0 +1,152 @@
+"""The emulator itself: arithmetic against torch's, small kernels written by hand, and what it has to refuse."""
+
+import ctypes
+import struct
+
+import numpy as np
+import pytest
+import torch
+from emulator import arithmetic, ptx
+from emulator.host import Grid
+from emulator.machine import PACES, Machine
+from emulator.memory import Fault, Memory
+from emulator.program import Program
+from emulator.translation import Unknown
+
+HEAD = """
+.version 8.8
+.target sm_90a
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry kernel(
+	.param .u64 x,
+	.param .u32 n
+)
+{
+	.reg .pred %p<9>;
+	.reg .b16 %rs<9>;
+	.reg .b32 %r<30>;
+	.reg .b64 %rd<9>;
+	ld.param.b64 %rd1, [x];
+	ld.param.b32 %r1, [n];
+	mov.u32 %r2, %tid.x;
+	mul.wide.u32 %rd2, %r2, 4;
+	add.s64 %rd3, %rd1, %rd2;
+"""
+STORE = "\tst.global.b32 [%rd3], %r9;\n\tret;\n}\n"
+
+
+def run(body, threads=32, blocks=1, n=0, pace="random", seed=0, x=None, end=STORE):
+    """What `body` leaves in %r9 of every thread; x: instead of that a tensor that it may change."""
+    x = torch.zeros(threads, dtype=torch.int32) if x is None else x
+    given = [ctypes.create_string_buffer(struct.pack(*each), 8) for each in (("<Q", x.data_ptr()), ("<I", n))]
+    addresses = (ctypes.c_void_p * 2)(*map(ctypes.addressof, given))
+    (kernel,) = ptx.parse(HEAD + body + end).values()
+    machine = Machine(Memory([x]), slots=2, pace=pace, seed=seed)
+    machine.run(Program(kernel), Grid("kernel", (blocks, 1, 1), threads, 1024, addresses))
+    return x.tolist()
+
+
+def test_threads_go_ways_of_their_own():
+    """A loop that lane i leaves after i rounds, an inner branch, and labels of two blocks with the same names."""
+    count = """
+    {
+    .reg .pred again;
+    ROUND: setp.lt.u32 again, %r8, %r2;
+    @!again bra OUT;
+    add.s32 %r8, %r8, 1;
+    add.s32 %r9, %r9, %r8;
+    bra.uni ROUND;
+    OUT:
+    }
+"""
+    odd = "\tand.b32 %r7, %r2, 1;\n\tsetp.eq.b32 %p1, %r7, 0;\n\t@%p1 bra EVEN;\n\tadd.s32 %r9, %r9, 1000;\nEVEN:\n"
+    found = run(f"\tmov.b32 %r9, 0;\n\tmov.b32 %r8, 0;\n{count}\tmov.b32 %r8, 0;\n{count}{odd}")
+    assert found == [i * (i + 1) + 1000 * (i % 2) for i in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("code", "want"),
+    [
+        ("shfl.sync.bfly.b32 %r9, %r2, 5, 31, -1;", [i ^ 5 for i in range(32)]),
+        ("shfl.sync.idx.b32 %r9, %r2, 7, 31, -1;", [7] * 32),
+        ("setp.lt.u32 %p1, %r2, 3;\n vote.sync.ballot.b32 %r9, %p1, -1;", [7] * 32),
+        ("setp.lt.u32 %p1, %r2, 3;\n vote.sync.any.pred %p2, %p1, -1;\n selp.b32 %r9, 1, 0, %p2;", [1] * 32),
+        ("setp.lt.u32 %p1, %r2, 3;\n vote.sync.all.pred %p2, %p1, -1;\n selp.b32 %r9, 1, 0, %p2;", [0] * 32),
+        ("redux.sync.max.s32 %r9, %r2, -1;", [31] * 32),
+        ("elect.sync %r3|%p1, -1;\n selp.b32 %r9, 5, %r3, %p1;", [5] + [0] * 31),
+        ("sub.s32 %r9, %r2, 3;\n max.relu.s32 %r9, %r9, 2;\n", [max(i - 3, 2) for i in range(32)]),
+        ("shl.b32 %r9, 1, %r2;\n shr.u32 %r9, %r9, 30;\n", [0] * 30 + [1, 2]),
+        ("sub.s32 %r3, 4, %r2;\n mul.hi.s32 %r9, %r3, 1073741824;\n", [(4 - i) >> 2 for i in range(32)]),
+        ("sub.s32 %r3, %r2, 9;\n div.s32 %r9, %r3, 4;\n", [int((i - 9) / 4) for i in range(32)]),
+        ("sub.s32 %r3, %r2, 9;\n rem.s32 %r9, %r3, 4;\n", [int(np.fmod(i - 9, 4)) for i in range(32)]),
+        ("cvt.u16.u32 %rs1, %r2;\n cvt.s8.s32 %rs2, -3;\n mov.b32 %r9, {%rs1, %rs2};", [i | 0xFFFD0000 - (1 << 32) for i in range(32)]),
+    ],
+)
+def test_instructions(code, want):
+    assert run(f"\t{code}\n") == want
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_warps_wait_for_each_other(pace):
+    """Each thread reads what a thread of another warp wrote."""
+    code = """
+	mov.b32 %r3, __dynamic_shmem__0;
+	shl.b32 %r4, %r2, 2;
+	add.s32 %r5, %r3, %r4;
+	st.shared.b32 [%r5], %r2;
+	bar.sync 0;
+	xor.b32 %r6, %r4, 252;
+	add.s32 %r7, %r3, %r6;
+	ld.shared.b32 %r9, [%r7];
+"""
+    assert run(code, threads=64, pace=pace) == list(range(63, -1, -1))
+    raced = [run(code.replace("bar.sync 0;", ""), threads=64, pace=pace, seed=seed) for seed in range(4)]
+    assert any(found != list(range(63, -1, -1)) for found in raced)
+
+
+def test_blocks_add_to_one_number():
+    x = torch.zeros(1, dtype=torch.int32)
+    assert run("\tred.relaxed.gpu.global.add.s32 [%rd1], 1;\n\tret;\n}\n", threads=64, blocks=5, x=x, end="") == [320]
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("ld.global.b32 %r9, [%rd3+128];", "in no tensor"),
+        ("st.global.b32 [%rd3+-4], %r2;", "in no tensor"),
+        ("ld.global.b32 %r9, [%rd3+2];", "no multiple"),
+        ("mov.b32 %r3, __dynamic_shmem__0;\n ld.shared.b32 %r9, [%r3+1024];", "not all in shared memory"),
+        ("bar.sync 1, 64;", "nothing happens any more"),
+        ("mov.b32 %r3, __dynamic_shmem__0;\n mbarrier.arrive.shared.b64 %rd4, [%r3], 1;", "no barrier"),
+        (
+            "mov.b32 %r3, __dynamic_shmem__0;\n mbarrier.init.shared.b64 [%r3], 31;\n mbarrier.arrive.shared.b64 %rd4, [%r3], 40;",
+            "more than 31",
+        ),
+    ],
+)
+def test_what_a_gpu_would_not_do(code, sentence):
+    with pytest.raises(Fault, match=sentence):
+        run(f"\t{code}\n")
+
+
+def test_what_is_not_known_is_not_left_out():
+    with pytest.raises(Unknown, match=r"lop3\.b32"):
+        run("\tlop3.b32 %r9, %r2, %r2, %r2, 3;\n")
+
+
+def test_halves_are_rounded_as_torch_rounds_them():
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+    numbers = np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, 65519.9, 65520.0, 6e-8, 2.9e-8])])
+    with np.errstate(all="ignore"):
+        found = (arithmetic.bf16(numbers), torch.bfloat16), (arithmetic.f16(numbers), torch.float16)
+    for mine, dtype in found:
+        theirs = torch.from_numpy(numbers).to(dtype)
+        equal = torch.from_numpy(mine.view(np.int16)) == theirs.view(torch.int16)
+        assert (equal | theirs.isnan()).all()
+        assert torch.from_numpy(mine.view(np.int16)).view(dtype)[theirs.isnan()].isnan().all()
+
+
+def test_comparisons_with_NaN():
+    x, nan = np.float32([1.0, np.nan]), np.float32([np.nan, np.nan])
+    assert not any(compare(x, nan).any() for compare in (arithmetic.eq, arithmetic.ne, arithmetic.lt, arithmetic.ge))
+    assert all(compare(x, nan).all() for compare in (arithmetic.equ, arithmetic.neu, arithmetic.ltu, arithmetic.geu))

@@ -1,0 +1,104 @@
+"""The Hopper kernels, carried out without a GPU: right by the one tolerance, with the same bits whoever comes first, and without hidden NaN."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from emulator.backend import Emulated
+from emulator.machine import PACES
+from emulator.memory import Fault
+
+from tilewise.hopper.compile import why_no_compiler
+from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.testing import conformance
+from tilewise.testing.cases import Case, make, random_mask, upstream
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler())),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
+]
+
+SMALL = dict(batch=1, seqlen_q=150, seqlen_k=150, heads_q=2, heads_k=1, head_dim=64, dtype="bf16")
+DOCUMENTS = Documents((0, 20, 150), (0, 30, 150), inner=Causal())
+CAUSAL = Case(**SMALL | dict(head_dim=128, mask=Causal()))
+CASES = [
+    CAUSAL,
+    Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
+    Case(**SMALL | dict(mask=Full(), seqlen_k=77, bias="hq", bias_hides=True)),
+    Case(**SMALL | dict(mask=DOCUMENTS)),
+    Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=90, bias="q", bias_hides=True, lse_grad=True)),
+    Case(**SMALL | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
+    Case(**SMALL | dict(head_dim=256, mask=Causal())),
+]
+MORE = [
+    *(Case(**SMALL | dict(batch=2, seqlen_q=n, seqlen_k=300 // n, mask=mask)) for n in (1, 30, 300) for mask in (Full(), Causal())),
+    *(
+        Case(**SMALL | dict(head_dim=d, head_dim_v=v, mask=SlidingWindow(40, 3), dtype="fp16"))
+        for d, v in ((72, 40), (96, 96), (128, 128), (192, 192))
+    ),
+    *(Case(**SMALL | dict(head_dim=d, mask=random_mask(150, 150), bias="hq", bias_hides=True)) for d in (64, 96, 128)),
+    *(Case(**SMALL | dict(head_dim=d, mask=PrefixLM(30), heads_q=4, heads_k=2)) for d in (64, 128, 256)),
+    *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, alibi="h", diagonal=True)) for d in (96, 128)),
+    *(Case(**SMALL | dict(seqlen_q=300, seqlen_k=n, heads_q=3, heads_k=3, mask=Full())) for n in (3, 128, 400)),
+]
+
+
+class Recorded(Emulated):
+    """Keeps what it computed last."""
+
+    def backward(self, call, o, lse, *arguments, **named):
+        grads = super().backward(call, o, lse, *arguments, **named)
+        self.results = o, lse, *grads
+        return grads
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=lambda case: case.id)
+def test_cases(case):
+    """Hidden memory poisoned; the same bits whatever the copy engine and the tensor cores do first."""
+    backends = [Recorded(pace, seed) for seed, pace in enumerate(PACES)]
+    for backend in backends:
+        conformance.run_hidden(backend, case)
+        assert all(x is None or torch.equal(x, y) for x, y in zip(backends[0].results, backend.results, strict=True))
+
+
+def without(pattern: str, instead: str = ""):
+    """PTX with something else where the pattern matches, which it has to."""
+
+    def change(text: str) -> str:
+        changed, n = re.subn(pattern, instead, text)
+        assert n, f"there is no {pattern}"
+        return changed
+
+    return change
+
+
+BROKEN = {
+    "products are not waited for": without(r"wgmma\.wait_group\.sync\.aligned\s+\d+;"),
+    "what the copy engine brings is not waited for": without(r"mbarrier\.try_wait\S+ +(\w+), \[[^;]*;", r"setp.eq.u32 \1, 0, 0;"),
+    "what it takes away is not waited for": without(r"cp\.async\.bulk\.wait_group\.read\s+\d+;"),
+    "a turn is given too early": without(r"cp\.async\.bulk\.wait_group\s+0;"),
+    "warps do not wait for each other": without(r"bar\.sync\s+[^;]*;"),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_a_kernel_without_a_wait_is_seen(change):
+    """In the backward pass; of the paces one has to notice."""
+    call, (d_o, d_lse) = make(CAUSAL, 0, grad=True), upstream(CAUSAL, 0)
+    o, lse = Emulated().forward(call)
+    healthy = Emulated().backward(call, o, lse, d_o, d_lse)
+    seen = []
+    for seed, pace in enumerate(PACES):
+        try:
+            broken = Emulated(pace, seed, change=change).backward(call, o, lse, d_o, d_lse)
+            seen.append(not all(torch.equal(x, y) for x, y in zip(healthy[:3], broken[:3], strict=True)))
+        except Fault:
+            seen.append(True)
+    assert any(seen)
+
+
+def test_a_thread_block_may_not_end_before_its_output_has_left():
+    with pytest.raises(Fault, match="still read its shared memory"):
+        Emulated("lazy", change=BROKEN["what it takes away is not waited for"]).forward(make(CAUSAL, 0))
