@@ -8,6 +8,6 @@
     host.py, host.c the launch functions, as the DSL compiled them, with a stand-in for the CUDA runtime
     backend.py      all of it as a backend of tilewise
 
-It is for checking, not for speed: a tile of 64 x 128 takes a tenth of a second. What it cannot tell: how long anything takes, what ptxas makes of the
+It is for checking, not for speed: 150 queries and keys take seconds. What it cannot tell: how long anything takes, what ptxas makes of the
 PTX, and whether a fence is missing between writes by threads and reads by the copy engine (here everybody sees what is written at once).
 """

@@ -30,7 +30,7 @@ class Launch(ctypes.Structure):
     _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_size_t)]
 
 
-class Any(ctypes.Structure):
+class Given(ctypes.Structure):
     """TVMFFIAny."""
 
     class Value(ctypes.Union):
@@ -81,7 +81,7 @@ class Host:
 
     def __call__(self, run: Callable[[Grid], None], *arguments) -> None:
         """Raises what `run` raises, or RuntimeError with what the launch function says about its arguments."""
-        kept, values = [], (Any * len(arguments))()
+        kept, values = [], (Given * len(arguments))()
         for value, argument in zip(values, arguments, strict=True):
             _fill(value, argument, kept)
         failures = []
@@ -96,14 +96,14 @@ class Host:
             return len(failures)
 
         ctypes.c_void_p.in_dll(self._library, "launch").value = ctypes.cast(launch, ctypes.c_void_p).value
-        failed = self._function(None, values, len(arguments), ctypes.byref(Any()))
+        failed = self._function(None, values, len(arguments), ctypes.byref(Given()))
         if failures:
             raise failures[0]
         if failed:
             raise RuntimeError((ctypes.c_char * 4096).in_dll(self._library, "message").value.decode())
 
 
-def _fill(value: Any, argument, kept: list) -> None:
+def _fill(value: Given, argument, kept: list) -> None:
     if argument is None:
         value.type = NONE
     elif isinstance(argument, Tensor):

@@ -90,7 +90,7 @@ class Block:
         self.index, self.grid = ([np.full(32, n, np.uint32) for n in numbers] for numbers in (place, grid.blocks))
         self.size, self.shared_base = SHARED_BASE + grid.shared_bytes, np.full(32, SHARED_BASE, np.uint32)
         self.shared = np.full(-(-self.size // 16) * 16, 0xFF, u1)
-        self.views = defaultdict(lambda: None)
+        self.views: dict[np.dtype, np.ndarray] = {}
         sizes = program.kernel.parameters
         self.parameters = {name: ctypes.string_at(grid.parameters[i], sizes[name]) for i, name in enumerate(sizes)}
         self.addresses = {name: np.full(32, PARAMETERS + (i << 12), np.uint64) for i, name in enumerate(sizes)}
@@ -109,15 +109,18 @@ class Block:
 
     def view(self, kind: np.dtype) -> np.ndarray:
         """Shared memory."""
-        if (known := self.views[kind]) is None:
-            known = self.views[kind] = self.shared.view(kind)
-        return known
+        if kind not in self.views:
+            self.views[kind] = self.shared.view(kind)
+        return self.views[kind]
 
     def piece(self, address: int, size: int) -> np.ndarray:
         """Bytes of shared memory."""
         if not SHARED_BASE <= address <= address + size <= self.size:
             raise Fault(f"{size} bytes at {address - SHARED_BASE} are not in the {self.size - SHARED_BASE} bytes of shared memory")
         return self.shared[address : address + size]
+
+    def set_up(self, address: int, expected: int) -> None:
+        self.barriers[address] = Barrier(expected)
 
     def barrier(self, address: int) -> Barrier:
         if address not in self.barriers:

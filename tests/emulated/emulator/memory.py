@@ -27,11 +27,10 @@ class Region:
 
     def view(self, kind) -> np.ndarray:
         """From `base` on."""
-        if (known := self.views.get(kind)) is None:
-            kind = np.dtype(kind)
+        if kind not in self.views:
             n = -(-(self.high - self.base) // LINE) * LINE
-            known = self.views[kind] = np.frombuffer((ctypes.c_uint8 * n).from_address(self.base), kind)
-        return known
+            self.views[kind] = np.frombuffer((ctypes.c_uint8 * n).from_address(self.base), kind)
+        return self.views[kind]
 
 
 class Memory:

@@ -181,10 +181,8 @@ class Warp(Copies, Products):
             self.waits_for = None if self.may_go else self.waits_for
 
     def init(self, addresses, m, count):
-        from emulator.machine import Barrier
-
         for lane in _lanes(m):
-            self.block.barriers[int(addresses[lane])] = Barrier(int(count[lane]))
+            self.block.set_up(int(addresses[lane]), int(count[lane]))
 
     def arrive(self, addresses, m, count, expects):
         """expects: one arrival, and so many bytes are to come."""
