@@ -1,17 +1,12 @@
 """Functions of kernels on numbers that no test's tensors have."""
 
-import shutil
-
 import pytest
 import torch
-from emulator.backend import Emulated
+from emulator.backend import NEEDED, Emulated
 
 from tilewise.hopper import compile as hopper
 
-pytestmark = [
-    pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler())),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
-]
+pytestmark = NEEDED
 
 
 def arguments(config):

@@ -1,23 +1,18 @@
 """The Hopper kernels, carried out without a GPU: right by the one tolerance, with the same bits whoever comes first, and without hidden NaN."""
 
 import re
-import shutil
 
 import pytest
 import torch
-from emulator.backend import Emulated
+from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 from emulator.memory import Fault
 
-from tilewise.hopper.compile import why_no_compiler
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
-pytestmark = [
-    pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler())),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
-]
+pytestmark = NEEDED
 
 SMALL = dict(batch=1, seqlen_q=150, seqlen_k=150, heads_q=2, heads_k=1, head_dim=64, dtype="bf16")
 DOCUMENTS = Documents((0, 20, 150), (0, 30, 150), inner=Causal())

@@ -1,5 +1,6 @@
 """The Hopper backend on a machine without a GPU: its kernels, compiled for one, are carried out from their PTX."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,12 @@ from emulator.ptx import parse
 from tilewise.backends import hopper as backend
 from tilewise.backends.hopper import Hopper, gradients
 from tilewise.hopper import compile as hopper
+
+NEEDED = [
+    pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler())),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
+]
+"""Marks of tests that compile kernels and run their launch functions."""
 
 
 class Emulated(Hopper):
