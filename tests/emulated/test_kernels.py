@@ -15,17 +15,18 @@ from tilewise.testing.cases import Case, make, random_mask, upstream
 pytestmark = NEEDED
 
 SMALL = dict(batch=1, seqlen_q=150, seqlen_k=150, heads_q=2, heads_k=1, head_dim=64, dtype="bf16")
-DOCUMENTS = Documents((0, 20, 150), (0, 30, 150), inner=Causal())
-CAUSAL = Case(**SMALL | dict(head_dim=128, mask=Causal()))
+DOCUMENTS = Documents((0, 20, 100), (0, 30, 130), inner=Causal())
+ONE_HEAD = SMALL | dict(heads_q=1)
+CAUSAL = Case(**ONE_HEAD | dict(head_dim=128, mask=Causal()))
 CASES = [
     CAUSAL,
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
-    Case(**SMALL | dict(mask=Full(), seqlen_k=77, bias="hq", bias_hides=True)),
-    Case(**SMALL | dict(mask=DOCUMENTS)),
+    Case(**SMALL | dict(mask=Full(), seqlen_q=100, seqlen_k=77, bias="hq", bias_hides=True)),
+    Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
     Case(**SMALL | dict(mask=Causal(), seqlen_q=90, bias="q", bias_hides=True, lse_grad=True)),
-    Case(**SMALL | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
-    Case(**SMALL | dict(head_dim=256, mask=Causal())),
+    Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
+    Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
 ]
 MORE = [
     *(Case(**SMALL | dict(batch=2, seqlen_q=n, seqlen_k=300 // n, mask=mask)) for n in (1, 30, 300) for mask in (Full(), Causal())),
@@ -35,7 +36,7 @@ MORE = [
     ),
     *(Case(**SMALL | dict(head_dim=d, mask=random_mask(150, 150), bias="hq", bias_hides=True)) for d in (64, 96, 128)),
     *(Case(**SMALL | dict(head_dim=d, mask=PrefixLM(30), heads_q=4, heads_k=2)) for d in (64, 128, 256)),
-    *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, alibi="h", diagonal=True)) for d in (96, 128)),
+    *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, seqlen_q=100, seqlen_k=130, alibi="h", diagonal=True)) for d in (96, 128)),
     *(Case(**SMALL | dict(seqlen_q=300, seqlen_k=n, heads_q=3, heads_k=3, mask=Full())) for n in (3, 128, 400)),
 ]
 
