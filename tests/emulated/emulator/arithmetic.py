@@ -8,6 +8,11 @@ zeros_u2 = np.zeros(32, u2)
 SMALLEST = np.finfo(np.float32).tiny
 
 
+def lanes_of(m):
+    """The numbers of the lanes that take part; m is None where all 32 do."""
+    return range(32) if m is None else np.flatnonzero(m).tolist()
+
+
 def high(a, b):
     """The upper half of 32-bit numbers' product."""
     wide = i8 if a.dtype == i4 else u8

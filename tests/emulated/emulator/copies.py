@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from emulator.arithmetic import f4, u1
+from emulator.arithmetic import f4, lanes_of, u1
 from emulator.memory import Fault, TensorMap, swizzled
 
 BYTES = 16  # in multiples of which it moves what is no tensor's
@@ -38,7 +38,7 @@ class Copies:
         self.groups: dict[int, list[list[Store]]] = {}  # of a lane; the last one is open
 
     def load_box(self, m, to, described, corner, barrier):
-        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+        for lane in lanes_of(m):
             box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
             self.machine.ask(partial(self._load_box, box, at, int(to[lane]), int(barrier[lane])))
 
@@ -52,9 +52,9 @@ class Copies:
         self.block.change(barrier, 0, -box.bytes)
 
     def store_box(self, m, source, described, corner):
-        for lane in range(len(source)) if m is None else np.flatnonzero(m):
+        for lane in lanes_of(m):
             box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
-            self._store(int(lane), partial(self._read_box, box, int(source[lane])), partial(self._write_box, box, at))
+            self._store(lane, partial(self._read_box, box, int(source[lane])), partial(self._write_box, box, at))
 
     def _read_box(self, box: TensorMap, source: int) -> np.ndarray:
         self.block.piece(source, box.bytes)
@@ -66,7 +66,7 @@ class Copies:
                 self.machine.memory.bytes(address, n)[:] = row[first : first + n]
 
     def load_bytes(self, m, to, source, size, barrier):
-        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+        for lane in lanes_of(m):
             self.machine.ask(partial(self._load_bytes, *(int(x[lane]) for x in (to, source, size, barrier))))
 
     def _load_bytes(self, to: int, source: int, size: int, barrier: int) -> None:
@@ -75,10 +75,10 @@ class Copies:
         self.block.change(barrier, 0, -size)
 
     def store_bytes(self, m, to, source, size, adds):
-        for lane in range(len(to)) if m is None else np.flatnonzero(m):
+        for lane in lanes_of(m):
             target, place, n = (int(x[lane]) for x in (to, source, size))
             _aligned(target, place, n)
-            self._store(int(lane), lambda place=place, n=n: self.block.piece(place, n).copy(), partial(self._write_bytes, target, adds))
+            self._store(lane, lambda place=place, n=n: self.block.piece(place, n).copy(), partial(self._write_bytes, target, adds))
 
     def _write_bytes(self, target: int, adds: bool, data: np.ndarray) -> None:
         memory = self.machine.memory.bytes(target, len(data))

@@ -37,9 +37,8 @@ class Memory:
     """The tensors that a call was given. Whatever else is read or written is a Fault."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        spans = sorted(span for x in tensors if x.numel() for span in [_span(x)])
         self.regions: list[Region] = []
-        for low, high in spans:
+        for low, high in sorted(_span(x) for x in tensors if x.numel()):
             if self.regions and low <= self.regions[-1].high:
                 self.regions[-1] = Region(self.regions[-1].low, max(high, self.regions[-1].high))
             else:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from emulator.arithmetic import pair, u2, u4
+from emulator.arithmetic import lanes_of, pair, u2, u4
 from emulator.copies import Copies
 from emulator.memory import Fault
 from emulator.products import Products
@@ -101,7 +101,7 @@ class Warp(Copies, Products):
         """What was there, for each lane."""
         self.machine.events += 1
         before = np.zeros(len(LANES), kind)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             ((_, view, (where,)),) = self.machine.memory.at(addresses[lane : lane + 1], kind, 1)
             before[lane] = view[where]
             view[where] += x[lane]
@@ -155,14 +155,14 @@ class Warp(Copies, Products):
         return np.full(len(LANES), (p if m is None else p[m]).all())
 
     def ballot(self, p, m):
-        return np.full(len(LANES), sum(1 << int(lane) for lane in _lanes(p if m is None else p & m)), u4)
+        return np.full(len(LANES), sum(1 << lane for lane in lanes_of(p if m is None else p & m)), u4)
 
     def reduce(self, x, m, how):
         return np.full(len(LANES), {"max": np.max, "min": np.min, "add": np.sum}[how](x if m is None else x[m]))
 
     def elect(self, m):
-        leader = _lanes(m)[0]
-        return np.full(len(LANES), leader), leader == LANES
+        leader = lanes_of(m)[0]
+        return np.full(len(LANES), leader, u4), leader == LANES
 
     # Barriers
 
@@ -181,24 +181,20 @@ class Warp(Copies, Products):
             self.waits_for = None if self.may_go else self.waits_for
 
     def init(self, addresses, m, count):
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             self.block.set_up(int(addresses[lane]), int(count[lane]))
 
     def arrive(self, addresses, m, count, expects):
         """expects: one arrival, and so many bytes are to come."""
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             self.block.change(int(addresses[lane]), *((1, int(count[lane])) if expects else (int(count[lane]), 0)))
 
     def passed(self, addresses, m, parity):
         found = np.ones(len(LANES), bool)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             found[lane] = self.block.barrier(int(addresses[lane])).phase != parity[lane] & 1
         self.may_go = bool(found.all())
         return found
-
-
-def _lanes(m) -> np.ndarray:
-    return LANES if m is None else LANES[m]
 
 
 def _spread(found: np.ndarray, m) -> np.ndarray:
