@@ -25,6 +25,7 @@ CASES = [
     Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
     Case(**SMALL | dict(mask=Causal(), seqlen_q=90, bias="q", bias_hides=True, lse_grad=True)),
+    Case(**SMALL | dict(mask=Full(), bias="h", lse_grad=True)),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
 ]
@@ -35,9 +36,15 @@ MORE = [
         for d, v in ((72, 40), (96, 96), (128, 128), (192, 192))
     ),
     *(Case(**SMALL | dict(head_dim=d, mask=random_mask(150, 150), bias="hq", bias_hides=True)) for d in (64, 96, 128)),
+    *(Case(**SMALL | dict(head_dim=d, mask=Full(), bias="hq", bias_hides=True)) for d in (64, 96, 128, 192, 256)),
+    *(
+        Case(**SMALL | dict(mask=mask, seqlen_q=100, seqlen_k=130, bias=bias, bias_hides=True))
+        for mask, bias in ((DOCUMENTS, "hq"), (PrefixLM(30), "b"))
+    ),
     *(Case(**SMALL | dict(head_dim=d, mask=PrefixLM(30), heads_q=4, heads_k=2)) for d in (64, 128, 256)),
     *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, seqlen_q=100, seqlen_k=130, alibi="h", diagonal=True)) for d in (96, 128)),
     *(Case(**SMALL | dict(seqlen_q=300, seqlen_k=n, heads_q=3, heads_k=3, mask=Full())) for n in (3, 128, 400)),
+    Case(**ONE_HEAD | dict(seqlen_q=700, seqlen_k=77, mask=Full(), bias="hq", bias_hides=True)),
 ]
 
 
@@ -57,6 +64,13 @@ def test_cases(case):
     for backend in backends:
         conformance.run_hidden(backend, case)
         assert all(x is None or torch.equal(x, y) for x, y in zip(backends[0].results, backend.results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(40, 3)], ids=repr)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_visible_nan_and_a_bias_of_infinity(head_dim, mask):
+    conformance.run_spoiled(Emulated(), Case(**SMALL | dict(head_dim=head_dim, mask=mask, bias="hq")))
 
 
 def without(pattern: str, instead: str = ""):

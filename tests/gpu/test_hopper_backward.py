@@ -76,20 +76,46 @@ def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
         torch.randn(4, seqlen, 17, dim, device="cuda").bfloat16()[: 1 if isinstance(mask, Documents) else 4] for seqlen, dim in sizes
     )
     call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
-    o, lse = Hopper().forward(call)
-    d_o = torch.randn_like(o)
-    gradients.backward(call, o, lse, d_o, None)  # compiled, and its tables made
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    found = gradients.backward(call, o, lse, d_o, None)
-    taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(x.numel() * x.element_size() for x in found[:3])
-    rows = q.shape[0] * 17 * -(-4096 // 80) * 80
-    counters_and_tables = 1 << 20
-    assert taken <= rows * (4 * dims[0] + 2 * 4) + counters_and_tables
+    taken = beside_gradients(call)
+    assert taken <= dq_and_statistics(call)
     if not (sums := gradients.config_of(call).sums):
-        assert taken < rows * 4 * dims[0] // 2
+        assert taken < dq_and_statistics(call) // 2
     assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
+@pytest.mark.parametrize("seqlen_k", [96, 1024])
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_memory_with_a_bias_is_one_dQ_in_fp32(dims, seqlen_k, mask):
+    """Its own gradient among what is asked for."""
+    q, k, v = (
+        torch.randn(2, *size, device="cuda").bfloat16() for size in ((1024, 8, dims[0]), (seqlen_k, 8, dims[0]), (seqlen_k, 8, dims[1]))
+    )
+    for shape in (1, 1, 1024), (2, 8, 1024), (1, 1, 1):
+        bias = torch.randn(*shape, seqlen_k, device="cuda").bfloat16()
+        call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True, bias=bias)
+        assert beside_gradients(call) <= dq_and_statistics(call)
+
+
+def beside_gradients(call: Call) -> int:
+    """Bytes that the backward pass takes beside what it returns, at its peak; with a bias: that without its gradient, or with it."""
+    o, lse = Hopper().forward(call)
+    d_o, taken = torch.randn_like(o), []
+    for bias_grad in {False, call.bias is not None}:
+        gradients.backward(call, o, lse, d_o, None, bias_grad)  # compiled, and its tables made
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        found = gradients.backward(call, o, lse, d_o, None, bias_grad)
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        taken.append(peak - before - sum(x.numel() * x.element_size() for x in found if x is not None))
+    return max(taken)
+
+
+def dq_and_statistics(call: Call) -> int:
+    rows = call.batch * call.heads_q * -(-call.seqlen_q // 80) * 80
+    counters_and_tables = 1 << 20
+    return rows * (4 * call.head_dim + 2 * 4) + counters_and_tables
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -116,6 +116,18 @@ def test_a_hidden_nan_reaches_nobody(change, mask):
     held(Case(seqlen_q=300, seqlen_k=300, head_dim=128, mask=mask, dtype="bf16", **change), run=conformance.run_spoiled)
 
 
+@pytest.mark.parametrize("mask", [*MASKS, None], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_rows_that_only_a_bias_hides(dims, mask):
+    """NaN in their dO reaches nobody, also where thread blocks share the walk of few keys; a bias of +inf does. None: a mask of any pairs."""
+    for turn, (seqlen_q, seqlen_k) in enumerate(((300, 700), (1000, 77), (129, 128), (70, 300))):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 2, "head_dim": dims[0], "head_dim_v": dims[1]}
+        case = Case(
+            batch=2, mask=mask or random_mask(seqlen_q, seqlen_k), dtype="bf16", bias=("hq", "bq")[turn % 2], bias_hides=True, **sizes
+        )
+        held_each_way(case, seed=turn)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems(seed):
     """Two configurations, so that there is time for many problems."""

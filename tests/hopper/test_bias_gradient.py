@@ -39,7 +39,7 @@ def test_what_the_kernel_leaves_is_summed_up(shape, parts, dtype, monkeypatch):
     by_rows = shape[2] == 50
     assert config.rows == by_rows and config.whole == (by_rows and parts == 1)
     assert sums.dtype == (dtype if config.whole else torch.float32)
-    assert sums.shape == ((parts, *shape) if by_rows else (8 * parts, 3, 4, 1, 70))
+    assert sums.shape == ((parts, *shape) if by_rows else (parts, 3, 4, 1, 70))
     assert found.shape == call.bias.shape and found.dtype == dtype
     assert torch.equal(found.float(), sums.float().sum(0).sum_to_size(shape))
 
@@ -48,9 +48,17 @@ def test_parts_occupy_the_machine_and_no_more():
     call = _call((1, 1, 1, 70))
     assert bias_gradient.parts_of(call, 132) == 1  # one tile of queries cannot be cut
     call = _call((1, 1, 50, 70))
-    assert bias_gradient.parts_of(call, 132) == 12  # twelve heads of all batch entries, one tile
+    assert bias_gradient.parts_of(call, 132) == 9  # twelve heads of all batch entries, one tile: nine find room
     assert bias_gradient.parts_of(call, 3) == 6
     assert bias_gradient.parts_of(_call((3, 4, 50, 70)), 132) == 1
+
+
+def test_parts_find_room_where_dQ_in_fp32_was():
+    q = torch.zeros(1, 256, 8, 64, dtype=torch.bfloat16)
+    for dtype, parts in (torch.float32, 2), (torch.bfloat16, 1):  # of the latter's the sum is in fp32, too
+        call = Call(q=q, k=q, v=q, mask=Full(), scale=0.1, grad=True, bias=torch.zeros(1, 1, 256, 256, dtype=dtype))
+        assert bias_gradient.parts_of(call, 132) == parts
+        assert bias_gradient.bytes_of_sums(call, 132) == 4 * (parts > 1) * parts * 256 * 256 <= 4 * q.numel()
 
 
 def test_a_problem_s_changes_are_covered_but_for_dropout():
@@ -69,7 +77,8 @@ def test_the_kernels_of_a_call():
 
 def test_explain_says_what_a_bias_costs():
     call = _call((1, 1, 50, 70))
-    assert "S and dP once more" in gradients.lines(call)[1] and len(gradients.lines(replace(call, bias=None))) == 1
+    assert "S and dP once more; then, with dQ's memory free again, its sums take 0.1 MB" in gradients.lines(call)[1]
+    assert gradients.lines(_call((3, 4, 50, 70)))[1].endswith("once more") and len(gradients.lines(replace(call, bias=None))) == 1
 
 
 def test_a_plain_call_s_configuration_knows_of_nothing_else():

@@ -58,11 +58,17 @@ def run_hidden(backend: Backend, case: Case, seed: int = 0, device: Device = "cp
 
 
 def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu", backward: bool = True) -> float:
-    """As `run_case`, with NaN in one key and value that some queries see: it must reach those and nobody else, as in the naive formula."""
+    """As `run_case`, with NaN in one key and value that some queries see, and a bias of +inf for the first query's first key, if it has one of its
+    own: they must reach those queries and nobody else, as in the naive formula.
+    """
     call, (d_o, d_lse) = make(case, seed, device, grad=backward), upstream(case, seed, device)
     k, v, middle = call.k.clone(), call.v.clone(), call.seqlen_k // 2
     k[:, middle : middle + 1], v[:, middle : middle + 1] = torch.nan, torch.nan
     call = replace(call, k=k, v=v)
+    if call.bias is not None and call.bias.shape[2] > 1:
+        bias = call.bias.clone()
+        bias[:, :, 0, 0] = torch.inf
+        call = replace(call, bias=bias)
     if not backward:
         _require_support(backend, call)
         return tolerance.check_outputs(call, *backend.forward(call))

@@ -145,8 +145,8 @@ def launch(
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
         return
-    if const_expr(config.one_block and config.sees == "all"):
-        return  # all tiles are written, and nothing is hidden that could be not finite
+    if const_expr(config.one_block and not config.repairs):
+        return  # all tiles are written
     tiles = queries[0] * queries[1] * queries[2]
     parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
         grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.only_looks) else queries,
@@ -464,6 +464,7 @@ def add_tile(
     arch.barrier(barrier_id=Barrier.DQ_FULL + adder, number_of_threads=config.dq_consumers * THREADS + WARP)
     arch.fence_proxy("async.shared", space="cta")  # between what the consumers wrote and the copy engine
     if arch.lane_idx() == 0:
+        arch.fence_proxy("async.global")  # between the turn's having come and what the copy engine adds
         gSum = tensors.sum_dQ[block.batch, head, m_block, None]
         if turn == 0:
             bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, config)

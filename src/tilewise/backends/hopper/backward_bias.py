@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward_scores import Changes, Head, weigh_rows
 from tilewise.backends.hopper.backward_visible import UNMASKED, Tables, keys_of, visit_of
-from tilewise.backends.hopper.bias_gradient import COLUMNS, WARPS, Config
+from tilewise.backends.hopper.bias_gradient import COLUMNS, Config
 from tilewise.backends.hopper.schedule import Block
 from tilewise.backends.hopper.tables import NOTHING
 from tilewise.backends.hopper.visible import Band, band_of, interval
@@ -37,6 +37,7 @@ from tilewise.hopper.dsl import (
 THREADS = 128  # of a warpgroup
 WARP = 32
 WORD = 32  # queries in a word of a bitmap
+ALL = 1  # the named barrier of all consumers
 
 
 class Tensors(NamedTuple):
@@ -46,7 +47,7 @@ class Tensors(NamedTuple):
     K: cute.Tensor
     lse: cute.Tensor  # (batch, heads_q, at least seqlen_q) fp32, in natural units, +inf for a row without keys
     minus_delta: cute.Tensor  # likewise
-    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts * WARPS, batch, heads_q, 1, seqlen_k)
+    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts, batch, heads_q, 1, seqlen_k)
 
 
 class Loads(NamedTuple):
@@ -59,6 +60,7 @@ class Loads(NamedTuple):
 class Smem(NamedTuple):
     A: cute.Tensor  # (tile_m, COLUMNS, stages): of Q or dO
     B: cute.Tensor  # (tile_n, COLUMNS, stages): of K or V
+    sums: cute.Tensor | None  # (tile_n, warps of the consumers): where dB has no rows, each warp's over its queries
 
 
 class Sum(NamedTuple):
@@ -107,7 +109,6 @@ def launch(
     shapes = ((config.tile_m, COLUMNS), (config.tile_n, COLUMNS)) * 2
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts * 2, shapes, strict=True)))
     shift = mK.shape[1] - mQ.shape[1]
-    parts = mB.shape[0] if const_expr(config.rows) else mB.shape[0] // WARPS
     tiles = cute.ceil_div(mK.shape[1], config.tile_n)
     if const_expr(config.rows):
         tiles = tiles * cute.ceil_div(mQ.shape[1], config.tile_m)
@@ -116,7 +117,8 @@ def launch(
         Tensors(mQ, mK, lse, minus_delta, mB), loads, Band(q0, q1, k0, k1, lo, hi, tables),
         Changes(inner, factor, bias, slopes, diagonal, shift), mma, *layouts, config,
     ).launch(
-        grid=(tiles * mB.shape[1] * mB.shape[2] * parts, 1, 1), block=((1 + config.consumers) * THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(tiles * mB.shape[0] * mB.shape[1] * mB.shape[2], 1, 1), block=((1 + config.consumers) * THREADS, 1, 1),
+        min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
 
 
@@ -126,8 +128,12 @@ def kernel(
     layout_A: cute.ComposedLayout, layout_B: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
-    sm = Smem(*(storage.allocate_tensor(tensors.Q.element_type, x.outer, 1024, swizzle=x.inner) for x in (layout_A, layout_B)))
     warps = config.consumers * THREADS // WARP
+    operands = [storage.allocate_tensor(tensors.Q.element_type, x.outer, 1024, swizzle=x.inner) for x in (layout_A, layout_B)]
+    sums = None
+    if const_expr(not config.rows):
+        sums = storage.allocate_tensor(Float32, cute.make_layout((config.tile_n, warps)), 16)
+    sm = Smem(*operands, sums)
     pipe = tma.make_pipe(storage, config.stages, 2 * COLUMNS * (config.tile_m + config.tile_n), warps)
     tma.barriers_ready()
     total = sum_of(arch.block_idx()[0], tensors, band, config)
@@ -158,12 +164,10 @@ def sum_of(number: Int32, tensors: Tensors, band: Band, config: Constexpr[Config
             first, last = visiting(n_block, batch, head, band, config)
             if m_block < first or m_block >= last:
                 items = Int32(0)
-        parts = tensors.dB.shape[0]
     else:
         m_block, last = visiting(n_block, batch, head, band, config)
         items, heads = last - m_block, Int32(1)
-        parts = tensors.dB.shape[0] // WARPS
-    some = cute.ceil_div(items, parts)
+    some = cute.ceil_div(items, tensors.dB.shape[0])
     return Sum(part, batch, head, m_block, n_block * config.tile_n, heads, min(part * some, items), min((part + 1) * some, items))
 
 
@@ -263,14 +267,13 @@ def consume(
         head, seqlen_k = Head(block.batch, block.head), tensors.K.shape[1]
         weigh_rows(acc_S, tScS, changes, head, block.m0, total.n0, seqlen_k, lse, Float32(1.0), False, config)
         differentiate(acc_S, acc_dP, minus_delta)
-        hide(acc_S, tScS, its, total.n0, tensors.Q.shape[1], band, config)
+        hide(acc_S, tScS, its, total.n0, lse, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
             acc_dB[n] += acc_S[n]
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
     else:
-        warp = thread // WARP
-        store_sums(tensors.dB[total.part * WARPS + warp, total.batch, total.head, 0, None], acc_dB, tScS, total.n0)
+        store_sums(tensors.dB[total.part, total.batch, total.head, 0, None], acc_dB, tScS, sm.sums, thread, total.n0, config)
 
 
 @cute.jit
@@ -295,15 +298,12 @@ def differentiate(acc_P: cute.Tensor, acc_dP: cute.Tensor, minus_delta: cute.Ten
 
 
 @cute.jit
-def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, seqlen_q: Int32, band: Band, config: Constexpr[Config]):
-    """dS = 0 for the pairs that are hidden or do not exist."""
+def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, lse: cute.Tensor, band: Band, config: Constexpr[Config]):
+    """dS = 0 for the pairs that are hidden or do not exist. A log-sum-exp of +inf says that a row sees nothing, or does not exist."""
     dS, at, m0 = fragments.by_rows(acc_dS), fragments.by_rows(tScS), its.block.m0
     if const_expr(config.sees != "runs"):
         for r in range_constexpr(fragments.ROWS):
-            row = m0 + at[r, 0][0]
-            begin, end = keys_of(min(row, seqlen_q - 1), band, config)
-            if row >= seqlen_q:
-                end = begin
+            begin, end = keys_of(m0 + at[r, 0][0], band, config)
             for c in range_constexpr(cute.size(dS, mode=[1])):
                 column = at[r, c][1]
                 dS[r, c] = dS[r, c] if column >= begin - n0 and column < end - n0 else Float32(0.0)
@@ -321,9 +321,9 @@ def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, seqlen_q:
                 for r in range_constexpr(fragments.ROWS):
                     row = m0 + at[r, 0][0]
                     dS[r, c] = dS[r, c] if row >= begin and row < end else Float32(0.0)
-        for r in range_constexpr(fragments.ROWS):
-            if m0 + at[r, 0][0] >= seqlen_q:
-                dS[r, None].fill(0.0)
+    for r in range_constexpr(fragments.ROWS):
+        if lse[r] == Float32.inf:
+            dS[r, None].fill(0.0)
 
 
 @cute.jit
@@ -340,13 +340,20 @@ def store(gB: cute.Tensor, acc_dB: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0
 
 
 @cute.jit
-def store_sums(gB: cute.Tensor, acc_dB: cute.Tensor, tScS: cute.Tensor, n0: Int32):
-    """This warp's sums over its queries. gB: (seqlen_k,)."""
+def store_sums(
+    gB: cute.Tensor, acc_dB: cute.Tensor, tScS: cute.Tensor, sums: cute.Tensor, thread: Int32, n0: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """The sums over this thread block's queries: those of each warp, added up in one order. gB: (seqlen_k,)."""
     dB, at = fragments.by_rows(acc_dB), fragments.by_rows(tScS)
     for c in range_constexpr(cute.size(dB, mode=[1])):
         x = dB[0, c] + dB[1, c]
         for distance in (4, 8, 16):
             x += arch.shuffle_sync_bfly(x, distance)
-        key = n0 + at[0, c][1]
-        if arch.lane_idx() < fragments.QUAD and key < gB.shape[0]:
-            gB[key] = x.to(gB.element_type)
+        if arch.lane_idx() < fragments.QUAD:
+            sums[at[0, c][1], thread // WARP] = x
+    arch.barrier(barrier_id=ALL, number_of_threads=config.consumers * THREADS)
+    if thread < config.tile_n and n0 + thread < gB.shape[0]:
+        total = Float32(0.0)
+        for warp in range_constexpr(config.consumers * THREADS // WARP):
+            total += sums[thread, warp]
+        gB[n0 + thread] = total

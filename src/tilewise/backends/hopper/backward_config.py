@@ -64,6 +64,11 @@ class Config:
         return self.split == "columns" and self.softcap
 
     @property
+    def repairs(self) -> bool:
+        """Whether NaN and infinities may be hidden: by a mask, or by a bias that leaves a query nothing to see."""
+        return self.sees != "all" or self.bias is not None
+
+    @property
     def bias_pairs(self) -> bool:
         """A bias is read number by number: transposed, neighbours are no thread's own."""
         return False

@@ -71,12 +71,12 @@ def write_through(
     block: Block, band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where a block stays, dV and then dK may still be on their
-    way from there at the end. What the mask must keep out of them is repaired.
+    way from there at the end. What is hidden and got into them is repaired.
     """
     thread = thread_of(config)
     gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (outputs.dK, outputs.dV))
     finite = Boolean(True)
-    if const_expr(config.sees != "all"):
+    if const_expr(config.repairs):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
     of_K, of_V = shares_of(config)
@@ -88,7 +88,7 @@ def write_through(
     send(sdK[None, None, 0], outputs.stores.dK, block, box_columns(of_K), config)
     if const_expr(not config.stays):
         arch.cp_async_bulk_wait_group(0, read=True)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
+    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
         arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
         rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
         parts.repair_dKV(tensors, gdK, gdV, block.n0 + rows * ROWS, share, block.head_k, block.batch, band, scale, scale_log2, config)

@@ -180,7 +180,7 @@ def finish_tile(tensors: Tensors, finisher: Finisher, tile: Tile, done: Int32, s
     for consumer in cutlass.range(config.dq_consumers, unroll=1):
         nothing += finish_part(tensors, finisher, tile, consumer, done + consumer, scale, config)
     finite = Boolean(True)
-    if const_expr(config.sees != "all"):
+    if const_expr(config.repairs):
         finite = arch.vote_all_sync(nothing == 0.0)
     if finite and arch.lane_idx() == 0:
         tensors.turns[(*tile, 0)] = FINISHED
@@ -248,7 +248,7 @@ def round_rows(finisher: Finisher, warp: Int32, slab: Int32, scale: Float32, con
             )
             for j in range_constexpr(4):
                 pairs[4 * half + j] = (x[j] * scale).to(dtype)
-                if const_expr(config.sees != "all"):
+                if const_expr(config.repairs):
                     nothing += x[j] * 0.0
         arch.inline_ptx(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",

@@ -25,7 +25,7 @@ class Tensors(NamedTuple):
     K: cute.Tensor
     V: cute.Tensor
     dO: cute.Tensor
-    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row without keys
+    lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row that sees nothing
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
@@ -98,10 +98,10 @@ def finish_tile(
             written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
             for i in range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] if written else Float32(0.0)
-        if const_expr(config.sees != "all"):
+        if const_expr(config.repairs):
             finite = all_finite(acc)
     store(gdQ, acc, cdQ, m_block * config.tile_m, scale, config)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
+    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
         repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
 
 
@@ -128,9 +128,9 @@ def write_at_once(
     """dQ of a tile whose keys are all here, by those who computed it; what is not finite is left to `finish`."""
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
-    finite = all_finite(acc) if const_expr(config.sees != "all") else Boolean(True)
+    finite = all_finite(acc) if const_expr(config.repairs) else Boolean(True)
     store(tensors.dQ[batch, None, head, None], acc, cdQ, m_block * config.tile_m, scale, config)
-    if const_expr(config.sees != "all"):  # noqa: SIM102
+    if const_expr(config.repairs):  # noqa: SIM102
         if arch.vote_all_sync(finite) and arch.lane_idx() == 0:
             counter = counter_of(tensors, batch, head, m_block, 0)
             arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
@@ -262,13 +262,17 @@ def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32,
 
 
 @cute.jit
-def shown_to(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
-    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval it is visible."""
-    if const_expr(config.sees != "runs"):
+def shown_to(at: Head, query: Int32, key: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
+    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval the mask shows it. No
+    key is visible to a query that a bias leaves nothing to see.
+    """
+    if const_expr(config.sees != "runs" and config.bias is None):
         return there, Int32(-1)
     seen = Boolean(False)
     if there:
-        seen = shows(query, key, head, batch, band, config)
+        seen = shows(query, key, at.which.head, at.which.batch, band, config) if const_expr(config.sees == "runs") else Boolean(True)
+        if const_expr(config.bias is not None):
+            seen = seen and at.lse[query] != Float32.inf
     return seen, arch.vote_ballot_sync(seen)
 
 
@@ -312,7 +316,7 @@ def repair_rows(
             dq.fill(0.0)
             for j0 in cutlass.range(begin, end, WARP, unroll=1):
                 ds = Float32(0.0)
-                seen, shown = shown_to(row, j0 + lane, head, batch, band, j0 + lane < end, config)
+                seen, shown = shown_to(at, row, j0 + lane, band, j0 + lane < end, config)
                 if seen:
                     _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
                 add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
@@ -345,7 +349,7 @@ def repair_dKV(
                 at = head_of(tensors, batch, head, head_k)
                 for i0 in cutlass.range(begin, end, WARP, unroll=1):
                     p, ds = Float32(0.0), Float32(0.0)
-                    seen, shown = shown_to(i0 + lane, key, head, batch, band, i0 + lane < end, config)
+                    seen, shown = shown_to(at, i0 + lane, key, band, i0 + lane < end, config)
                     if seen:
                         p, ds = pair_weights(at, i0 + lane, key, scale_log2, config)
                     add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)

@@ -69,6 +69,8 @@ def prepare_rows(
                 total = Float32(0.0)
             else:
                 base = natural if const_expr(config.natural) else natural * LOG2_E
+                if const_expr(config.bias is not None) and natural == Float32.inf:  # not a row that sees nothing
+                    base = Float32.nan
         else:
             total = Float32(0.0)
         if lane == 0:

@@ -316,8 +316,8 @@ def write(
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     gdQ = mdQ[block.batch, None, block.head, None]
-    finite = parts.all_finite(acc_dQ) if const_expr(config.sees != "all") else Boolean(True)
+    finite = parts.all_finite(acc_dQ) if const_expr(config.repairs) else Boolean(True)
     parts.store_tile(gdQ, acc_dQ, cdQ, block.m0, scale)
-    if const_expr(config.sees != "all") and arch.vote_any_sync(not finite):
+    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
         row0 = block.m0 + (arch.thread_idx()[0] - THREADS) // WARP * 16
         parts.repair_rows(tensors, gdQ, row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2, config)

@@ -15,7 +15,6 @@ from tilewise.problem import Call
 LAUNCH = "tilewise.backends.hopper.backward_bias:launch"
 TILE = 128  # queries, and keys
 COLUMNS = 64  # of a stage
-WARPS = 8  # that sum over queries, each for itself
 WAVES = 2  # of thread blocks that there should be
 
 
@@ -46,14 +45,31 @@ class Config:
 
 
 def parts_of(call: Call, multiprocessors: int) -> int:
-    """Into how many parts each sum is cut, so that there is work for the whole machine."""
+    """Into how many parts each sum is cut, so that there is work for the whole machine, and memory for them: what dQ in fp32 takes."""
     bias, m_blocks, n_blocks = call.bias, -(-call.seqlen_q // TILE), -(-call.seqlen_k // TILE)
+    room = (call.q.numel() - _numbers_of_total(bias)) // _numbers_of_part(call)
     if by_rows(call):
         owners = bias.shape[0] * bias.shape[1]
         blocks, items = m_blocks * n_blocks * owners, call.batch * call.heads_q // owners
     else:
         blocks, items = n_blocks * call.batch * call.heads_q, m_blocks
-    return max(1, min(WAVES * multiprocessors // blocks, items))
+    return max(1, min(WAVES * multiprocessors // blocks, items, room))
+
+
+def bytes_of_sums(call: Call, multiprocessors: int) -> int:
+    """Of the memory that the gradient takes beside itself."""
+    parts = parts_of(call, multiprocessors)
+    return 0 if by_rows(call) and parts == 1 else 4 * (parts * _numbers_of_part(call) + _numbers_of_total(call.bias))
+
+
+def _numbers_of_part(call: Call) -> int:
+    """A sum for each number of dB; where that has no rows, for each query head besides."""
+    return call.bias.numel() if by_rows(call) else call.batch * call.heads_q * call.seqlen_k
+
+
+def _numbers_of_total(bias: Tensor) -> int:
+    """Of all parts together, in fp32, where that is not dB itself."""
+    return 0 if bias.dtype == torch.float32 else bias.numel()
 
 
 def by_rows(call: Call) -> bool:
@@ -78,7 +94,7 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
     """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
     parts, bias = parts_of(call, multiprocessors), call.bias
     config = config_of(call, by_rows(call), by_rows(call) and parts == 1)
-    ahead = (parts, *bias.shape[:2]) if config.rows else (parts * WARPS, call.batch, call.heads_q)
+    ahead = (parts, *bias.shape[:2]) if config.rows else (parts, call.batch, call.heads_q)
     sums = torch.empty((*ahead, *bias.shape[2:]), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
     changed = changes.operands(call)
     band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)

@@ -93,11 +93,12 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
     if parts:
         size, where = 4 * parts * _numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
-    bias = "the bias's gradient, if it is asked for, by a kernel that computes S and dP once more"
-    if call.sink is None:
-        size = call.batch * call.seqlen_q * call.heads_q * call.head_dim_v * call.q.element_size()
-        bias += f"; a copy of dO ({size / 1e6:,.1f} MB) without the rows that the bias leaves nothing to see"
-    return [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}", *([] if call.bias is None else [f"backward: {bias}"])]
+    found = [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
+    if call.bias is not None:
+        size = bias_gradient.bytes_of_sums(call, slots)
+        memory = f"; then, with dQ's memory free again, its sums take {size / 1e6:,.1f} MB" if size else ""
+        found.append(f"backward: the bias's gradient, if it is asked for, by a kernel that computes S and dP once more{memory}")
+    return found
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -116,40 +117,44 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     if d_q.numel() == 0 or d_k.numel() == 0:
         d_bias = torch.zeros_like(call.bias) if bias_grad else None
         return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
-    config = config_of(call)
-    m_blocks = -(-seqlen_q // config.tile_m)
-    new = {"dtype": torch.float32, "device": call.q.device}
-    statistics = torch.empty((2, batch, heads_q, m_blocks * config.tile_m), **new)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), **new)
-    turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=call.q.device)
-    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
-    narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
-    board = _board(call.q.device)
-    shared_from, shares, parts = _shared(config, call, board.slots)
-    partial = _place_of_parts(config, parts, d_q)
-    counter = torch.empty(1 + parts, dtype=torch.int32, device=call.q.device) if config.stays or config.shares else None
+    config, board = config_of(call), _board(call.q.device)
+    rows = -(-seqlen_q // config.tile_m) * config.tile_m
+    statistics = torch.empty((2, batch, heads_q, rows), dtype=torch.float32, device=call.q.device)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
-    compute = hopper.compiled(LAUNCH, arguments, config)
-    numbers = *band, call.scale, changes.outer_log2(config, call.scale, call.softcap), *changes.factors(config, call.scale, call.softcap)
-    changed, d_bias = changes.operands(call), None
-    if call.bias is not None and call.sink is None:
-        d_o = _of_rows_that_see(d_o, lse)
     tensors = *(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching)
+    d_bias = None
     with torch.cuda.device(call.q.device):
-        tables, apart = backward_tables.of_call(call, config)
-        for first in range(0, batch, MOST):
-            part = slice(first, first + MOST)
-            given = *tensors, d_q, d_k, d_v, statistics[0], statistics[1], sum_dq, turns
-            of_part, of_tables = (changed.bias, changed.slopes), tables
-            if batch > MOST:
-                given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
-                of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
-            order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], board, narrow)
-            shared = partial, shared_from, shares
-            compute(*given, counter, *order, *shared, int(d_lse is not None), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
+        _main(call, config, board, d_lse is not None, (*tensors, d_q, d_k, d_v, *statistics))
         if bias_grad:
             d_bias = bias_gradient.compute(call, (*tensors[:3], tensors[5]), statistics, board.slots)
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, config.natural))
+
+
+def _main(call: Call, config: Config, board: Board, has_d_lse: bool, tensors: tuple[Tensor, ...]) -> None:
+    """All but the bias's gradient. tensors: the first of `backward.launch`, up to those of statistics. What it allocates is free when it returns."""
+    (batch, seqlen_q, heads_q, _), d_q = call.q.shape, tensors[7]
+    m_blocks = -(-seqlen_q // config.tile_m)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), dtype=torch.float32, device=d_q.device)
+    turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=d_q.device)
+    band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
+    narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
+    shared_from, shares, parts = _shared(config, call, board.slots)
+    partial = _place_of_parts(config, parts, d_q)
+    counter = torch.empty(1 + parts, dtype=torch.int32, device=d_q.device) if config.stays or config.shares else None
+    compute = hopper.compiled(LAUNCH, arguments, config)
+    numbers = *band, call.scale, changes.outer_log2(config, call.scale, call.softcap), *changes.factors(config, call.scale, call.softcap)
+    changed = changes.operands(call)
+    tables, apart = backward_tables.of_call(call, config)
+    for first in range(0, batch, MOST):
+        part = slice(first, first + MOST)
+        given = *tensors, sum_dq, turns
+        of_part, of_tables = (changed.bias, changed.slopes), tables
+        if batch > MOST:
+            given, of_tables = (x[part] for x in given), backward_tables.of_batch(tables, part)
+            of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
+        order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], board, narrow)
+        shared = partial, shared_from, shares
+        compute(*given, counter, *order, *shared, int(has_d_lse), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
 
 
 def _order(
@@ -330,11 +335,6 @@ def _readable(x: Tensor) -> Tensor:
     """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
     repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
     return x.contiguous() if repeated else hopper.aligned(x)
-
-
-def _of_rows_that_see(d_o: Tensor, lse: Tensor) -> Tensor:
-    """0 for rows to which a bias of -inf leaves nothing to see: their NaN would meet a P of 0 in products of whole tiles."""
-    return d_o.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0.0)
 
 
 def _rows(x: Tensor) -> Tensor:
