@@ -104,6 +104,36 @@ def test_warps_wait_for_each_other(pace):
     assert any(found != list(range(63, -1, -1)) for found in raced)
 
 
+FENCE = "fence.proxy.async.shared::cta;"
+SENT = """
+	mov.b32 %r3, __dynamic_shmem__0;
+	shl.b32 %r4, %r2, 2;
+	add.s32 %r5, %r3, %r4;
+	st.shared.b32 [%r5], %r2;
+	BEFORE
+	bar.sync 0;
+	setp.eq.u32 %p1, %r2, 0;
+	@%p1 AFTER
+	@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 256;
+	cp.async.bulk.commit_group;
+	cp.async.bulk.wait_group 0;
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("place", ["BEFORE", "AFTER"])
+def test_a_fence_between_what_threads_write_and_the_copy_engine_reads(place, pace):
+    """Of those who write, before they say that they have, or of who asks the copy engine, once it knows; its own ahead of that is too early."""
+    code = SENT.replace(place, FENCE)
+    assert run(code.replace("BEFORE", "").replace("@%p1 AFTER", ""), threads=64, pace=pace, end="") == list(range(64))
+    early = SENT.replace("BEFORE", f"setp.eq.u32 %p1, %r2, 0;\n@%p1 {FENCE}")
+    for wrong in (early, SENT.replace("BEFORE", "")):
+        with pytest.raises(Fault, match=r"no fence\.proxy\.async"):
+            run(wrong.replace("@%p1 AFTER", ""), threads=64, pace=pace, end="")
+
+
 def test_blocks_add_to_one_number():
     x = torch.zeros(1, dtype=torch.int32)
     assert run("\tred.relaxed.gpu.global.add.s32 [%rd1], 1;\n\tret;\n}\n", threads=64, blocks=5, x=x, end="") == [320]

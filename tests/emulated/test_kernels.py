@@ -89,6 +89,7 @@ BROKEN = {
     "what the copy engine brings is not waited for": without(r"mbarrier\.try_wait\S+ +(\w+), \[[^;]*;", r"setp.eq.u32 \1, 0, 0;"),
     "what it takes away is not waited for": without(r"cp\.async\.bulk\.wait_group\.read\s+\d+;"),
     "a turn is given too early": without(r"cp\.async\.bulk\.wait_group\s+0;"),
+    "the copy engine and tensor cores are not told of what threads write": without(r"fence\.proxy\.async[^;]*;"),
     "warps do not wait for each other": without(r"bar\.sync\s+[^;]*;"),
 }
 

@@ -4,10 +4,11 @@
     program.py      a kernel as functions of Python (translation.py, arithmetic.py)
     machine.py      thread blocks, and what is asked of the copy engine
     warp.py         32 threads: their way through the program, memory, barriers (copies.py, products.py)
+    proxies.py      what copy engine and tensor cores see of what threads write to shared memory
     memory.py       the call's tensors, tensor maps
     host.py, host.c the launch functions, as the DSL compiled them, with a stand-in for the CUDA runtime
     backend.py      all of it as a backend of tilewise
 
 It is for checking, not for speed: 150 queries and keys take seconds. What it cannot tell: how long anything takes, what ptxas makes of the
-PTX, and whether a fence is missing between writes by threads and reads by the copy engine (here everybody sees what is written at once).
+PTX, and whether a fence is missing in global memory (there everybody sees what is written at once).
 """

@@ -7,6 +7,7 @@ import numpy as np
 
 from emulator.arithmetic import f4, lanes_of, u1
 from emulator.memory import Fault, TensorMap, swizzled
+from emulator.proxies import UNIT
 
 BYTES = 16  # in multiples of which it moves what is no tensor's
 
@@ -48,17 +49,19 @@ class Copies:
             if n:
                 row[first : first + n] = self.machine.memory.bytes(address, n)
         self.block.piece(to, box.bytes)
-        self.block.shared[_places(to, box)] = data.ravel()
+        self.block.shared[places := _places(to, box)] = data.ravel()
+        self.block.proxies.write_through(places // UNIT)
         self.block.change(barrier, 0, -box.bytes)
 
     def store_box(self, m, source, described, corner):
         for lane in lanes_of(m):
             box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
-            self._store(lane, partial(self._read_box, box, int(source[lane])), partial(self._write_box, box, at))
+            self._store(lane, partial(self._read_box, box, int(source[lane]), self.fenced(lane)), partial(self._write_box, box, at))
 
-    def _read_box(self, box: TensorMap, source: int) -> np.ndarray:
+    def _read_box(self, box: TensorMap, source: int, fenced: int) -> np.ndarray:
         self.block.piece(source, box.bytes)
-        return self.block.shared[_places(source, box)].reshape(-1, box.row)
+        self.block.proxies.read((places := _places(source, box)) // UNIT, fenced)
+        return self.block.shared[places].reshape(-1, box.row)
 
     def _write_box(self, box: TensorMap, corner: tuple[int, ...], data: np.ndarray) -> None:
         for row, (address, first, n) in zip(data, box.rows(corner), strict=True):
@@ -72,13 +75,18 @@ class Copies:
     def _load_bytes(self, to: int, source: int, size: int, barrier: int) -> None:
         _aligned(to, source, size)
         self.block.piece(to, size)[:] = self.machine.memory.bytes(source, size)
+        self.block.proxies.write_through(slice(to // UNIT, (to + size) // UNIT))
         self.block.change(barrier, 0, -size)
 
     def store_bytes(self, m, to, source, size, adds):
         for lane in lanes_of(m):
             target, place, n = (int(x[lane]) for x in (to, source, size))
             _aligned(target, place, n)
-            self._store(lane, lambda place=place, n=n: self.block.piece(place, n).copy(), partial(self._write_bytes, target, adds))
+            self._store(lane, partial(self._read_bytes, place, n, self.fenced(lane)), partial(self._write_bytes, target, adds))
+
+    def _read_bytes(self, place: int, n: int, fenced: int) -> np.ndarray:
+        self.block.proxies.read(slice(place // UNIT, (place + n) // UNIT), fenced)
+        return self.block.piece(place, n).copy()
 
     def _write_bytes(self, target: int, adds: bool, data: np.ndarray) -> None:
         memory = self.machine.memory.bytes(target, len(data))

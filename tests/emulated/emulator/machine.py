@@ -15,6 +15,7 @@ from emulator.arithmetic import u1
 from emulator.host import Grid
 from emulator.memory import Fault, Memory, TensorMap
 from emulator.program import Program
+from emulator.proxies import Proxies
 from emulator.warp import LANES, Warp
 
 SHARED_BASE = 1024
@@ -91,6 +92,7 @@ class Block:
         self.size, self.shared_base = SHARED_BASE + grid.shared_bytes, np.full(32, SHARED_BASE, np.uint32)
         self.shared = np.full(-(-self.size // 16) * 16, 0xFF, u1)
         self.views: dict[np.dtype, np.ndarray] = {}
+        self.proxies = Proxies(len(self.shared), grid.threads)
         sizes = program.kernel.parameters
         self.parameters = {name: ctypes.string_at(grid.parameters[i], sizes[name]) for i, name in enumerate(sizes)}
         self.addresses = {name: np.full(32, PARAMETERS + (i << 12), np.uint64) for i, name in enumerate(sizes)}

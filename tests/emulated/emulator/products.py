@@ -6,6 +6,7 @@ import numpy as np
 
 from emulator.arithmetic import f2, f4, u2, u4
 from emulator.memory import Fault, swizzled
+from emulator.proxies import UNIT
 
 ROWS = DEPTH = 16
 
@@ -20,7 +21,7 @@ class Products:
     def product(self, columns, kind, accumulator, a, b, scale, a_transposed, b_transposed):
         """a: registers, or a descriptor of shared memory, as b is; scale: whether D is added to."""
         a = a if isinstance(a, list) else int(a[0])
-        given = columns, kind, accumulator, a, int(b[0]), bool(scale[0]), a_transposed, b_transposed
+        given = columns, kind, accumulator, a, int(b[0]), bool(scale[0]), a_transposed, b_transposed, self.fenced(0)
         self.products[-1].append(partial(self._multiply, *given))
         if self.machine.pace == "eager":
             self.next_product()
@@ -39,7 +40,7 @@ class Products:
                 group.pop(0)()
                 return
 
-    def _multiply(self, columns, kind, accumulator, a, b, scale, a_transposed, b_transposed):
+    def _multiply(self, columns, kind, accumulator, a, b, scale, a_transposed, b_transposed, fenced):
         if isinstance(a, list):
             first = np.empty((ROWS, DEPTH), u2)
             for i, register in enumerate(a):  # four matrices of 8 x 8, the lower ones second
@@ -47,15 +48,15 @@ class Products:
                 first[row : row + 8, column : column + 8] = np.ascontiguousarray(self.registers[register]).view(u2).reshape(8, 8)
         else:
             row = ROWS * (self.number % 4)
-            first = self._operand(a, range(row, row + ROWS), a_transposed)
-        second = self._operand(b, range(columns), b_transposed)
+            first = self._operand(a, range(row, row + ROWS), a_transposed, fenced)
+        second = self._operand(b, range(columns), b_transposed, fenced)
         found = (_numbers(first, kind) @ _numbers(second, kind).T)[_fragment(columns)]
         if scale:
             found = found + np.stack([self.registers[i] for i in accumulator]).view(f4)
         for i, x in zip(accumulator, found.view(u4), strict=True):
             self.registers[i] = x
 
-    def _operand(self, descriptor: int, rows: range, transposed: bool) -> np.ndarray:
+    def _operand(self, descriptor: int, rows: range, transposed: bool, fenced: int) -> np.ndarray:
         """(rows, DEPTH) of what lies in shared memory (PTX ISA, "Matrix Descriptor Format")."""
         start, leading, stride = ((descriptor >> at & 0x3FFF) * 16 for at in (0, 16, 32))
         if descriptor >> 49 & 7:
@@ -65,7 +66,8 @@ class Products:
         places = swizzled(start + _places(leading, stride, row_bytes, rows.start, rows.stop, bool(transposed)), row_bytes)
         if places.max() >= self.block.size:
             raise Fault("a product reads beyond shared memory")
-        return self.block.view(u2)[places >> 1]
+        self.block.proxies.read(units := places // UNIT, fenced)
+        return self.block.view(u2)[units]
 
 
 @cache

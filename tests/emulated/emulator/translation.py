@@ -12,7 +12,7 @@ KINDS |= {f"{sign}{8 * n}": f"{kind}{n}" for sign, kind in (("b", "u"), ("u", "u
 SPECIAL = {"%tid.x": "w.thread", "%laneid": "w.lane", "__dynamic_shmem__0": "w.block.shared_base"}
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}
-NOTHING = ("fence.", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")
+NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")
 
 UNARY = {"not": "~{}", "neg": "-{}", "abs": "absolute({})", "clz": "leading_zeros({})", "popc": "ones({})", "ex2": "power_of_two({})"}
 UNARY |= {"lg2": "log2({})", "rcp": "1 / {}", "tanh": "tanh({})"}
@@ -236,6 +236,11 @@ class Translation:
         if "warp" not in self.parts:
             which, count = (*(self.value(x, "u4") for x in operands), "None")[:2]
             yield f"w.barrier({which}, {count}, {self.parts[1] == 'sync'})"
+
+    def of_fence(self):
+        if not self.it.op.startswith("fence.proxy.async"):
+            raise Unknown(str(self.it))
+        yield f"w.fence({self.mask})"
 
     def of_nanosleep(self, *_):
         yield "w.may_go = False"

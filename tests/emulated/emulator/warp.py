@@ -7,6 +7,7 @@ from emulator.copies import Copies
 from emulator.memory import Fault
 from emulator.products import Products
 from emulator.program import Stretch
+from emulator.proxies import UNIT
 
 LANES = np.arange(32, dtype=np.uint32)
 ROW, COLUMN = LANES // 4, LANES % 4 * 2  # of an 8 x 8 matrix's two numbers that a lane has
@@ -125,6 +126,8 @@ class Warp(Copies, Products):
         view, where = self._shared(addresses if m is None else addresses[m], kind, len(values))
         for i, x in enumerate(values):
             view[where + np.uint32(i)] = x if m is None else x[m]
+        units = np.arange(-(-len(values) * kind.itemsize // UNIT), dtype=np.uint32)[:, None]
+        self.block.proxies.write(where * kind.itemsize // UNIT + units, self.thread if m is None else self.thread[m])
 
     def _matrices(self, addresses, n):
         """(view, indices (n, 8, 8)): lanes 8 i and following have the addresses of matrix i's rows."""
@@ -139,7 +142,9 @@ class Warp(Copies, Products):
     def store_matrices(self, addresses, values, transposed):
         view, where = self._matrices(addresses, len(values))
         for x, places in zip(values, where, strict=True):
-            view[places.T if transposed else places] = np.ascontiguousarray(x).view(u2).reshape(8, 8)
+            places = places.T if transposed else places
+            view[places] = np.ascontiguousarray(x).view(u2).reshape(8, 8)
+            self.block.proxies.write(places, self.thread.repeat(2).reshape(8, 8))
 
     def transpose(self, x):
         """An 8 x 8 matrix; movmatrix."""
@@ -163,6 +168,15 @@ class Warp(Copies, Products):
     def elect(self, m):
         leader = lanes_of(m)[0]
         return np.full(len(LANES), leader, u4), leader == LANES
+
+    # Proxies
+
+    def fence(self, m):
+        self.block.proxies.fence(self.thread if m is None else self.thread[m])
+
+    def fenced(self, lane) -> int:
+        """When it did."""
+        return int(self.block.proxies.fenced[self.thread[lane]])
 
     # Barriers
 
