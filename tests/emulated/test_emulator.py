@@ -35,14 +35,14 @@ HEAD = """
 STORE = "\tst.global.b32 [%rd3], %r9;\n\tret;\n}\n"
 
 
-def run(body, threads=32, blocks=1, n=0, pace="random", seed=0, x=None, end=STORE):
+def run(body, threads=32, blocks=1, n=0, pace="random", seed=0, x=None, end=STORE, cluster=1):
     """What `body` leaves in %r9 of every thread; x: instead of that a tensor that it may change."""
     x = torch.zeros(threads, dtype=torch.int32) if x is None else x
     given = [ctypes.create_string_buffer(struct.pack(*each), 8) for each in (("<Q", x.data_ptr()), ("<I", n))]
     addresses = (ctypes.c_void_p * 2)(*map(ctypes.addressof, given))
     (kernel,) = ptx.parse(HEAD + body + end).values()
     machine = Machine(Memory([x]), slots=2, pace=pace, seed=seed)
-    machine.run(Program(kernel), Grid("kernel", (blocks, 1, 1), threads, 1024, addresses))
+    machine.run(Program(kernel), Grid("kernel", (blocks, 1, 1), threads, 1024, addresses, cluster))
     return x.tolist()
 
 
@@ -132,6 +132,38 @@ def test_a_fence_between_what_threads_write_and_the_copy_engine_reads(place, pac
     for wrong in (early, SENT.replace("BEFORE", "")):
         with pytest.raises(Fault, match=r"no fence\.proxy\.async"):
             run(wrong.replace("@%p1 AFTER", ""), threads=64, pace=pace, end="")
+
+
+READ = "ld.shared.b32 %r9, [%r5];\n"
+MET = "barrier.cluster.arrive;\nbarrier.cluster.wait;"
+TO_EACH_OTHER = f"""
+	mov.u32 %r3, %cluster_ctarank;
+	xor.b32 %r4, %r3, 1;
+	mov.b32 %r5, __dynamic_shmem__0;
+	shl.b32 %r6, %r2, 2;
+	add.s32 %r5, %r5, %r6;
+	mapa.shared::cluster.u32 %r7, %r5, %r4;
+	mov.u32 %r8, %ctaid.x;
+	mul.wide.u32 %rd2, %r8, 128;
+	add.s64 %rd3, %rd3, %rd2;
+	{MET}
+	st.shared::cluster.b32 [%r7], %r8;
+	{MET}
+	{READ}"""
+
+
+def test_blocks_of_a_cluster_reach_each_other():
+    """Each thread writes its block's number for the neighbour; four blocks, two at a time. Who reads ahead of the barrier finds what was there."""
+    x = torch.zeros(128, dtype=torch.int32)
+    assert run(TO_EACH_OTHER, blocks=4, x=x, cluster=2) == [1] * 32 + [0] * 32 + [3] * 32 + [2] * 32
+    early = TO_EACH_OTHER.removesuffix(READ).removesuffix(f"{MET}\n\t") + READ + MET
+    assert any(min(run(early, blocks=4, x=x, cluster=2, seed=seed)) < 0 for seed in range(4))
+
+
+def test_a_block_of_a_cluster_ends_and_another_still_writes_to_it():
+    late = TO_EACH_OTHER.replace(f"{MET}\n\tld", "ld").replace("st.", "setp.eq.u32 %p1, %r3, 1;\n@%p1 bra END;\nnanosleep.u32 9;\nst.")
+    with pytest.raises(Fault, match="a thread block that has ended"):
+        run(late + "\tEND:\n", blocks=2, x=torch.zeros(64, dtype=torch.int32), cluster=2)
 
 
 def test_blocks_add_to_one_number():

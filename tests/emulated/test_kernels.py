@@ -110,6 +110,34 @@ def test_a_kernel_without_a_wait_is_seen(change):
     assert any(seen)
 
 
+FETCHED_TOGETHER = Case(**ONE_HEAD | dict(seqlen_q=300, seqlen_k=300, head_dim=128, mask=Full()))
+"""The forward pass in clusters."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        FETCHED_TOGETHER,
+        *(
+            pytest.param(Case(**ONE_HEAD | dict(seqlen_q=2100, head_dim=d, head_dim_v=128, mask=mask)), marks=pytest.mark.slow)
+            for d, mask in ((128, Causal("top_left")), (128, SlidingWindow(30, 50, "top_left")), (192, Causal("top_left")))
+        ),
+    ],
+    ids=lambda case: case.id,
+)
+def test_clusters(case):
+    found = [Emulated(pace, seed).forward(make(case, 0)) for seed, pace in enumerate(PACES)]
+    assert all(torch.equal(x, y) for other in found for x, y in zip(found[0], other, strict=True))
+    conformance.run_forward(Emulated(), case)
+
+
+def test_a_thread_block_of_a_cluster_may_not_end_before_the_others():
+    alone = without(r"barrier\.cluster\.wait;")
+    with pytest.raises(Fault):
+        for pace in PACES:
+            Emulated(pace, change=alone).forward(make(FETCHED_TOGETHER, 0))
+
+
 def test_a_thread_block_may_not_end_before_its_output_has_left():
     with pytest.raises(Fault, match="still read its shared memory"):
         Emulated("lazy", change=BROKEN["what it takes away is not waited for"]).forward(make(CAUSAL, 0))

@@ -3,6 +3,7 @@
     ptx.py          the text of a module as instructions
     program.py      a kernel as functions of Python (translation.py, arithmetic.py)
     machine.py      thread blocks, and what is asked of the copy engine
+    cluster.py      blocks that reach each other's shared memory
     warp.py         32 threads: their way through the program, memory, barriers (copies.py, products.py)
     proxies.py      what copy engine and tensor cores see of what threads write to shared memory
     memory.py       the call's tensors, tensor maps

@@ -38,20 +38,25 @@ class Copies:
         super().__init__()
         self.groups: dict[int, list[list[Store]]] = {}  # of a lane; the last one is open
 
-    def load_box(self, m, to, described, corner, barrier):
+    def load_box(self, m, to, described, corner, barrier, everyone):
+        """everyone: a bit for each block of the cluster that gets it."""
         for lane in lanes_of(m):
             box, at = self.block.described(int(described[lane])), tuple(int(x[lane]) for x in corner)
-            self.machine.ask(partial(self._load_box, box, at, int(to[lane]), int(barrier[lane])))
+            blocks = self.block.cluster.blocks
+            for block in [self.block] if everyone is None else [x for i, x in enumerate(blocks) if everyone[lane] >> i & 1]:
+                self.machine.ask(partial(self._load_box, block, box, at, int(to[lane]), int(barrier[lane])))
 
-    def _load_box(self, box: TensorMap, corner: tuple[int, ...], to: int, barrier: int) -> None:
+    def _load_box(self, block, box: TensorMap, corner: tuple[int, ...], to: int, barrier: int) -> None:
+        if block.ended:
+            raise Fault("the copy engine writes to shared memory of a thread block that has ended")
         data = np.zeros((box.bytes // box.row, box.row), u1)
         for row, (address, first, n) in zip(data, box.rows(corner), strict=True):
             if n:
                 row[first : first + n] = self.machine.memory.bytes(address, n)
-        self.block.piece(to, box.bytes)
-        self.block.shared[places := _places(to, box)] = data.ravel()
-        self.block.proxies.write_through(places // UNIT)
-        self.block.change(barrier, 0, -box.bytes)
+        block.piece(to, box.bytes)
+        block.shared[places := _places(to, box)] = data.ravel()
+        block.proxies.write_through(places // UNIT)
+        block.change(barrier, 0, -box.bytes)
 
     def store_box(self, m, source, described, corner):
         for lane in lanes_of(m):

@@ -5,10 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-typedef struct {
-    uint32_t grid[3], block[3];
-    size_t shared_bytes;
-} Launch; /* how cudaLaunchConfig_t begins */
+typedef struct Launch Launch; /* cudaLaunchConfig_t */
 
 int (*launch)(const char *kernel, const Launch *, void **arguments);
 char message[4096]; /* of the last error */

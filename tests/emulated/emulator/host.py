@@ -4,6 +4,7 @@ It takes torch tensors of the CPU, and is told that they are on a GPU.
 """
 
 import ctypes
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,34 @@ CODES = {
 }
 
 
+CLUSTER = 4  # cudaLaunchAttributeClusterDimension
+
+
+class Attribute(ctypes.Structure):
+    """cudaLaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
+
+
 class Launch(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared_bytes", ctypes.c_size_t)]
+    """cudaLaunchConfig_t."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("number", ctypes.c_uint32),
+    ]
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster, side by side."""
+        found = [each.value[:3] for each in self.attributes[: self.number] if each.id == CLUSTER]
+        if any(dims[1:] != [1, 1] for dims in found):
+            raise NotImplementedError(f"clusters of {found}")
+        return found[0][0] if found else 1
 
 
 class Given(ctypes.Structure):
@@ -55,13 +82,16 @@ class DLTensor(ctypes.Structure):
 
 
 class Grid(NamedTuple):
-    """A kernel to run: its name, (x, y, z) of the grid, threads of a block, bytes of shared memory, and where its parameters lie."""
+    """A kernel to run: its name, (x, y, z) of the grid, threads of a block, bytes of shared memory, where its parameters lie, and how many blocks a
+    cluster has.
+    """
 
     kernel: str
     blocks: tuple[int, int, int]
     threads: int
     shared_bytes: int
     parameters: ctypes.Array
+    cluster: int = 1
 
 
 CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Launch), ctypes.POINTER(ctypes.c_void_p))
@@ -89,8 +119,9 @@ class Host:
         @CALLBACK
         def launch(kernel, config, parameters) -> int:
             try:
-                blocks, threads = tuple(config.contents.grid), tuple(config.contents.block)
-                run(Grid(kernel.decode(), blocks, threads[0] * threads[1] * threads[2], config.contents.shared_bytes, parameters))
+                launched = config.contents
+                blocks, threads = tuple(launched.grid), math.prod(launched.block)
+                run(Grid(kernel.decode(), blocks, threads, launched.shared_bytes, parameters, launched.cluster))
             except BaseException as failure:
                 failures.append(failure)
             return len(failures)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from emulator.arithmetic import u1
+from emulator.cluster import Cluster
 from emulator.host import Grid
 from emulator.memory import Fault, Memory, TensorMap
 from emulator.program import Program
@@ -36,8 +37,11 @@ class Machine:
     def run(self, program: Program, grid: Grid) -> None:
         waiting, resident, quiet = deque(np.ndindex(*reversed(grid.blocks))), [], 0
         while waiting or resident:
-            while waiting and len(resident) < self.slots:
-                resident.append(Block(self, program, grid, tuple(reversed(waiting.popleft()))))
+            while waiting and (not resident or len(resident) + grid.cluster <= self.slots):
+                cluster = Cluster(grid)
+                for rank in range(grid.cluster):
+                    cluster.blocks.append(Block(self, program, grid, tuple(reversed(waiting.popleft())), cluster, rank))
+                resident += cluster.blocks
             before = self.events
             warps = [warp for block in resident for warp in block.warps]
             self.random.shuffle(warps)
@@ -86,8 +90,9 @@ class Barrier:
 class Block:
     """A thread block and its shared memory, full of NaN at first."""
 
-    def __init__(self, machine: Machine, program: Program, grid: Grid, place: tuple[int, int, int]) -> None:
+    def __init__(self, machine: Machine, program: Program, grid: Grid, place: tuple[int, int, int], cluster: Cluster, rank: int) -> None:
         self.machine, self.program, self.threads, self.place = machine, program, grid.threads, place
+        self.cluster, self.rank, self.ended = cluster, np.full(32, rank, np.uint32), False
         self.index, self.grid = ([np.full(32, n, np.uint32) for n in numbers] for numbers in (place, grid.blocks))
         self.size, self.shared_base = SHARED_BASE + grid.shared_bytes, np.full(32, SHARED_BASE, np.uint32)
         self.shared = np.full(-(-self.size // 16) * 16, 0xFF, u1)
@@ -107,6 +112,7 @@ class Block:
         if any(store.data is None for store in self.stores):
             raise Fault("a thread block ended while the copy engine still read its shared memory")
         self.machine.events += 1
+        self.ended = True
         return True
 
     def view(self, kind: np.dtype) -> np.ndarray:

@@ -15,9 +15,9 @@ from emulator.ptx import Instruction, Kernel
 from emulator.translation import NOTHING, lines_of
 
 JUMPS, ENDS = ("bra",), ("ret", "exit")
-WAITS = ("bar.sync",)  # for other warps
+WAITS = ("bar.sync", "barrier.cluster.wait")  # for other warps
 POLLS = ("mbarrier.try_wait", "ld.acquire", "nanosleep")
-TOGETHER = ("shfl.", "vote.", "redux.", "elect.", "bar.", "stmatrix.", "ldmatrix.", "movmatrix.", "wgmma.")
+TOGETHER = ("shfl.", "vote.", "redux.", "elect.", "bar.", "barrier.", "stmatrix.", "ldmatrix.", "movmatrix.", "wgmma.")
 
 
 @dataclass(eq=False)

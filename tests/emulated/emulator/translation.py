@@ -9,7 +9,7 @@ from emulator.ptx import Instruction, split
 
 KINDS = {"pred": "?", "bf16": "u2", "f16": "f2", "f32": "f4"}
 KINDS |= {f"{sign}{8 * n}": f"{kind}{n}" for sign, kind in (("b", "u"), ("u", "u"), ("s", "i")) for n in (1, 2, 4, 8)}
-SPECIAL = {"%tid.x": "w.thread", "%laneid": "w.lane", "__dynamic_shmem__0": "w.block.shared_base"}
+SPECIAL = {"%tid.x": "w.thread", "%laneid": "w.lane", "__dynamic_shmem__0": "w.block.shared_base", "%cluster_ctarank": "w.block.rank"}
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}
 NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")
@@ -187,7 +187,8 @@ class Translation:
 
     def of_st(self, a, x, *_):
         values = ", ".join(self.value(each, self.kind) for each in split(x.strip("{}")))
-        space, wide = ("global", "u8") if "global" in self.parts else ("shared", "u4")
+        spaces = {"global": ("global", "u8"), "shared::cluster": ("cluster", "u4")}
+        space, wide = next((found for name, found in spaces.items() if name in self.parts), ("shared", "u4"))
         yield f"w.store_{space}({self.address(a, wide)}, {self.mask}, {self.kind}, ({values},))"
 
     def _added(self, a: str, x: str) -> str:
@@ -242,6 +243,14 @@ class Translation:
             raise Unknown(str(self.it))
         yield f"w.fence({self.mask})"
 
+    def of_barrier(self):
+        if self.parts[1] != "cluster":
+            raise Unknown(str(self.it))
+        yield f"w.{self.parts[2]}_of_cluster()"
+
+    def of_mapa(self, d, a, rank):
+        yield self.put(d, f"w.address_in_cluster({self.value(a, 'u4')}, {self.value(rank, 'u4')})", "u4")
+
     def of_nanosleep(self, *_):
         yield "w.may_go = False"
 
@@ -267,13 +276,15 @@ class Translation:
             yield f"w.commit({self.mask})"
         elif "wait_group" in self.parts:
             yield f"w.wait({self.mask}, {operands[0]}, {'read' in self.parts})"
-        elif "tensor" in self.parts and "multicast" not in op:
-            loads = self.parts[5].startswith("shared")
+        elif "tensor" in self.parts:
+            loads, everyone = self.parts[5].startswith("shared"), "multicast" in op
             where, what = operands[:2] if loads else operands[1::-1]
             described, corner = split(what.strip("[]"))
             given = [self.mask, self.address(where, "u4"), self.value(described, "u8")]
             given.append(f"({', '.join(self.value(x, 'i4') for x in split(corner.strip('{}')))},)")
-            yield f"w.load_box({', '.join(given)}, {self.address(operands[2], 'u4')})" if loads else f"w.store_box({', '.join(given)})"
+            if loads:
+                given += [self.address(operands[2], "u4"), self.value(operands[3], "u2") if everyone else "None"]
+            yield f"w.{'load' if loads else 'store'}_box({', '.join(given)})"
         elif op.startswith("cp.async.bulk.shared") and "multicast" not in op:
             given = (self.mask, *(self.address(x, kind) for x, kind in zip(operands, ("u4", "u8", "u4", "u4"), strict=False)))
             yield f"w.load_bytes({', '.join(given)})"

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from emulator.arithmetic import lanes_of, pair, u2, u4
+from emulator.arithmetic import lanes_of, pair, u1, u2, u4
+from emulator.cluster import address_of
 from emulator.copies import Copies
 from emulator.memory import Fault
 from emulator.products import Products
@@ -28,6 +29,7 @@ class Warp(Copies, Products):
         self.at: dict[int, np.ndarray] = {0: self.left}  # who is where
         self.may_go = True
         self.waits_for: int | None = None  # the generation of a named barrier
+        self.cluster_waits_for = 0  # likewise
 
     def __str__(self) -> str:
         stretches = (self.block.program.stretches[place] for place in self.at)
@@ -129,6 +131,13 @@ class Warp(Copies, Products):
         units = np.arange(-(-len(values) * kind.itemsize // UNIT), dtype=np.uint32)[:, None]
         self.block.proxies.write(where * kind.itemsize // UNIT + units, self.thread if m is None else self.thread[m])
 
+    def store_cluster(self, addresses, m, kind, values):
+        """To shared memory of a block of the cluster."""
+        self.machine.events += 1
+        for lane in lanes_of(m):
+            block, address = self.block.cluster.of(int(addresses[lane]), self.block)
+            block.piece(address, len(values) * kind.itemsize)[:] = np.stack([x[lane] for x in values]).view(u1)
+
     def _matrices(self, addresses, n):
         """(view, indices (n, 8, 8)): lanes 8 i and following have the addresses of matrix i's rows."""
         view, where = self._shared(addresses[: 8 * n], u2, 8)
@@ -194,6 +203,17 @@ class Warp(Copies, Products):
             self.may_go = state[1] != self.waits_for
             self.waits_for = None if self.may_go else self.waits_for
 
+    def arrive_of_cluster(self):
+        self.machine.events += 1
+        self.cluster_waits_for = self.block.cluster.generation
+        self.block.cluster.arrive(len(LANES))
+
+    def wait_of_cluster(self):
+        self.may_go = self.block.cluster.generation != self.cluster_waits_for
+
+    def address_in_cluster(self, addresses, rank):
+        return address_of(addresses, rank)
+
     def init(self, addresses, m, count):
         for lane in lanes_of(m):
             self.block.set_up(int(addresses[lane]), int(count[lane]))
@@ -201,7 +221,8 @@ class Warp(Copies, Products):
     def arrive(self, addresses, m, count, expects):
         """expects: one arrival, and so many bytes are to come."""
         for lane in lanes_of(m):
-            self.block.change(int(addresses[lane]), *((1, int(count[lane])) if expects else (int(count[lane]), 0)))
+            block, address = self.block.cluster.of(int(addresses[lane]), self.block)
+            block.change(address, *((1, int(count[lane])) if expects else (int(count[lane]), 0)))
 
     def passed(self, addresses, m, parity):
         found = np.ones(len(LANES), bool)
