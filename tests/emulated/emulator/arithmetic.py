@@ -89,16 +89,21 @@ def pair(low, high):
 
 def _ordered(compare):
     def compared(a, b):
-        return compare(a, b) & ~(np.isnan(a) | np.isnan(b)) if a.dtype.kind == "f" else compare(a, b)
+        return compare(a, b) & ~nan(a, b) if a.dtype.kind == "f" else compare(a, b)
 
     return compared
 
 
 def _or_unordered(compare):
-    return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
+    return lambda a, b: compare(a, b) | nan(a, b)
 
 
 COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 eq, ne, lt, le, gt, ge = map(_ordered, COMPARISONS.values())
 equ, neu, ltu, leu, gtu, geu = map(_or_unordered, COMPARISONS.values())
 lo, ls, hi, hs = lt, le, gt, ge
+
+
+def nan(a, b):
+    """Whether either is."""
+    return np.isnan(a) | np.isnan(b)

@@ -40,14 +40,14 @@ class Emulated(Hopper):
         return []
 
     def forward(self, call):
-        with self._on_gpu():
+        with self.on_gpu():
             return super().forward(call)
 
     def backward(self, *arguments, **named):
-        with self._on_gpu():
+        with self.on_gpu():
             return super().backward(*arguments, **named)
 
-    def compiled(self, launch, arguments, config) -> Callable:
+    def compiled(self, launch, arguments, config, options="") -> Callable:
         """In place of `tilewise.hopper.compile.compiled`."""
         host, programs = translated(launch, arguments, config, self.change)
 
@@ -59,7 +59,8 @@ class Emulated(Hopper):
         return call
 
     @contextmanager
-    def _on_gpu(self) -> Iterator[None]:
+    def on_gpu(self) -> Iterator[None]:
+        """Tensors of the CPU count as a GPU's, and kernels are emulated."""
         stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
         stand_ins = {
             (torch.cuda, "device"): lambda device: nullcontext(),

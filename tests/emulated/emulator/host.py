@@ -92,6 +92,7 @@ class Grid(NamedTuple):
     shared_bytes: int
     parameters: ctypes.Array
     cluster: int = 1
+    row: int = 0  # threads of a block along x, where it has a second dimension
 
 
 CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Launch), ctypes.POINTER(ctypes.c_void_p))
@@ -121,7 +122,7 @@ class Host:
             try:
                 launched = config.contents
                 blocks, threads = tuple(launched.grid), math.prod(launched.block)
-                run(Grid(kernel.decode(), blocks, threads, launched.shared_bytes, parameters, launched.cluster))
+                run(Grid(kernel.decode(), blocks, threads, launched.shared_bytes, parameters, launched.cluster, launched.block[0]))
             except BaseException as failure:
                 failures.append(failure)
             return len(failures)

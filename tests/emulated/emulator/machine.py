@@ -92,6 +92,7 @@ class Block:
 
     def __init__(self, machine: Machine, program: Program, grid: Grid, place: tuple[int, int, int], cluster: Cluster, rank: int) -> None:
         self.machine, self.program, self.threads, self.place = machine, program, grid.threads, place
+        self.row = grid.row or grid.threads
         self.cluster, self.rank, self.ended = cluster, np.full(32, rank, np.uint32), False
         self.index, self.grid = ([np.full(32, n, np.uint32) for n in numbers] for numbers in (place, grid.blocks))
         self.size, self.shared_base = SHARED_BASE + grid.shared_bytes, np.full(32, SHARED_BASE, np.uint32)

@@ -9,7 +9,13 @@ from emulator.ptx import Instruction, split
 
 KINDS = {"pred": "?", "bf16": "u2", "f16": "f2", "f32": "f4"}
 KINDS |= {f"{sign}{8 * n}": f"{kind}{n}" for sign, kind in (("b", "u"), ("u", "u"), ("s", "i")) for n in (1, 2, 4, 8)}
-SPECIAL = {"%tid.x": "w.thread", "%laneid": "w.lane", "__dynamic_shmem__0": "w.block.shared_base", "%cluster_ctarank": "w.block.rank"}
+SPECIAL = {
+    "%tid.x": "w.place[1]",
+    "%tid.y": "w.place[0]",
+    "%laneid": "w.lane",
+    "__dynamic_shmem__0": "w.block.shared_base",
+    "%cluster_ctarank": "w.block.rank",
+}
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}
 NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")

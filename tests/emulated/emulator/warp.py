@@ -22,6 +22,7 @@ class Warp(Copies, Products):
         super().__init__()
         self.block, self.number, self.machine = block, number, block.machine
         self.lane, self.thread = LANES, LANES + np.uint32(len(LANES) * number)
+        self.place = divmod(self.thread, np.uint32(block.row))  # (y, x) in the block
         kinds = block.program.kernel.registers.values()
         blank = {kind: np.zeros(len(LANES), kind) for kind in set(kinds)}
         self.registers = [blank[kind] for kind in kinds]
