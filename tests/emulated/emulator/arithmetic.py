@@ -107,3 +107,8 @@ lo, ls, hi, hs = lt, le, gt, ge
 def nan(a, b):
     """Whether either is."""
     return np.isnan(a) | np.isnan(b)
+
+
+def num(a, b):
+    """Whether neither is NaN."""
+    return ~nan(a, b)
