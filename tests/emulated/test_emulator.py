@@ -134,6 +134,14 @@ def test_a_fence_between_what_threads_write_and_the_copy_engine_reads(place, pac
             run(wrong.replace("@%p1 AFTER", ""), threads=64, pace=pace, end="")
 
 
+def test_several_numbers_are_added_at_once():
+    x = torch.zeros(4)
+    four = (
+        "mov.b32 %r3, 0f3F800000;\n mov.b32 %r4, 0f40000000;\n red.relaxed.gpu.global.add.v4.f32 [%rd1], {%r3, %r4, %r4, %r3};\n ret;\n}\n"
+    )
+    assert run(four, blocks=3, x=x, end="") == [96, 192, 192, 96]
+
+
 READ = "ld.shared.b32 %r9, [%r5];\n"
 MET = "barrier.cluster.arrive;\nbarrier.cluster.wait;"
 TO_EACH_OTHER = f"""

@@ -197,16 +197,18 @@ class Translation:
         space, wide = next((found for name, found in spaces.items() if name in self.parts), ("shared", "u4"))
         yield f"w.store_{space}({self.address(a, wide)}, {self.mask}, {self.kind}, ({values},))"
 
-    def _added(self, a: str, x: str) -> str:
+    def _added(self, a: str, x: str, offset: int = 0) -> str:
         if not {"add", "global"} <= set(self.parts):
             raise Unknown(str(self.it))
-        return f"w.add_global({self.address(a, 'u8')}, {self.mask}, {self.kind}, {self.value(x, self.kind)})"
+        address = f"{self.address(a, 'u8')} + {self.program.constant(offset, 'u8')}"
+        return f"w.add_global({address}, {self.mask}, {self.kind}, {self.value(x, self.kind)})"
 
     def of_atom(self, d, a, x):
         yield self.put(d, self._added(a, x), self.kind)
 
     def of_red(self, a, x):
-        yield self._added(a, x)
+        for i, each in enumerate(split(x.strip("{}"))):
+            yield self._added(a, each, i * np.dtype(self.kind).itemsize)
 
     def of_ldmatrix(self, d, a):
         yield from self._loaded(d, f"load_matrices({self.address(a, 'u4')}, {len(split(d.strip('{}')))}, {'trans' in self.parts})", "u4")
