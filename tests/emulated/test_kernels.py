@@ -21,11 +21,11 @@ CAUSAL = Case(**ONE_HEAD | dict(head_dim=128, mask=Causal()))
 CASES = [
     CAUSAL,
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
-    Case(**SMALL | dict(mask=Full(), seqlen_q=100, seqlen_k=77, bias="hq", bias_hides=True)),
+    Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),
     Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
-    Case(**SMALL | dict(mask=Causal(), seqlen_q=90, bias="q", bias_hides=True, lse_grad=True)),
-    Case(**SMALL | dict(mask=Full(), bias="h", lse_grad=True)),
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=30, seqlen_k=140, bias="q", bias_hides=True, lse_grad=True)),
+    Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=140, bias="h", lse_grad=True)),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
 ]
