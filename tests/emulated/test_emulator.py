@@ -79,6 +79,11 @@ def test_threads_go_ways_of_their_own():
         ("sub.s32 %r3, 4, %r2;\n mul.hi.s32 %r9, %r3, 1073741824;\n", [(4 - i) >> 2 for i in range(32)]),
         ("sub.s32 %r3, %r2, 9;\n div.s32 %r9, %r3, 4;\n", [int((i - 9) / 4) for i in range(32)]),
         ("sub.s32 %r3, %r2, 9;\n rem.s32 %r9, %r3, 4;\n", [int(np.fmod(i - 9, 4)) for i in range(32)]),
+        (  # bits of bf16 from NaN (lane 0) to infinity (1) and down, all with a sign
+            "sub.s32 %r3, 65409, %r2;\n cvt.u16.u32 %rs1, %r3;\n abs.bf16 %rs1, %rs1;\n mov.b16 %rs2, 32640;\n setp.equ.bf16 %p1, %rs1, %rs2;\n"
+            " selp.b32 %r9, 1, 0, %p1;",
+            [1, 1] + [0] * 30,
+        ),
         ("cvt.u16.u32 %rs1, %r2;\n cvt.s8.s32 %rs2, -3;\n mov.b32 %r9, {%rs1, %rs2};", [i | 0xFFFD0000 - (1 << 32) for i in range(32)]),
     ],
 )

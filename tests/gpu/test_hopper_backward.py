@@ -83,6 +83,25 @@ def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
 
 
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(500, 0), Documents([0, 3000, 8192], inner=Causal())], ids=repr)
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_gradients_that_are_all_nan_take_no_longer_than_a_few(dims, mask):
+    """As after an overflow in fp16 training, which is an ordinary thing: what is repaired ends once nothing can become a number again."""
+    q, k, v = (torch.randn(1, 8192, 8, dim, device="cuda").bfloat16() for dim in (dims[0], dims[0], dims[1]))
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
+    o, lse = Hopper().forward(call)
+    nothing, taken = torch.full_like(o, torch.nan), {}
+    for name, d_o in ("numbers", torch.randn_like(o)), ("NaN", nothing), ("numbers", torch.randn_like(o)), ("NaN", nothing):
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record()
+        found = gradients.backward(call, o, lse, d_o, None)
+        ends[1].record()
+        torch.cuda.synchronize()
+        taken[name] = ends[0].elapsed_time(ends[1])
+    assert all(x.isnan().all() for x in found[:3])
+    assert taken["NaN"] < 8 * taken["numbers"]
+
+
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
 @pytest.mark.parametrize("seqlen_k", [96, 1024])
 @pytest.mark.parametrize("dims", TILES, ids=str)

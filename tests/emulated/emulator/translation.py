@@ -52,6 +52,10 @@ class Translation:
 
     def lines(self) -> list[str]:
         name = self.parts[0]
+        if self.parts[-1] == "bf16" and name in (*UNARY, *BINARY):  # bits are what numpy has of it
+            if name != "abs":
+                raise Unknown(str(self.it))
+            return list(self._computed("{} & u2.type(0x7FFF)"))
         if name in UNARY:
             return list(self._computed(UNARY[name]))
         if name in BINARY and not {"wide", "hi"} & set(self.parts):
@@ -140,7 +144,10 @@ class Translation:
         yield self.put(d, f"right({self.value(a, self.kind)}, {self.value(b, 'u4')})", self.kind)
 
     def of_setp(self, p, a, b):
-        yield self.put(p, f"{self.parts[1]}({self.value(a, self.kind)}, {self.value(b, self.kind)})", "?")
+        a, b = (self.value(x, self.kind) for x in (a, b))
+        if self.parts[-1] == "bf16":
+            a, b = (f"pair(zeros_u2, {x}).view(f4)" for x in (a, b))
+        yield self.put(p, f"{self.parts[1]}({a}, {b})", "?")
 
     def of_selp(self, d, a, b, p):
         yield self.put(d, f"where({self.value(p, '?')}, {self.value(a, self.kind)}, {self.value(b, self.kind)})", self.kind)

@@ -464,6 +464,7 @@ def add_tile(
     arch.barrier(barrier_id=Barrier.DQ_FULL + adder, number_of_threads=config.dq_consumers * THREADS + WARP)
     arch.fence_proxy("async.shared", space="cta")  # between what the consumers wrote and the copy engine
     if arch.lane_idx() == 0:
+        arch.fence_proxy("async.global")  # between the turn's having come and what the copy engine adds
         gSum = tensors.sum_dQ[block.batch, head, m_block, None]
         if turn == 0:
             bulk("cp.async.bulk.global.shared::cta.bulk_group", gSum, sm, config)

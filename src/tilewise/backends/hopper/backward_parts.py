@@ -90,8 +90,8 @@ def finish_tile(
     acc = cute.make_rmem_tensor(cdQ.shape, Float32)
     finite = Boolean(True)
     if const_expr(config.one_block):
-        acc.fill(0.0)
         finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
+        acc.fill(Float32(0.0) if finite else Float32.nan)  # what is not finite is repaired
     else:
         read_sum(gSum, acc, thread)
         if const_expr(config.ordered and config.sees != "all"):
@@ -204,7 +204,7 @@ def exchange(words: cute.Tensor, member: Int32):
 def all_finite(x: cute.Tensor) -> Boolean:
     finite = Boolean(True)
     for i in range_constexpr(cute.size(x)):
-        finite = finite and (x[i] < Float32.inf and x[i] > -Float32.inf)
+        finite = finite and is_finite(x[i])
     return finite
 
 
@@ -247,13 +247,12 @@ def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Cons
 
 
 @cute.jit
-def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, count: Int32, column0: Int32, shown: Int32):
-    """total += the weights of `count` lanes times as many rows of gX; a lane has every 32nd column from column0 + lane on.
-
-    shown: a bit for each of these rows, which takes part if it is set.
+def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, column0: Int32, shown: Int32):
+    """total += the lanes' weights times 32 rows of gX from `first` on, those whose bit of `shown` is set; a lane has every 32nd column from
+    column0 + lane on.
     """
     column = column0 + arch.lane_idx()
-    for t in cutlass.range(count, unroll=1):
+    for t in cutlass.range(WARP, unroll=1):
         w = arch.shuffle_sync(weight, t)
         if (shown >> t) & 1 != 0:
             for x in range_constexpr(cute.size(total)):
@@ -262,26 +261,39 @@ def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32,
 
 
 @cute.jit
-def shown_to(at: Head, query: Int32, key: Int32, band: Band, there: Boolean, config: Constexpr[Config]):
-    """Whether this lane's pair is visible, and a bit for each lane's; `there`: it exists, and where seen keys are an interval the mask shows it. No
-    key is visible to a query that a bias leaves nothing to see.
-    """
-    if const_expr(config.sees != "runs" and config.bias is None):
-        return there, Int32(-1)
-    seen = Boolean(False)
-    if there:
-        seen = shows(query, key, at.which.head, at.which.batch, band, config) if const_expr(config.sees == "runs") else Boolean(True)
-        if const_expr(config.bias is not None):
-            seen = seen and at.lse[query] != Float32.inf
-    return seen, arch.vote_ballot_sync(seen)
+def is_seen(at: Head, query: Int32, key: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a key of `keys_of` is visible; none is to a query that a bias leaves nothing to see."""
+    seen = Boolean(True)
+    if const_expr(config.sees == "runs"):
+        seen = shows(query, key, at.which.head, at.which.batch, band, config)
+    if const_expr(config.bias is not None):
+        seen = seen and at.lse[query] != Float32.inf
+    return seen
 
 
 @cute.jit
-def write_row(gX: cute.Tensor, row: Int32, total: cute.Tensor, scale: Float32, column0: Int32):
-    column = column0 + arch.lane_idx()
-    for x in range_constexpr(cute.size(total)):
+def is_finite(x: Float32) -> Boolean:
+    return x < Float32.inf and x > -Float32.inf
+
+
+@cute.jit
+def open_columns(gX: cute.Tensor, row: Int32, column0: Int32, count: Constexpr[int]) -> Int32:
+    """A bit for each of this lane's columns where what is written is not finite."""
+    column, found = column0 + arch.lane_idx(), Int32(0)
+    for x in range_constexpr(count):
         if x * WARP + column < gX.shape[1]:
-            gX[row, x * WARP + column] = (total[x] * scale).to(gX.element_type)
+            if not is_finite(gX[row, x * WARP + column].to(Float32)):
+                found |= 1 << x
+    return found
+
+
+@cute.jit
+def is_settled(total: cute.Tensor, left: Int32) -> Boolean:
+    """Whether in all columns that were open a sum of visible pairs is not finite either, and so remains."""
+    settled = Boolean(True)
+    for x in range_constexpr(cute.size(total)):
+        settled = settled and ((left >> x) & 1 == 0 or not is_finite(total[x]))
+    return arch.vote_all_sync(settled)
 
 
 @cute.jit
@@ -289,38 +301,12 @@ def repair_dQ(
     tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """What this warp has written of dQ again: 16 rows, all columns of its warpgroup."""
+    """What this warp has written of dQ: 16 rows, all columns of its warpgroup."""
     warp, (over_rows, over_columns) = arch.thread_idx()[0] // WARP, config.dq_grid
     row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
     for piece in range_constexpr(config.dq_pieces):
         column0 = (piece * over_columns + warp // (4 * over_rows)) * config.dq_width
-        repair_rows(tensors, gdQ, row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
-
-
-@cute.jit
-def repair_rows(
-    tensors: Tensors, gdQ: cute.Tensor, row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32, band: Band,
-    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
-):  # fmt: skip
-    """16 rows from row0 on, `width` columns from column0 on, by the warp that has written them. Rare, so it is short rather than fast: a lane a
-    key for dS, a lane a column for the sum.
-    """
-    at = head_of(tensors, batch, head, head // (tensors.Q.shape[2] // tensors.K.shape[2]))
-    lane = arch.lane_idx()
-    arch.sync_warp()
-    for i in cutlass.range(16, unroll=1):
-        row = row0 + i
-        if row < gdQ.shape[0]:
-            begin, end = keys_of(row, band, config)
-            dq = cute.make_rmem_tensor(width // WARP, Float32)
-            dq.fill(0.0)
-            for j0 in cutlass.range(begin, end, WARP, unroll=1):
-                ds = Float32(0.0)
-                seen, shown = shown_to(at, row, j0 + lane, band, j0 + lane < end, config)
-                if seen:
-                    _, ds = pair_weights(at, row, j0 + lane, scale_log2, config)
-                add_rows(dq, at.K, ds, j0, min(end - j0, WARP), column0, shown)
-            write_row(gdQ, row, dq, scale, column0)
+        repair(tensors, gdQ, "dQ", row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
 
 
 @cute.jit
@@ -328,31 +314,56 @@ def repair_dKV(
     tensors: Tensors, gdK: cute.Tensor, gdV: cute.Tensor, n0: Int32, share: Int32, head_k: Int32, batch: Int32, band: Band,
     scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """dK and dV of the 16 keys from n0 on, which this warp has written, again: likewise, over the query heads of the group.
+    """dK and dV of the 16 keys from n0 on, which this warp has written.
 
     share: which of the warpgroups' parts of the columns, where these are split.
     """
     parts = const_expr(2 if config.split == "columns" else 1)
-    width_k, width_v = const_expr(config.head_dim // parts), const_expr(config.head_dim_v // parts)
+    for gX, of, width, factor in ((gdV, "dV", config.head_dim_v // parts, Float32(1.0)), (gdK, "dK", config.head_dim // parts, scale)):
+        repair(tensors, gX, of, n0, share * width, width, head_k, batch, band, factor, scale_log2, config)
+
+
+@cute.jit
+def repair(
+    tensors: Tensors, gX: cute.Tensor, of: Constexpr[str], row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32,
+    band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """What is not finite in 16 rows of a gradient ("dQ", "dK" or "dV") from row0 on, `width` columns from column0 on, by the warp that has written
+    them: again from the visible pairs alone. head: of the queries for dQ, of the keys for the others.
+
+    Hidden numbers are rare, so it is short rather than fast: a lane a pair for its weight, a lane a column for the sum. What is not finite by right
+    is not rare, as gradients overflow in training, so a row ends as soon as it is seen to be. It comes from queries whose delta is not finite,
+    which are therefore the first that a key looks for.
+    """
     lane, group = arch.lane_idx(), tensors.Q.shape[2] // tensors.K.shape[2]
     arch.sync_warp()
     for i in cutlass.range(16, unroll=1):
-        key = n0 + i
-        if key < gdK.shape[0]:
-            begin, end = queries_of(key, band, config)
-            dk = cute.make_rmem_tensor(width_k // WARP, Float32)
-            dv = cute.make_rmem_tensor(width_v // WARP, Float32)
-            dk.fill(0.0)
-            dv.fill(0.0)
-            for g in cutlass.range(group, unroll=1):
-                head = head_k * group + g
-                at = head_of(tensors, batch, head, head_k)
-                for i0 in cutlass.range(begin, end, WARP, unroll=1):
-                    p, ds = Float32(0.0), Float32(0.0)
-                    seen, shown = shown_to(at, i0 + lane, key, band, i0 + lane < end, config)
-                    if seen:
-                        p, ds = pair_weights(at, i0 + lane, key, scale_log2, config)
-                    add_rows(dv, at.dO, p, i0, min(end - i0, WARP), share * width_v, shown)
-                    add_rows(dk, at.Q, ds, i0, min(end - i0, WARP), share * width_k, shown)
-            write_row(gdK, key, dk, scale, share * width_k)
-            write_row(gdV, key, dv, Float32(1.0), share * width_v)
+        row = row0 + i
+        if row < gX.shape[0]:
+            begin, end = keys_of(row, band, config) if const_expr(of == "dQ") else queries_of(row, band, config)
+            total = cute.make_rmem_tensor(width // WARP, Float32)
+            total.fill(0.0)
+            left = open_columns(gX, row, column0, width // WARP)
+            settled = is_settled(total, left)
+            for turn in cutlass.range(1 if of == "dQ" else 2 * group, unroll=1):
+                head_q, head_k = (head, head // group) if const_expr(of == "dQ") else (head * group + turn % group, head)
+                at = head_of(tensors, batch, head_q, head_k)
+                first = begin
+                while first < end and not settled:
+                    other, weight, seen = first + lane, Float32(0.0), Boolean(False)
+                    query, key = (row, other) if const_expr(of == "dQ") else (other, row)
+                    if other < end:
+                        seen = is_seen(at, query, key, band, config)
+                        if const_expr(of != "dQ"):
+                            seen = seen and is_finite(at.minus_delta[query]) == (turn >= group)
+                    shown = arch.vote_ballot_sync(seen)
+                    if shown != 0:
+                        if seen:
+                            p, ds = pair_weights(at, query, key, scale_log2, config)
+                            weight = p if const_expr(of == "dV") else ds
+                        add_rows(total, {"dQ": at.K, "dK": at.Q, "dV": at.dO}[of], weight, first, column0, shown)
+                        settled = is_settled(total, left)
+                    first += WARP
+            for x in range_constexpr(cute.size(total)):
+                if (left >> x) & 1 != 0:
+                    gX[row, x * WARP + column0 + lane] = (total[x] * scale).to(gX.element_type)

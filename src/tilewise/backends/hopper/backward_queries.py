@@ -320,4 +320,4 @@ def write(
     parts.store_tile(gdQ, acc_dQ, cdQ, block.m0, scale)
     if const_expr(config.repairs) and arch.vote_any_sync(not finite):
         row0 = block.m0 + (arch.thread_idx()[0] - THREADS) // WARP * 16
-        parts.repair_rows(tensors, gdQ, row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2, config)
+        parts.repair(tensors, gdQ, "dQ", row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2, config)
