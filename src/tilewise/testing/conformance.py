@@ -58,12 +58,13 @@ def run_hidden(backend: Backend, case: Case, seed: int = 0, device: Device = "cp
 
 
 def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu", backward: bool = True) -> float:
-    """As `run_case`, with NaN in one key and value that some queries see, and a bias of +inf for the first query's first key, if it has one of its
-    own: they must reach those queries and nobody else, as in the naive formula.
+    """As `run_case`, with NaN in one key and value that some queries see, in one number of a query's dO, and a bias of +inf for the first query's
+    first key, if it has one of its own: they must reach what the naive formula has them reach and nothing else.
     """
     call, (d_o, d_lse) = make(case, seed, device, grad=backward), upstream(case, seed, device)
-    k, v, middle = call.k.clone(), call.v.clone(), call.seqlen_k // 2
-    k[:, middle : middle + 1], v[:, middle : middle + 1] = torch.nan, torch.nan
+    d_o, k, v = d_o.clone(), call.k.clone(), call.v.clone()
+    query, key = (slice(n, n + 1) for n in (call.seqlen_q // 3, call.seqlen_k // 2))
+    d_o[:, query, :, -1], k[:, key], v[:, key] = torch.nan, torch.nan, torch.nan
     call = replace(call, k=k, v=v)
     if call.bias is not None and call.bias.shape[2] > 1:
         bias = call.bias.clone()

@@ -262,7 +262,7 @@ def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32,
 
 @cute.jit
 def is_seen(at: Head, query: Int32, key: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
-    """Whether a key of `keys_of` is visible; none is to a query that a bias leaves nothing to see."""
+    """Of a query and a key that is among `keys_of`. No key is visible to a query that a bias leaves nothing to see."""
     seen = Boolean(True)
     if const_expr(config.sees == "runs"):
         seen = shows(query, key, at.which.head, at.which.batch, band, config)
@@ -281,7 +281,7 @@ def open_columns(gX: cute.Tensor, row: Int32, column0: Int32, count: Constexpr[i
     """A bit for each of this lane's columns where what is written is not finite."""
     column, found = column0 + arch.lane_idx(), Int32(0)
     for x in range_constexpr(count):
-        if x * WARP + column < gX.shape[1]:
+        if x * WARP + column < gX.shape[1]:  # noqa: SIM102
             if not is_finite(gX[row, x * WARP + column].to(Float32)):
                 found |= 1 << x
     return found
@@ -353,9 +353,9 @@ def repair(
                     other, weight, seen = first + lane, Float32(0.0), Boolean(False)
                     query, key = (row, other) if const_expr(of == "dQ") else (other, row)
                     if other < end:
-                        seen = is_seen(at, query, key, band, config)
-                        if const_expr(of != "dQ"):
-                            seen = seen and is_finite(at.minus_delta[query]) == (turn >= group)
+                        seen = Boolean(True) if const_expr(of == "dQ") else is_finite(at.minus_delta[query]) == (turn >= group)
+                        if seen:
+                            seen = is_seen(at, query, key, band, config)
                     shown = arch.vote_ballot_sync(seen)
                     if shown != 0:
                         if seen:
