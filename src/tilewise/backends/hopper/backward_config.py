@@ -152,7 +152,8 @@ class Config:
     @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
-        return 1 if self.only_looks or self.modified or self.sees in ("rows", "runs") else 0
+        squeezed = self.modified or self.sees in ("rows", "runs") or (self.repairs and self.head_dim == 96)
+        return 1 if self.only_looks or squeezed else 0
 
     @property
     def only_looks(self) -> bool:

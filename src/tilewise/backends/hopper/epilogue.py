@@ -177,7 +177,8 @@ def add_keys(
             tensors.L[block.batch, block.head, row] = lse
     if const_expr(config.bias is not None) and lse == -Float32.inf:
         end = begin  # every logit is -inf: it sees nothing
-    for j0 in cutlass.range(begin, end, WARP, unroll=1):
+    j0, goes_on = begin, begin < end
+    while goes_on:
         s = dot(gQ, gK, row, j0 + lane, end)
         p = scores.weight(scores.logit_at(s, row, j0 + lane, changes, block, config), lse, changes, config)
         if const_expr(config.sees == "runs"):
@@ -189,6 +190,17 @@ def add_keys(
                     add_value(o, weight, gV[j0 + j, None])
             else:
                 add_value(o, weight, gV[j0 + j, None])
+        j0 += WARP
+        goes_on = j0 < end and not is_lost(o, gV.shape[1])
+
+
+@cute.jit
+def is_lost(o: cute.Tensor, columns: Int32) -> Boolean:
+    """Whether all of a row is NaN, and so remains."""
+    lane, lost = arch.lane_idx(), Boolean(True)
+    for x in range_constexpr(cute.size(o)):
+        lost = lost and (o[x] != o[x] or x * WARP + lane >= columns)
+    return arch.vote_all_sync(lost)
 
 
 @cute.jit
