@@ -205,7 +205,7 @@ CHANGED = {
         (96, 96): dict(change_parts=4),
         (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
         (192, 128): dict(change_parts=2, roomy=True),
-        (192, 192): dict(change_parts=2),
+        (192, 192): dict(change_parts=2, roomy=True),
         (256, 256): dict(change_parts=4),
     },
 }
@@ -274,9 +274,10 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
 
 
 def _of_one_block(config: Config) -> Config:
-    """Rounding by twos and -delta in dP's registers are what keeps these from spilling."""
-    delta_in = config.delta_in or (config.head_dim == 128 and config.softcap and not config.natural)
-    return replace(config, one_block=True, finishes=False, skips=False, pairwise=True, delta_in=delta_in, shares=config.sees == "all")
+    """Rounding by twos, -delta in dP's registers and more of them for who brings tiles are what keeps these from spilling."""
+    plain_softcap = config.head_dim == 128 and config.softcap and not config.natural
+    tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
+    return replace(config, one_block=True, finishes=False, skips=False, pairwise=True, shares=config.sees == "all", **tight)
 
 
 def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
