@@ -91,7 +91,7 @@ def finish_tile(
     finite = Boolean(True)
     if const_expr(config.one_block):
         finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
-        acc.fill(Float32(0.0) if finite else Float32.nan)  # what is not finite is repaired
+        acc.fill(Float32(0.0) if finite else Float32.nan)  # which is repaired
     else:
         read_sum(gSum, acc, thread)
         if const_expr(config.ordered and config.sees != "all"):
@@ -232,13 +232,23 @@ def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
 
 
 @cute.jit
+def dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
+    """Of two rows (head_dim,), whose 16-byte vectors are aligned."""
+    numbers = const_expr(128 // a.element_type.width)
+    x, y = (cute.make_rmem_tensor(numbers, a.element_type) for _ in range(2))
+    total = Float32(0.0)
+    for i in cutlass.range(a.shape[0] // numbers, unroll=2):
+        cute.autovec_copy(vector(a, i, numbers), x)
+        cute.autovec_copy(vector(b, i, numbers), y)
+        for n in range_constexpr(numbers):
+            total += x[n].to(Float32) * y[n].to(Float32)
+    return total
+
+
+@cute.jit
 def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Constexpr[Config]):
     """P and dS of query i and key j, which sees it."""
-    s, dp = Float32(0.0), Float32(0.0)
-    for c in cutlass.range(at.Q.shape[1], unroll=4):
-        s += at.Q[i, c].to(Float32) * at.K[j, c].to(Float32)
-    for c in cutlass.range(at.dO.shape[1], unroll=4):
-        dp += at.dO[i, c].to(Float32) * at.V[j, c].to(Float32)
+    s, dp = dot(at.Q[i, None], at.K[j, None]), dot(at.dO[i, None], at.V[j, None])
     if const_expr(config.modified):
         p, factor = changed.pair_weights(s, i, j, at.lse[i], at.changes, at.which, scale_log2, config)
         return p, factor * (dp + at.minus_delta[i])
@@ -278,21 +288,23 @@ def is_finite(x: Float32) -> Boolean:
 
 @cute.jit
 def open_columns(gX: cute.Tensor, row: Int32, column0: Int32, count: Constexpr[int]) -> Int32:
-    """A bit for each of this lane's columns where what is written is not finite."""
+    """A bit for each of this lane's columns where what is written is NaN. Any other number is right: whatever is hidden could only make NaN of it."""
     column, found = column0 + arch.lane_idx(), Int32(0)
     for x in range_constexpr(count):
-        if x * WARP + column < gX.shape[1]:  # noqa: SIM102
-            if not is_finite(gX[row, x * WARP + column].to(Float32)):
+        if x * WARP + column < gX.shape[1]:
+            written = gX[row, x * WARP + column].to(Float32)
+            if written != written:
                 found |= 1 << x
     return found
 
 
 @cute.jit
-def is_settled(total: cute.Tensor, left: Int32) -> Boolean:
-    """Whether in all columns that were open a sum of visible pairs is not finite either, and so remains."""
+def is_settled(total: cute.Tensor, left: Int32, finite_from_here: Boolean) -> Boolean:
+    """Whether the sum of visible pairs remains what it is in all columns that were open: it is NaN, or infinite and what comes now is finite."""
     settled = Boolean(True)
     for x in range_constexpr(cute.size(total)):
-        settled = settled and ((left >> x) & 1 == 0 or not is_finite(total[x]))
+        lost = not is_finite(total[x]) if finite_from_here else total[x] != total[x]
+        settled = settled and ((left >> x) & 1 == 0 or lost)
     return arch.vote_all_sync(settled)
 
 
@@ -328,12 +340,12 @@ def repair(
     tensors: Tensors, gX: cute.Tensor, of: Constexpr[str], row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32,
     band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """What is not finite in 16 rows of a gradient ("dQ", "dK" or "dV") from row0 on, `width` columns from column0 on, by the warp that has written
-    them: again from the visible pairs alone. head: of the queries for dQ, of the keys for the others.
+    """What is NaN in 16 rows of a gradient ("dQ", "dK" or "dV") from row0 on, `width` columns from column0 on, by the warp that has written them:
+    again from the visible pairs alone. head: of the queries for dQ, of the keys for the others.
 
-    Hidden numbers are rare, so it is short rather than fast: a lane a pair for its weight, a lane a column for the sum. What is not finite by right
-    is not rare, as gradients overflow in training, so a row ends as soon as it is seen to be. It comes from queries whose delta is not finite,
-    which are therefore the first that a key looks for.
+    Hidden numbers are rare, so it is short rather than fast: a lane a pair for its weight, a lane a column for the sum. What is NaN by right is not
+    rare, as gradients overflow in training, so a row ends as soon as it is seen to be. It comes from queries whose delta is not finite, which are
+    therefore the first that a key looks for; what follows them are numbers.
     """
     lane, group = arch.lane_idx(), tensors.Q.shape[2] // tensors.K.shape[2]
     arch.sync_warp()
@@ -344,7 +356,7 @@ def repair(
             total = cute.make_rmem_tensor(width // WARP, Float32)
             total.fill(0.0)
             left = open_columns(gX, row, column0, width // WARP)
-            settled = is_settled(total, left)
+            settled = is_settled(total, left, Boolean(False))
             for turn in cutlass.range(1 if of == "dQ" else 2 * group, unroll=1):
                 head_q, head_k = (head, head // group) if const_expr(of == "dQ") else (head * group + turn % group, head)
                 at = head_of(tensors, batch, head_q, head_k)
@@ -362,7 +374,7 @@ def repair(
                             p, ds = pair_weights(at, query, key, scale_log2, config)
                             weight = p if const_expr(of == "dV") else ds
                         add_rows(total, {"dQ": at.K, "dK": at.Q, "dV": at.dO}[of], weight, first, column0, shown)
-                        settled = is_settled(total, left)
+                        settled = is_settled(total, left, turn >= group)
                     first += WARP
             for x in range_constexpr(cute.size(total)):
                 if (left >> x) & 1 != 0:
