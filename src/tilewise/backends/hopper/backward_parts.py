@@ -15,6 +15,7 @@ from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch,
 
 WARP = 32
 QUAD = 4  # threads that share a row of an accumulator
+AT_ONCE = 4  # rows that a repair reads, none waiting for another
 LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
 
 
@@ -258,16 +259,21 @@ def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Cons
 
 @cute.jit
 def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, column0: Int32, shown: Int32):
-    """total += the lanes' weights times 32 rows of gX from `first` on, those whose bit of `shown` is set; a lane has every 32nd column from
-    column0 + lane on.
+    """total += the lanes' weights times 32 rows of gX from `first` on, those whose bit of `shown` is set (a weight is 0 where it is not); a lane
+    has every 32nd column from column0 + lane on.
     """
     column = column0 + arch.lane_idx()
-    for t in cutlass.range(WARP, unroll=1):
-        w = arch.shuffle_sync(weight, t)
-        if (shown >> t) & 1 != 0:
+    numbers = cute.make_rmem_tensor((AT_ONCE, cute.size(total)), Float32)
+    for t0 in cutlass.range(0, WARP, AT_ONCE, unroll=1):
+        numbers.fill(0.0)
+        for t in range_constexpr(AT_ONCE):
             for x in range_constexpr(cute.size(total)):
-                if x * WARP + column < gX.shape[1]:
-                    total[x] += w * gX[first + t, x * WARP + column].to(Float32)
+                if (shown >> (t0 + t)) & 1 != 0 and x * WARP + column < gX.shape[1]:
+                    numbers[t, x] = gX[first + t0 + t, x * WARP + column].to(Float32)
+        for t in range_constexpr(AT_ONCE):
+            w = arch.shuffle_sync(weight, t0 + t)
+            for x in range_constexpr(cute.size(total)):
+                total[x] += w * numbers[t, x]
 
 
 @cute.jit
