@@ -43,6 +43,11 @@ def test_spoiled_key_reaches_those_who_see_it(case):
     conformance.run_spoiled(Tiled(32, 16), case)
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(90, 3)], ids=repr)
+def test_infinities_of_both_signs(mask):
+    conformance.run_overflown(Tiled(32, 16), Case(seqlen_q=150, seqlen_k=150, mask=mask, dtype="bf16"))
+
+
 @pytest.mark.parametrize("form", conformance.CLOSED_FORMS)
 def test_closed_forms(form):
     conformance.CLOSED_FORMS[form](Tiled())

@@ -253,6 +253,7 @@ def test_a_scale_of_zero():
 def test_a_hidden_nan_reaches_nobody(mask, dims):
     case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
     held(case, run=conformance.run_spoiled)
+    held(case, run=conformance.run_overflown)
 
 
 @pytest.mark.parametrize("mask", ONE_BAND, ids=repr)

@@ -46,7 +46,9 @@ def test_a_sink():
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_a_hidden_nan_reaches_nobody(dims):
     for mask in [*beyond_one_band(300, 300), Full() - Slices([(0, 300)], [(150, 151)], [0])]:
-        held(Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16"), run=conformance.run_spoiled)
+        case = Case(seqlen_q=300, seqlen_k=300, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16")
+        held(case, run=conformance.run_spoiled)
+        held(case, run=conformance.run_overflown)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,7 +7,7 @@ from tilewise.backends.reference import Reference
 from tilewise.errors import UnsupportedError
 from tilewise.masks import SlidingWindow
 from tilewise.testing.cases import QUICK, Case
-from tilewise.testing.conformance import CLOSED_FORMS, run_case, run_hidden, run_spoiled
+from tilewise.testing.conformance import CLOSED_FORMS, run_case, run_hidden, run_overflown, run_spoiled
 from tilewise.testing.mutants import Mutant, first_failure
 
 # A fault that each closed form finds without a reference.
@@ -54,7 +54,7 @@ def test_closed_forms_run_in_what_the_backend_takes():
         form(OnlyHalfPrecision())
 
 
-@pytest.mark.parametrize("run", [run_case, run_hidden, run_spoiled])
+@pytest.mark.parametrize("run", [run_case, run_hidden, run_overflown, run_spoiled])
 def test_what_a_backend_cannot_do(run):
     with pytest.raises(UnsupportedError, match="picky cannot run this: it takes bf16 without a sink"):
         run(OnlyHalfPrecision(), Case(dtype="fp32"))
@@ -83,6 +83,16 @@ def test_a_nan_that_spreads_is_caught():
         run_spoiled(Spreading(), case)
     with pytest.raises(AssertionError, match="nan"):
         run_spoiled(Spreading(), case, backward=False)
+
+
+def test_an_infinity_that_stays_where_another_makes_nan_is_caught():
+    class Ending(Reference):
+        def backward(self, *args, **kwargs):
+            grads = super().backward(*args, **kwargs)
+            return grads._replace(v=grads.v.nan_to_num(torch.inf, torch.inf, -torch.inf))
+
+    with pytest.raises(AssertionError, match="expected nan"):
+        run_overflown(Ending(), Case(seqlen_q=30))
 
 
 def test_seeds_give_fresh_problems():

@@ -76,6 +76,16 @@ def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "c
     return _check(call, _run(backend, call, d_o, d_lse), d_o, d_lse)
 
 
+def run_overflown(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """As `run_case`, with infinities of both signs in one column of dO, of two queries: where a key sees both, its dV is NaN. (Only for cases whose
+    probabilities are none so small that they are rounded to 0, for infinity times that is NaN.)
+    """
+    call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
+    d_o = d_o.clone()
+    d_o[:, call.seqlen_q // 5, :, 0], d_o[:, call.seqlen_q * 3 // 4, :, 0] = torch.inf, -torch.inf
+    return _check(call, _run(backend, call, d_o, d_lse), d_o, d_lse)
+
+
 def _require_support(backend: Backend, call: Call) -> None:
     if reasons := backend.why_not(call.problem):
         raise UnsupportedError(f"{backend.name} cannot run this: {'; '.join(reasons)}")

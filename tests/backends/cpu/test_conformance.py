@@ -4,8 +4,9 @@ import pytest
 
 from tilewise.backends.cpu import Cpu, abi
 from tilewise.errors import UnsupportedError
-from tilewise.testing.cases import FULL, QUICK
-from tilewise.testing.conformance import CLOSED_FORMS, run_case, run_hidden, run_spoiled
+from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.testing.cases import FULL, QUICK, Case
+from tilewise.testing.conformance import CLOSED_FORMS, run_case, run_hidden, run_overflown, run_spoiled
 
 RUNS = (run_case, run_hidden, run_spoiled)
 
@@ -41,6 +42,13 @@ def test_quick(run):
 def test_quick_by_instruction_set(isa):
     _gate(isa, (run_case,), QUICK[:: 2 if isa == "generic" else 3])
     _gate(isa, (run_hidden,), QUICK[1::4])
+
+
+@pytest.mark.parametrize("isa", abi.ISAS[1:])
+def test_infinities_of_both_signs(isa):
+    sizes = dict(seqlen_q=150, seqlen_k=150, head_dim=64)
+    masks = Full(), Causal(), SlidingWindow(90, 3)
+    _gate(isa, (run_overflown,), [Case(mask=mask, dtype=dtype, **sizes) for mask in masks for dtype in ("fp32", "bf16", "fp16")])
 
 
 @pytest.mark.parametrize("form", CLOSED_FORMS)
