@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.bench.ceiling import Ceiling, ceiling
-from tilewise.bench.timing import MOST_ROUNDS, Stats, interleave
+from tilewise.bench.timing import MOST_ROUNDS, Stats, _event_sampler, interleave
 
 
 def test_statistics():
@@ -59,6 +59,42 @@ def test_the_collector_is_off_while_timing_and_on_afterwards():
     with pytest.raises(ZeroDivisionError):
         interleave({"fails": fails_once_timed}, budget_s=0.0)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("late", "taken", "kept"),
+    [
+        ([False] * 8, 3, [2, 3, 4]),
+        ([False, True, False, True, True, False], 6, [2, 4, 7]),
+        ([True] * 8, 6, [5, 6, 7]),  # it waits for the GPU: after four attempts it is taken as it is
+        ([True] * 4 + [False, True, False], 7, [5, 6, 8]),
+    ],
+    ids=["never", "at times", "always", "at first"],
+)
+def test_a_sample_without_a_head_start_is_taken_again(monkeypatch, late, taken, kept):
+    calls, lateness = [], iter(late)
+
+    class Event:
+        def __init__(self, **_):
+            self.time = 0
+
+        def record(self):
+            self.time = len(calls)
+
+        def query(self):
+            return next(lateness)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            assert end.time == self.time + 1
+            return end.time * 1e3
+
+    for name, fake in {"Event": Event, "_sleep": lambda cycles: None, "synchronize": lambda device: None}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    sample = _event_sampler(lambda: calls.append(1), torch.device("cpu"))
+    assert [sample() for _ in range(3)] == kept and len(calls) == 1 + taken
 
 
 def test_clocks_that_do_not_exist_here():

@@ -47,6 +47,24 @@ def test_the_host_is_not_waited_for_by_the_event_clock():
     assert median(slow_to_launch, "events") < 20e-6
 
 
+def test_a_host_that_is_late_at_times_is_not_timed():
+    b, calls = torch.randn(64, device="cuda"), []
+
+    def late_at_times():
+        calls.append(0)
+        time.sleep(5e-3 if len(calls) % 3 == 0 else 0)
+        return b + 1
+
+    stats = interleave({"call": late_at_times}, budget_s=0.2, device="cuda", clock="events")["call"]
+    assert stats.p90 < 20e-6 and len(calls) > 1.3 * stats.samples
+
+
+def test_a_call_that_waits_for_the_gpu_is_timed_with_its_launch():
+    b = torch.randn(64, device="cuda")
+    stats = interleave({"call": lambda: (b + 1).sum().item()}, budget_s=0.05, device="cuda", clock="events")["call"]
+    assert stats.samples > 3 and stats.median < 1e-3
+
+
 def test_the_ceiling_is_below_the_data_sheet():
     from tilewise.machines import machine_for
 

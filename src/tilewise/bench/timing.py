@@ -1,8 +1,9 @@
 """Timing contenders against each other: interleaved in one process, so that whatever slows the machine slows them all.
 
 Three clocks. "wall": the Python call until its result exists (on a GPU: is computed). "events": what lies between two CUDA events, with the
-L2 cache flushed before each sample, and the launch given a head start so that it is not timed. "graph": the same around the replay of a
-captured CUDA graph, for calls shorter than their own launch.
+L2 cache flushed before each sample, and the launch given a head start so that it is not timed; where that was too short, as after a long wait,
+which a host's core may sleep through, the sample is taken again. "graph": the same around the replay of a captured CUDA graph, for calls
+shorter than their own launch.
 """
 
 import gc
@@ -22,7 +23,8 @@ SHORTEST_SAMPLE_S = 1e-3  # a CPU sample repeats a shorter call until this much 
 GRAPH_BELOW_S = 50e-6
 L2_FLUSH_BYTES = 256 << 20
 LEAST_HEAD_START_S = 5e-4  # a host that does other work, too, may be late by that
-LONGEST_HEAD_START_S, CYCLES_PER_S = 1e-3, 2e9  # of the GPU's clock, roughly
+LONGEST_HEAD_START_S, CYCLES_PER_S = 2e-3, 2e9  # of the GPU's clock, roughly
+LATE_IN_A_ROW = 4  # samples without a head start, after which a call is timed with its launch
 MOST_ROUNDS = 200
 
 
@@ -116,14 +118,21 @@ def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable
     call()
     head_start = int(min(LEAST_HEAD_START_S + 2 * (time.perf_counter() - began), LONGEST_HEAD_START_S) * CYCLES_PER_S)
 
+    late = 0
+
     def sample() -> float:
-        torch.cuda._sleep(head_start)  # the GPU waits while Python enqueues the call, so that launching it is not timed
-        flush.zero_()  # evicts the operands
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        nonlocal late
+        while True:
+            torch.cuda._sleep(head_start)  # the GPU waits while Python enqueues the call, so that launching it is not timed
+            flush.zero_()  # evicts the operands
+            start.record()
+            call()
+            in_time = not start.query()
+            end.record()
+            end.synchronize()
+            late = 0 if in_time else late + 1
+            if in_time or late >= LATE_IN_A_ROW:
+                return start.elapsed_time(end) * 1e-3
 
     return sample
 
