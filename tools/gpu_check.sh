@@ -95,7 +95,7 @@ print(",".join(here))
 PY
 }
 measure() { # PROCESSES SET IMPL OPTION...: rows of a set; each process has a GPU
-  local processes=$1 set=$2 impl=$3 parts one failed=0
+  local processes=$1 set=$2 impl=$3 one failed=0
   parts=$(mktemp -d)
   shift 3
   for ((one = 0; one < processes; one++)); do
@@ -103,10 +103,18 @@ measure() { # PROCESSES SET IMPL OPTION...: rows of a set; each process has a GP
       "$PYTHON" -m tilewise bench --impl "$impl" --set "$set" --part "$((one + 1))/$processes" "${how[@]}" "$@" --out "$parts/$one.jsonl" &
   done
   for ((one = 0; one < processes; one++)); do wait -n || failed=$?; done
-  [ -z "$(ls "$parts")" ] || cat "$parts"/*.jsonl >> "$rows"
-  rm -r "$parts"
+  keep
   return "$failed"
 }
+keep() { # what has been measured, also when this is interrupted
+  [ -n "$parts" ] || return 0
+  [ -z "$(ls "$parts")" ] || cat "$parts"/*.jsonl >> "$rows"
+  rm -r "$parts"
+  parts=""
+}
+parts=""
+trap keep EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait; exit 130' INT TERM
 board=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | grep -oi 'h[0-9]*00' | tr 'H' 'h' || echo gpu)
 rows=${OUT:-benchmarks/results/$board.jsonl}
 [ ! -d "$rows" ] || rows=$rows/$board.jsonl
