@@ -1,9 +1,9 @@
 """Timing contenders against each other: interleaved in one process, so that whatever slows the machine slows them all.
 
 Three clocks. "wall": the Python call until its result exists (on a GPU: is computed). "events": what lies between two CUDA events, with the
-L2 cache flushed before each sample, and the launch given a head start so that it is not timed; where that was too short, as after a long wait,
-which a host's core may sleep through, the sample is taken again. "graph": the same around the replay of a captured CUDA graph, for calls
-shorter than their own launch.
+L2 cache flushed before each sample, and the launch given a head start so that it is not timed; where that was too short, as after a contender
+that takes long, the sample is taken again. "graph": the same around the replay of a captured CUDA graph, for calls shorter than their own
+launch.
 """
 
 import gc
@@ -117,7 +117,6 @@ def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable
     began = time.perf_counter()
     call()
     head_start = int(min(LEAST_HEAD_START_S + 2 * (time.perf_counter() - began), LONGEST_HEAD_START_S) * CYCLES_PER_S)
-
     late = 0
 
     def sample() -> float:
