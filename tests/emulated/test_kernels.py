@@ -28,6 +28,7 @@ CASES = [
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=140, bias="h", lse_grad=True)),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
+    Case(**ONE_HEAD | dict(head_dim=40, mask=SlidingWindow(40, 3))),
 ]
 MORE = [
     *(Case(**SMALL | dict(batch=2, seqlen_q=n, seqlen_k=300 // n, mask=mask)) for n in (1, 30, 300) for mask in (Full(), Causal())),
@@ -45,6 +46,12 @@ MORE = [
     *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, seqlen_q=100, seqlen_k=130, alibi="h", diagonal=True)) for d in (96, 128)),
     *(Case(**SMALL | dict(seqlen_q=300, seqlen_k=n, heads_q=3, heads_k=3, mask=Full())) for n in (3, 128, 400)),
     Case(**ONE_HEAD | dict(seqlen_q=460, seqlen_k=20, mask=Full(), bias="hq", bias_hides=True)),
+    *(
+        Case(**SMALL | dict(head_dim=d, head_dim_v=v, mask=SlidingWindow(40, 3)))
+        for d, v in ((8, 8), (40, 72), (64, 128), (104, 104), (136, 128))
+    ),
+    *(Case(**SMALL | dict(head_dim=d, mask=Causal(), softcap=5.0)) for d in (8, 40, 72)),
+    *(Case(**SMALL | dict(head_dim=d, mask=DOCUMENTS, seqlen_q=100, seqlen_k=130, softcap=5.0, alibi="h")) for d in (104, 136, 200)),
 ]
 
 

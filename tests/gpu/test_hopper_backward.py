@@ -15,7 +15,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
-from tilewise.testing.cases import QUICK, Case
+from tilewise.testing.cases import QUICK, Case, random_mask
 
 pytestmark = NEEDS_HOPPER
 
@@ -66,7 +66,7 @@ def test_many_runs_of_keys_of_one_block_have_the_same_bits(dims, seqlen_k):
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(500, 0), Documents([0, 300, 4096], inner=Causal())], ids=repr)
 @pytest.mark.parametrize("seqlen_k", [96, 4096])
-@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     """Beside inputs, outputs and statistics; also where blocks of keys are shared, and less where all keys are one block's."""
     if isinstance(mask, Documents) and seqlen_k < 4096:
@@ -81,6 +81,17 @@ def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     if not (sums := gradients.config_of(call).sums):
         assert taken < dq_and_statistics(call) // 2
     assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
+
+
+@pytest.mark.parametrize("changes", [{}, {"softcap": 5.0, "alibi": "h"}], ids=["plain", "changed"])
+@pytest.mark.parametrize("dims", [(8, 64), (40, 40), (40, 96), (64, 128), (136, 128), (200, 200)], ids=str)
+def test_sums_of_heads_smaller_than_tiles(dims, changes):
+    """They lie side by side, without what tiles have beyond a head; some warpgroups may have nothing of it."""
+    for turn, mask in enumerate(
+        (Full(), Causal(), SlidingWindow(200, 9), Documents((0, 300, 1100), inner=Causal()), random_mask(1100, 1100))
+    ):
+        sizes = {"seqlen_q": 1100, "seqlen_k": 1100, "heads_q": 2, "heads_k": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+        held_each_way(Case(batch=1, mask=mask, dtype=("bf16", "fp16")[turn % 2], **sizes, **changes))
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(500, 0), Documents([0, 3000, 8192], inner=Causal())], ids=repr)
@@ -120,7 +131,7 @@ def milliseconds(work) -> float:
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
 @pytest.mark.parametrize("seqlen_k", [96, 1024])
-@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_memory_with_a_bias_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     """Its own gradient among what is asked for."""
     q, k, v = (

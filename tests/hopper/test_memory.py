@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilewise.backends.hopper import backward_config
+from tilewise.backends.hopper import backward_config, gradients
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing.cases import random_mask
@@ -68,12 +68,13 @@ def make(dims, seqlen_k, mask, **fields) -> Call:
 
 
 MASKS = [Full(), Causal(), SlidingWindow(50, 0), random_mask(LONGEST, LONGEST), Documents([0, 300, LONGEST], inner=Causal())]
+SMALLER = [(8, 8), (40, 72), (72, 40), (64, 128), (104, 104), (136, 128), (200, 200)]
 SHAPES = [None, (1, 1, LONGEST), (1, 6, LONGEST), (2, 6, LONGEST), (1, 1, 1), (2, 6, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
-@pytest.mark.parametrize("dims", backward_config.TILES, ids=str)
+@pytest.mark.parametrize("dims", [*backward_config.TILES, *SMALLER], ids=str)
 def test_one_dQ_in_fp32(dims, mask, shape):
     for seqlen_k in (LONGEST, 96) if mask.kind in ("full", "band") else (LONGEST,):
         for dtype in (torch.bfloat16, torch.float32):
@@ -81,3 +82,12 @@ def test_one_dQ_in_fp32(dims, mask, shape):
             if shape is not None:
                 call = make(dims, seqlen_k, mask, bias=torch.zeros(min(shape[0], call.batch), *shape[1:], seqlen_k, dtype=dtype))
             assert taken(call) <= of(call) + COUNTERS
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_what_is_said_of_the_sums_is_what_they_take(head_dim):
+    call = make((head_dim, head_dim), LONGEST, Causal())
+    (line,) = gradients.lines(call)
+    rows = -(-LONGEST // gradients.config_of(call).tile_m) * gradients.config_of(call).tile_m
+    size = f"{4 * 2 * 6 * rows * head_dim / 1e6:,.1f} MB"
+    assert f"dQ summed up in fp32 ({size})" in line if head_dim <= 128 else "dQ by a kernel of its own" in line

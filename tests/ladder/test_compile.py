@@ -244,6 +244,23 @@ def test_backward_of_long_sequences(dims, sees, least, dtype, compile_and_inspec
     check_backward(backward_config.configure(dtype, *dims, sees, least), compile_and_inspect, capfd)
 
 
+SMALLER = (40, 40), (72, 72), (104, 104), (136, 128)
+OF_SMALLER_HEADS = [(dims, SEES[1:][i], 1) for i, dims in enumerate(SMALLER)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "sees", "least"),
+    [
+        pytest.param(*case, marks=() if case in OF_SMALLER_HEADS else pytest.mark.slow)
+        for case in itertools.product(SMALLER, SEES, (1, 1024, 8192))
+    ],
+    ids=lambda x: str(x).replace(" ", ""),
+)
+def test_backward_of_smaller_heads(dims, sees, least, compile_and_inspect, capfd):
+    """Whose sums leave out what tiles have beyond them."""
+    check_backward(backward_config.configure(torch.bfloat16, *dims, sees, least), compile_and_inspect, capfd)
+
+
 BACKWARD_CHANGES = (
     {"softcap": True},
     {"alibi": True},
@@ -256,11 +273,17 @@ BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most reg
     (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward_config.TILES)
 ]
 BACKWARD_CHANGED_TOO = [(*shape, changes) for shape in SHAPES for changes in BACKWARD_CHANGES]
+BACKWARD_CHANGED_SMALLER = list(itertools.product((*SMALLER, (200, 200)), SEES, BACKWARD_CHANGES[::5]))
 
 
 @pytest.mark.parametrize(
     ("dims", "sees", "changes"),
-    BACKWARD_CHANGED + [pytest.param(*case, marks=pytest.mark.slow) for case in BACKWARD_CHANGED_TOO if case not in BACKWARD_CHANGED],
+    BACKWARD_CHANGED
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in BACKWARD_CHANGED_TOO + BACKWARD_CHANGED_SMALLER
+        if case not in BACKWARD_CHANGED
+    ],
 )
 def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
     """With what backward_scores.py does between the products."""

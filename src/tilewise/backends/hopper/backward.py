@@ -547,11 +547,15 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
 
 @cute.jit
 def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, config: Constexpr[Config]):
-    """A tile of dQ from shared to global memory, by one thread."""
-    arch.inline_ptx(
-        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
-        read_only_args=[gSum.iterator.toint(), sm.dQ.iterator.toint(), Int32(4 * config.tile_m * config.head_dim)],
-    )
+    """A tile of dQ from shared to global memory, by one thread; `narrow`: of each block of rows the columns that dQ has, which are its first."""
+    blocks = const_expr(config.dq_grid[0] if config.narrow else 1)
+    numbers = cute.size(gSum) // blocks
+    for block in range_constexpr(blocks):
+        source = sm.dQ.iterator + block * (config.tile_m * config.head_dim // blocks)
+        arch.inline_ptx(
+            f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
+            read_only_args=[(gSum.iterator + block * numbers).toint(), source.toint(), Int32(4 * numbers)],
+        )
 
 
 @cute.jit

@@ -28,6 +28,7 @@ from tilewise.backends.hopper.backward_tiles import (
     add_vectors,
     hide,
     per_query,
+    place_of_sum,
     probabilities,
     transposed,
 )
@@ -147,7 +148,7 @@ def make_tile(
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     sums = tensors.sum_dQ[block.batch, None, None, None]
-    sums = cute.domain_offset((block.head_k * group, 0, consumer * THREADS * config.dq_numbers + own * 4), sums)
+    sums = cute.domain_offset((block.head_k * group, 0, own * 4), sums)
     shape_dQ = (64, config.dq_width * config.dq_grid[1])
     pieces = [cute.local_tile(transposed(sm.K)[None, None, 0], (shape_dQ[1], config.tile_n), (p, 0)) for p in range(config.dq_pieces)]
     pieces_of_K = tuple(dq.make_fragment_B(dq.partition_B(piece)) for piece in pieces)
@@ -401,11 +402,11 @@ def issue_dQ(tile: Tile, stage: Int32, piece: Constexpr[int]):
 @cute.jit
 def add(tile: Tile, place: Place, piece: Constexpr[int], config: Constexpr[Config]):
     """A piece of dQ to the sum in global memory; all of a tile within one turn."""
-    numbers = const_expr(config.dq_numbers // config.dq_pieces)
-    address = tile.sums[place.head, place.m_block, None].iterator.toint() + 4 * THREADS * numbers * piece
-    flat = cute.make_tensor(tile.acc_dQ.iterator, cute.make_layout((4, numbers // 4)))
+    gSum = tile.sums[place.head, place.m_block, None]
+    begin, vectors = place_of_sum(gSum, tile.consumer, piece, config)
+    flat = cute.make_tensor(tile.acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // (4 * config.dq_pieces))))
     if const_expr(config.ordered and piece == 0):
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
-    add_vectors(tile, flat, address, config)
+    add_vectors(tile, flat, vectors, (gSum.iterator + begin).toint(), config)
     if const_expr(config.ordered and piece == config.dq_pieces - 1):
         arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)

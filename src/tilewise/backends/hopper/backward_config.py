@@ -45,6 +45,7 @@ class Config:
     stays: bool = False  # a thread block takes one block of keys after another (backward_units.py); where keys are split
     shares: bool = False  # thread blocks may share the walk of a block of keys (backward_shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+    narrow: bool = False  # the tensors' head_dim is smaller, and the sums of dQ leave out what lies beyond it
     softcap: bool = False
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
@@ -92,6 +93,8 @@ class Config:
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
         if self.one_block and (self.split == "columns" or self.direct or self.finishes or self.skips):
             raise ValueError("dQ is written by who computes it only where keys are split, no tile is skipped, and nobody else finishes it")
+        if self.narrow and (self.dq_transposed or not self.sums):
+            raise ValueError("sums leave out columns only where there are sums, of dQ that is not transposed")
         if self.roomy and self.consumers != 2:
             raise ValueError("ROOMY is for two consumers")
         if self.split == "keys" and self.stages % ADDERS:
@@ -175,10 +178,9 @@ class Config:
         """Whether Q and dO are first to leave the L2 cache at their last visit. Where scores are changed, registers are too few to know."""
         return self.sums and self.sees != "runs" and not self.modified
 
-    @property
-    def numbers_of_sum(self) -> int:
-        """Of a tile of dQ in global memory."""
-        return self.tile_m * self.head_dim if self.sums else 4
+    def numbers_of_sum(self, head_dim: int) -> int:
+        """Of a tile of dQ in global memory. head_dim: of the tensors."""
+        return self.tile_m * head_dim if self.sums else 4
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -268,9 +270,12 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
         fields = [fields for fields in larger if not (fields.get("lean") and _spills_if_lean(dtype, sees, few))]
+        fields = [fields for fields in fields if not (fields.get("dq_transposed") and head_dim < dims[0])]
         stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
         config = replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
-    return _of_one_block(config) if few and config.split == "keys" else config
+    if few and config.split == "keys":
+        return _of_one_block(config)
+    return replace(config, narrow=config.sums and head_dim < dims[0])
 
 
 def _of_one_block(config: Config) -> Config:

@@ -13,7 +13,7 @@ from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Order, block_of, settled_order, visitors_of
 from tilewise.backends.hopper.backward_parts import WARP, Tensors, counter_of, now_at
-from tilewise.backends.hopper.backward_tiles import swizzled
+from tilewise.backends.hopper.backward_tiles import place_of_sum, swizzled
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import tma
 from tilewise.hopper.dsl import (
@@ -81,7 +81,7 @@ def finish_earlier(
             now = added(counter_of(tensors, *tile, 0))
             if now == visitors.last - visitors.first and now > 0:
                 finish_tile(tensors, finisher, tile, done, scale, config)
-                done += config.dq_consumers
+                done += parts_of(tensors, config)
         arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -115,7 +115,7 @@ def finish_all(
                 number = tiles
             else:
                 finish_tile(tensors, finisher, tile, done, scale, config)
-                done += config.dq_consumers
+                done += parts_of(tensors, config)
     arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -177,7 +177,7 @@ def added(counter: Int64) -> Int32:
 def finish_tile(tensors: Tensors, finisher: Finisher, tile: Tile, done: Int32, scale: Float32, config: Constexpr[Config]):
     """After `done` parts of others."""
     nothing = Float32(0.0)  # unless a number is not finite
-    for consumer in cutlass.range(config.dq_consumers, unroll=1):
+    for consumer in cutlass.range(parts_of(tensors, config), unroll=1):
         nothing += finish_part(tensors, finisher, tile, consumer, done + consumer, scale, config)
     finite = Boolean(True)
     if const_expr(config.repairs):
@@ -187,14 +187,24 @@ def finish_tile(tensors: Tensors, finisher: Finisher, tile: Tile, done: Int32, s
 
 
 @cute.jit
+def parts_of(tensors: Tensors, config: Constexpr[Config]) -> Int32:
+    """How many warpgroups' parts of a tile dQ has columns of."""
+    if const_expr(not config.narrow):
+        return Int32(config.dq_consumers)
+    return config.dq_grid[0] * cute.ceil_div(tensors.Q.shape[3], config.dq_width)
+
+
+@cute.jit
 def finish_part(
     tensors: Tensors, finisher: Finisher, tile: Tile, consumer: Int32, done: Int32, scale: Float32, config: Constexpr[Config]
 ) -> Float32:  # fmt: skip
     """What one warpgroup computed of a tile: 16 rows at a time, which one warp computed. Returns 0 times all numbers."""
-    bytes_of_sums = const_expr(4 * THREADS * config.dq_numbers)
+    gSum = tensors.sum_dQ[tile.batch, tile.head, tile.m_block, None]
+    begin, vectors = place_of_sum(gSum, consumer, 0, config)
+    bytes_of_sums = 16 * THREADS * min(vectors, COLUMNS // 8)
     if arch.lane_idx() == 0:
         arch.fence_proxy("async")
-        source = tensors.sum_dQ[tile.batch, tile.head, tile.m_block, None].iterator + consumer * THREADS * config.dq_numbers
+        source = gSum.iterator + begin
         arch.mbarrier_arrive_and_expect_tx(finisher.landed, bytes_of_sums)
         arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
@@ -215,7 +225,7 @@ def finish_part(
         slab = warp % SLABS
         arch.cp_async_bulk_wait_group(SLABS - 1, read=True)
         arch.sync_warp()
-        nothing += round_rows(finisher, warp, slab, scale, config)
+        nothing += round_rows(finisher, warp, slab, vectors, scale, config)
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         place = cute.local_tile(gdQ, (ROWS, COLUMNS), (row + warp, consumer // over_m))
@@ -229,8 +239,8 @@ def finish_part(
 
 
 @cute.jit
-def round_rows(finisher: Finisher, warp: Int32, slab: Int32, scale: Float32, config: Constexpr[Config]) -> Float32:
-    """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them."""
+def round_rows(finisher: Finisher, warp: Int32, slab: Int32, vectors: Int32, scale: Float32, config: Constexpr[Config]) -> Float32:
+    """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them, as far as they are dQ's."""
     lane, dtype = arch.lane_idx(), finisher.rounded.element_type
     source = (finisher.sums.iterator + 4 * (warp * WARP + lane)).toint()
     # the row of eight columns whose place the lane gives to `stmatrix`: lanes 0 to 7 the first eight rows, 8 to 15 the others, 16 on the next columns
@@ -248,8 +258,9 @@ def round_rows(finisher: Finisher, warp: Int32, slab: Int32, scale: Float32, con
             )
             for j in range_constexpr(4):
                 pairs[4 * half + j] = (x[j] * scale).to(dtype)
-                if const_expr(config.repairs):
-                    nothing += x[j] * 0.0
+                if const_expr(config.repairs):  # noqa: SIM102
+                    if 2 * i + half < vectors:
+                        nothing += x[j] * 0.0
         arch.inline_ptx(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[target ^ 32 * i, *(words[j] for j in range(4))],

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import is_visited
+from tilewise.backends.hopper.backward_tiles import THREADS, WARP, place_of_sum
 from tilewise.backends.hopper.backward_visible import keys_of, queries_of, shows
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
-WARP = 32
 QUAD = 4  # threads that share a row of an accumulator
 AT_ONCE = 4  # rows that a repair reads, none waiting for another
 LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
@@ -28,7 +28,7 @@ class Tensors(NamedTuple):
     dO: cute.Tensor
     lse: cute.Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row that sees nothing
     minus_delta: cute.Tensor  # likewise: -delta
-    sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim of the tile) fp32, a tile in the order of its registers
+    sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
     # `one_block`: how many warps have written finite numbers of it
     dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
@@ -94,7 +94,7 @@ def finish_tile(
         finite = not is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
         acc.fill(Float32(0.0) if finite else Float32.nan)  # which is repaired
     else:
-        read_sum(gSum, acc, thread)
+        read_sum(gSum, acc, thread, config)
         if const_expr(config.ordered and config.sees != "all"):
             written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
             for i in range_constexpr(cute.size(acc)):
@@ -107,13 +107,17 @@ def finish_tile(
 
 
 @cute.jit
-def read_sum(gSum: cute.Tensor, acc: cute.Tensor, thread: Int32):
-    """What this thread computed of a tile."""
-    numbers = cute.size(acc)
-    flat = cute.make_tensor(acc.iterator, cute.make_layout((4, numbers // 4), stride=(1, 4)))
-    first = thread // 128 * (numbers // 4) * 128 + thread % 128
-    for i in range_constexpr(numbers // 4):
-        cute.autovec_copy(vector(gSum, first + i * 128, 4), flat[None, i])
+def read_sum(gSum: cute.Tensor, acc: cute.Tensor, thread: Int32, config: Constexpr[Config]):
+    """What this thread computed of a tile, and 0 beyond dQ's columns."""
+    in_piece = const_expr(cute.size(acc) // (4 * config.dq_pieces))
+    flat = cute.make_tensor(acc.iterator, cute.make_layout((4, in_piece, config.dq_pieces)))
+    for piece in range_constexpr(config.dq_pieces):
+        begin, vectors = place_of_sum(gSum, thread // THREADS, piece, config)
+        for i in range_constexpr(in_piece):
+            if i < vectors:
+                cute.autovec_copy(vector(gSum, begin // 4 + thread % THREADS + i * THREADS, 4), flat[None, i, piece])
+            else:
+                flat[None, i, piece].fill(0.0)
 
 
 def writers_of(config: Config) -> int:

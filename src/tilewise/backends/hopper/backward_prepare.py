@@ -44,7 +44,7 @@ def prepare(
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         gSum = sum_dQ[batch, head, m_block, None]
-        for i in cutlass.range(thread, config.tile_m * config.head_dim // 4, THREADS, unroll=4):
+        for i in cutlass.range(thread, cute.size(gSum) // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vector(gSum, i, 4))
 
 

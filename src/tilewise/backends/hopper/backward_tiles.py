@@ -236,29 +236,45 @@ def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[
 
 
 @cute.jit
+def place_of_sum(gSum: cute.Tensor, consumer: Int32, piece: Constexpr[int], config: Constexpr[Config]):
+    """Where a piece of what a warpgroup computes of a tile of dQ begins in the tile's sum, and how many vectors a thread has of it: each belongs to
+    eight columns. `narrow`: a block of rows has all columns of dQ side by side, and none beyond them; there may be none left, or fewer.
+    """
+    vectors = const_expr(config.dq_numbers // (4 * config.dq_pieces))
+    if const_expr(not config.narrow):
+        return THREADS * (consumer * config.dq_numbers + 4 * vectors * piece), vectors
+    over_rows, over_columns = config.dq_grid
+    columns = cute.size(gSum) // (8 * config.tile_m)
+    before = (piece * over_columns + consumer // over_rows) * vectors
+    return 4 * THREADS * (consumer % over_rows * columns + before), columns - before
+
+
+@cute.jit
 def add_directly(tile, flat: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
     """A warpgroup's part of a tile of dQ to the sum in global memory, when it is its turn."""
-    address = (gSum.iterator + tile.consumer * THREADS * config.dq_numbers + arch.thread_idx()[0] % THREADS * 4).toint()
+    begin, vectors = place_of_sum(gSum, tile.consumer, 0, config)
+    address = (gSum.iterator + begin + arch.thread_idx()[0] % THREADS * 4).toint()
     if const_expr(config.ordered):
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
-    add_vectors(tile, flat, address, config)
+    add_vectors(tile, flat, vectors, address, config)
     if const_expr(config.ordered):
         arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
 
 
 @cute.jit
-def add_vectors(tile, flat: cute.Tensor, address: Int64, config: Constexpr[Config]):
-    """flat: (4, .), vectors of 16 bytes; a warp's lie side by side. The first block writes instead of adding."""
+def add_vectors(tile, flat: cute.Tensor, vectors: Int32, address: Int64, config: Constexpr[Config]):
+    """flat: (4, .), of which the first `vectors` of 16 bytes count; a warp's lie side by side. The first block writes instead of adding."""
     first = Int32(0)
     if const_expr(config.ordered):
         first = tile.first[tile.consumer]
     if first != 0:
-        each_vector("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+        each_vector("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, vectors, address)
     else:
-        each_vector("red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, address)
+        each_vector("red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, vectors, address)
 
 
 @cute.jit
-def each_vector(instruction: Constexpr[str], flat: cute.Tensor, address: Int64):
+def each_vector(instruction: Constexpr[str], flat: cute.Tensor, vectors: Int32, address: Int64):
     for i in range_constexpr(cute.size(flat, mode=[1])):
-        arch.inline_ptx(instruction, read_only_args=[address + 16 * THREADS * i, *(flat[j, i] for j in range(4))])
+        if i < vectors:
+            arch.inline_ptx(instruction, read_only_args=[address + 16 * THREADS * i, *(flat[j, i] for j in range(4))])

@@ -87,7 +87,7 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
-        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     _, shares, parts = _shared(config, call, slots)
     if parts:
@@ -134,7 +134,7 @@ def _main(call: Call, config: Config, board: Board, has_d_lse: bool, tensors: tu
     """All but the bias's gradient. tensors: the first of `backward.launch`, up to those of statistics. What it allocates is free when it returns."""
     (batch, seqlen_q, heads_q, _), d_q = call.q.shape, tensors[7]
     m_blocks = -(-seqlen_q // config.tile_m)
-    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum), dtype=torch.float32, device=d_q.device)
+    sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum(call.head_dim)), dtype=torch.float32, device=d_q.device)
     turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=d_q.device)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
@@ -301,7 +301,7 @@ def arguments(config: Config) -> list:
     v, d_v = (hopper.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
     given = [hopper.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     made = [hopper.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, config.numbers_of_sum)
+    sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, hopper.size() if config.narrow else config.numbers_of_sum(config.head_dim))
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False)
     counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
     order = [Int32(0) for _ in range(6)]
