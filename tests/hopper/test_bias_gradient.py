@@ -37,16 +37,16 @@ def test_what_the_kernel_leaves_is_summed_up(shape, parts, dtype, monkeypatch):
     found = bias_gradient.compute(call, (call.q, call.k, call.v, call.q), statistics, 132)
     ((config, sums),) = given
     by_rows = shape[2] == 50
-    assert config.rows == by_rows and config.whole == (by_rows and parts == 1)
+    assert config.rows == by_rows and config.whole == (parts == 1)
     assert sums.dtype == (dtype if config.whole else torch.float32)
-    assert sums.shape == ((parts, *shape) if by_rows else (parts, 3, 4, 1, 70))
+    assert sums.shape == (parts, *shape)
     assert found.shape == call.bias.shape and found.dtype == dtype
-    assert torch.equal(found.float(), sums.float().sum(0).sum_to_size(shape))
+    assert torch.equal(found.float(), sums.float().sum(0))
 
 
 def test_parts_occupy_the_machine_and_no_more():
-    call = _call((1, 1, 1, 70))
-    assert bias_gradient.parts_of(call, 132) == 1  # one tile of queries cannot be cut
+    assert bias_gradient.parts_of(_call((3, 4, 1, 70)), 132) == 1  # one head's one tile of queries cannot be cut
+    assert bias_gradient.parts_of(_call((1, 4, 1, 70)), 132) == 3
     call = _call((1, 1, 50, 70))
     assert bias_gradient.parts_of(call, 132) == 9  # twelve heads of all batch entries, one tile: nine find room
     assert bias_gradient.parts_of(call, 3) == 6
@@ -70,7 +70,7 @@ def test_a_problem_s_changes_are_covered_but_for_dropout():
 def test_the_kernels_of_a_call():
     call = _call((1, 1, 50, 70), softcap=2.0)
     names = [launch for launch, *_ in Hopper().kernels(call)]
-    assert names.count(gradients.LAUNCH) == 1 and names.count(bias_gradient.LAUNCH) == 3
+    assert names.count(gradients.LAUNCH) == 1 and names.count(bias_gradient.LAUNCH) == 4
     (config,) = (config for launch, _, config in Hopper().kernels(call) if launch == gradients.LAUNCH)
     assert config.softcap and config.bias is torch.bfloat16 and config.natural and not config.alibi
 

@@ -61,8 +61,8 @@ def of(call: Call) -> int:
     return rows * (4 * call.head_dim + 2 * 4)
 
 
-def make(dims, seqlen_k, mask, **fields) -> Call:
-    sizes = (LONGEST, 6, dims[0]), (seqlen_k, 2, dims[0]), (seqlen_k, 2, dims[1])
+def make(dims, seqlen_k, mask, seqlen_q=LONGEST, **fields) -> Call:
+    sizes = (seqlen_q, 6, dims[0]), (seqlen_k, 2, dims[0]), (seqlen_k, 2, dims[1])
     q, k, v = (torch.zeros(1 if isinstance(mask, Documents) else 2, *size, dtype=torch.bfloat16) for size in sizes)
     return Call(q=q, k=k, v=v, mask=mask, scale=1.0, grad=True, sink=torch.zeros(6), **fields)
 
@@ -82,6 +82,13 @@ def test_one_dQ_in_fp32(dims, mask, shape):
             if shape is not None:
                 call = make(dims, seqlen_k, mask, bias=torch.zeros(min(shape[0], call.batch), *shape[1:], seqlen_k, dtype=dtype))
             assert taken(call) <= of(call) + COUNTERS
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (1, 6), (2, 1), (2, 6)], ids=str)
+def test_a_bias_for_many_keys_and_few_queries(heads):
+    """Nothing in fp32 for each key and head, which would be more than dQ."""
+    call = make((64, 64), 50_000, Full(), seqlen_q=3, bias=torch.zeros(*heads, 1, 50_000, dtype=torch.bfloat16))
+    assert taken(call) <= of(call) + COUNTERS
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

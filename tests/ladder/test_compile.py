@@ -309,12 +309,12 @@ def check_changed(shipped, compile_and_inspect, capfd):
     assert producer + shipped.consumers * consumer <= max(usage["REG"] for usage in found.usage) * (1 + shipped.consumers)
 
 
-@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize(("rows", "whole"), [(True, True), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("sees", ["band", "rows", "runs"])
 @pytest.mark.parametrize("changes", [{}, {"softcap": True, "alibi": True, "diagonal": True}], ids=["bias", "everything"])
-def test_gradient_of_a_bias(changes, sees, rows, compile_and_inspect, capfd):
+def test_gradient_of_a_bias(changes, sees, rows, whole, compile_and_inspect, capfd):
     """Its kernel has S and dP once each, by four instructions for the columns of a stage."""
-    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=rows, sees=sees, **changes)
+    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=whole, sees=sees, **changes)
     found = compile_and_inspect(lambda: build(bias_gradient.LAUNCH, bias_gradient.arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)

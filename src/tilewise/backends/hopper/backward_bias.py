@@ -1,8 +1,8 @@
 """The gradient of an additive bias on Hopper: dB = dS, summed over what B is broadcast over (Eq. 32). One thread block a tile of dB.
 
 S and dP of a tile are computed once more, for one head and batch entry after the other, and P (dP - delta) is summed up in registers: every number
-of dB has one owner and one order, and there is no memory but dB's own. A bias that is broadcast over queries has its owners sum over these
-too. Where there are too few tiles to occupy the machine, each sum is cut into parts, which the host adds up.
+of dB has one owner and one order, and there is no memory but dB's own. A bias that is broadcast over queries has its owners sum over these,
+too, of each head and batch entry. Where there are too few tiles to occupy the machine, each sum is cut into parts, which the host adds up.
 
 Operands come by 64 columns at a time, so one kernel serves all heads. Equations: 21, 24, 25, 29, 31.
 Predicted bottleneck: L2; a tile of 128 x 128 reads 32 KB for 2 MFLOP.
@@ -47,7 +47,7 @@ class Tensors(NamedTuple):
     K: cute.Tensor
     lse: cute.Tensor  # (batch, heads_q, at least seqlen_q) fp32, in natural units, +inf for a row without keys
     minus_delta: cute.Tensor  # likewise
-    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts, batch, heads_q, 1, seqlen_k)
+    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts, batch or 1, heads_q or 1, 1, seqlen_k)
 
 
 class Loads(NamedTuple):
@@ -64,12 +64,13 @@ class Smem(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """What a thread block sums up: items [first, last), each a tile of queries of one head."""
+    """What a thread block sums up: items [first, last), each a tile of queries of one head; one head's are one after another."""
 
     part: Int32
     batch: Int32  # of dB
     head: Int32
-    m_block: Int32  # without rows: the first; for "runs" it is a visit (backward_visible.py)
+    m_block: Int32  # of dB; without rows: a head's first
+    tiles: Int32  # of a head
     n0: Int32
     heads: Int32  # summed over, in each of the batch entries
     first: Int32
@@ -153,30 +154,25 @@ def sum_of(number: Int32, tensors: Tensors, band: Band, config: Constexpr[Config
     n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), cute.ceil_div(tensors.Q.shape[1], config.tile_m)
     n_block, number = number % n_blocks, number // n_blocks
     heads_b, batch_b = tensors.dB.shape[2], tensors.dB.shape[1]
+    first, last = Int32(0), m_blocks
+    if const_expr(config.sees != "runs"):
+        first, last = visiting(n_block, band, config)
+    m_block = first
     if const_expr(config.rows):
         m_block, number = number % m_blocks, number // m_blocks
+        first, last = max(first, m_block), min(last, m_block + 1)
     head, rest = number % heads_b, number // heads_b
     batch, part = rest % batch_b, rest // batch_b
-    if const_expr(config.rows):
-        heads = tensors.Q.shape[2] // heads_b
-        items = heads * (tensors.Q.shape[0] // batch_b)
-        if const_expr(config.sees != "runs"):
-            first, last = visiting(n_block, batch, head, band, config)
-            if m_block < first or m_block >= last:
-                items = Int32(0)
-    else:
-        m_block, last = visiting(n_block, batch, head, band, config)
-        items, heads = last - m_block, Int32(1)
+    heads, tiles = tensors.Q.shape[2] // heads_b, max(last - first, 0)
+    items = heads * (tensors.Q.shape[0] // batch_b) * tiles
     some = cute.ceil_div(items, tensors.dB.shape[0])
-    return Sum(part, batch, head, m_block, n_block * config.tile_n, heads, min(part * some, items), min((part + 1) * some, items))
+    ends = min(part * some, items), min((part + 1) * some, items)
+    return Sum(part, batch, head, m_block, tiles, n_block * config.tile_n, heads, *ends)
 
 
 @cute.jit
-def visiting(n_block: Int32, batch: Int32, head: Int32, band: Band, config: Constexpr[Config]):
-    """[first, last) of the tiles of queries, some of which see keys of a block; for "runs" of the visits of that head."""
-    if const_expr(config.sees == "runs"):
-        spans, plane = band.tables.spans, band.tables.planes[batch, head]
-        return spans[plane, n_block, 0], spans[plane, n_block, 1]
+def visiting(n_block: Int32, band: Band, config: Constexpr[Config]):
+    """[first, last) of the tiles of queries, some of which see keys of a block."""
     if const_expr(config.sees == "rows"):
         first, last = band.tables.walks[n_block, 0], band.tables.walks[n_block, 1]
         return first, max(first, last)
@@ -194,15 +190,13 @@ def visiting(n_block: Int32, batch: Int32, head: Int32, band: Band, config: Cons
 def item(i: Int32, total: Sum, tensors: Tensors, loads: Loads, band: Band, config: Constexpr[Config]) -> Item:
     """The tile of queries, and whose it is; one that no query sees a key in has nothing to load, and says so in `ref`."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    batch, head, m_block, ref = total.batch, total.head, total.m_block, Int32(UNMASKED)
-    if const_expr(config.rows):
-        batch, head = total.batch + i // total.heads, total.head + i % total.heads
-        if const_expr(config.sees == "runs"):
-            ref = ref_of(m_block, total.n0 // config.tile_n, batch, head, band)
-    else:
-        m_block += i
-        if const_expr(config.sees == "runs"):
-            m_block, ref = band.tables.visits[total.m_block + i, 0], band.tables.visits[total.m_block + i, 1]
+    of_head, m_block, ref = i, total.m_block, Int32(UNMASKED)
+    if const_expr(not config.rows):
+        of_head, m_block = i // total.tiles, m_block + i % total.tiles
+    batch, head = total.batch + of_head // total.heads, total.head + of_head % total.heads
+    if const_expr(config.sees == "runs"):
+        find = ref_of if const_expr(config.rows) else visit_at
+        m_block, ref = find(m_block, total.n0 // config.tile_n, batch, head, band)
     chunks, chunks_v = (cute.ceil_div(x.gmem.shape[1], COLUMNS) for x in (loads.Q, loads.dO))
     if ref == -1 - NOTHING:
         chunks, chunks_v = Int32(0), Int32(0)
@@ -210,13 +204,24 @@ def item(i: Int32, total: Sum, tensors: Tensors, loads: Loads, band: Band, confi
 
 
 @cute.jit
-def ref_of(m_block: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band) -> Int32:
-    """How a tile is masked."""
+def ref_of(m_block: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band) -> tuple[Int32, Int32]:
+    """A tile, and how it is masked."""
     tables, ref = band.tables, Int32(-1 - NOTHING)
     visited, there = visit_of(m_block, n_block, tables.planes[batch, head], tables)
     if visited:
         ref = tables.visits[there, 1]
-    return ref
+    return m_block, ref
+
+
+@cute.jit
+def visit_at(number: Int32, n_block: Int32, batch: Int32, head: Int32, band: Band) -> tuple[Int32, Int32]:
+    """A block of keys' visit of this number: its tile of queries, and how that is masked; behind the last visit nothing is seen."""
+    tables, m_block, ref = band.tables, Int32(0), Int32(-1 - NOTHING)
+    plane = tables.planes[batch, head]
+    visit = tables.spans[plane, n_block, 0] + number
+    if visit < tables.spans[plane, n_block, 1]:
+        m_block, ref = tables.visits[visit, 0], tables.visits[visit, 1]
+    return m_block, ref
 
 
 @cute.jit
@@ -253,23 +258,24 @@ def consume(
     state = tma.at_first(config.stages)
     for i in cutlass.range(total.first, total.last, unroll=1):
         its = item(i, total, tensors, loads, band, config)
-        acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
-        for acc, chunks in ((acc_S, its.chunks), (acc_dP, its.chunks_v)):
-            acc.fill(0.0)
-            for _c in cutlass.range(chunks, unroll=1):
-                pipe.consumer_wait(state)
-                fragments.product(mma, acc, tSrA[None, None, None, state.index], tSrB[None, None, None, state.index], True)
-                warpgroup.wait_group(0)
-                pipe.consumer_release(state)
-                state.advance()
-        block = its.block
-        lse, minus_delta = statistics_of(fragments.by_rows(tScS), tensors, block)
-        head, seqlen_k = Head(block.batch, block.head), tensors.K.shape[1]
-        weigh_rows(acc_S, tScS, changes, head, block.m0, total.n0, seqlen_k, lse, Float32(1.0), False, config)
-        differentiate(acc_S, acc_dP, minus_delta)
-        hide(acc_S, tScS, its, total.n0, lse, band, config)
-        for n in range_constexpr(cute.size(acc_dB)):
-            acc_dB[n] += acc_S[n]
+        if its.chunks > 0:
+            acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
+            for acc, chunks in ((acc_S, its.chunks), (acc_dP, its.chunks_v)):
+                acc.fill(0.0)
+                for _c in cutlass.range(chunks, unroll=1):
+                    pipe.consumer_wait(state)
+                    fragments.product(mma, acc, tSrA[None, None, None, state.index], tSrB[None, None, None, state.index], True)
+                    warpgroup.wait_group(0)
+                    pipe.consumer_release(state)
+                    state.advance()
+            block = its.block
+            lse, minus_delta = statistics_of(fragments.by_rows(tScS), tensors, block)
+            head, seqlen_k = Head(block.batch, block.head), tensors.K.shape[1]
+            weigh_rows(acc_S, tScS, changes, head, block.m0, total.n0, seqlen_k, lse, Float32(1.0), False, config)
+            differentiate(acc_S, acc_dP, minus_delta)
+            hide(acc_S, tScS, its, total.n0, lse, band, config)
+            for n in range_constexpr(cute.size(acc_dB)):
+                acc_dB[n] += acc_S[n]
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
     else:
@@ -356,4 +362,4 @@ def store_sums(
         total = Float32(0.0)
         for warp in range_constexpr(config.consumers * THREADS // WARP):
             total += sums[thread, warp]
-        gB[n0 + thread] = total
+        gB[n0 + thread] = total.to(gB.element_type)

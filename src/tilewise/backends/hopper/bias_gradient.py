@@ -47,24 +47,20 @@ class Config:
 def parts_of(call: Call, multiprocessors: int) -> int:
     """Into how many parts each sum is cut, so that there is work for the whole machine, and memory for them: what dQ in fp32 takes."""
     bias, m_blocks, n_blocks = call.bias, -(-call.seqlen_q // TILE), -(-call.seqlen_k // TILE)
-    room = (call.q.numel() - _numbers_of_total(bias)) // _numbers_of_part(call)
+    owners = bias.shape[0] * bias.shape[1]
+    blocks, items = n_blocks * owners, call.batch * call.heads_q // owners
     if by_rows(call):
-        owners = bias.shape[0] * bias.shape[1]
-        blocks, items = m_blocks * n_blocks * owners, call.batch * call.heads_q // owners
+        blocks *= m_blocks
     else:
-        blocks, items = n_blocks * call.batch * call.heads_q, m_blocks
+        items *= m_blocks
+    room = (call.q.numel() - _numbers_of_total(bias)) // bias.numel()
     return max(1, min(WAVES * multiprocessors // blocks, items, room))
 
 
 def bytes_of_sums(call: Call, multiprocessors: int) -> int:
     """Of the memory that the gradient takes beside itself."""
     parts = parts_of(call, multiprocessors)
-    return 0 if by_rows(call) and parts == 1 else 4 * (parts * _numbers_of_part(call) + _numbers_of_total(call.bias))
-
-
-def _numbers_of_part(call: Call) -> int:
-    """A sum for each number of dB; where that has no rows, for each query head besides."""
-    return call.bias.numel() if by_rows(call) else call.batch * call.heads_q * call.seqlen_k
+    return 0 if parts == 1 else 4 * (parts * call.bias.numel() + _numbers_of_total(call.bias))
 
 
 def _numbers_of_total(bias: Tensor) -> int:
@@ -85,7 +81,7 @@ def config_of(call: Call, rows: bool, whole: bool) -> Config:
 
 def kernels(call: Call) -> list[tuple]:
     """What `compile.compiled` takes, for every shape that the bias may have."""
-    configs = [config_of(call, rows, whole) for rows, whole in ((True, True), (True, False), (False, False))]
+    configs = [config_of(call, rows, whole) for rows in (True, False) for whole in (True, False)]
     ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
     return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
@@ -93,19 +89,15 @@ def kernels(call: Call) -> list[tuple]:
 def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
     """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
     parts, bias = parts_of(call, multiprocessors), call.bias
-    config = config_of(call, by_rows(call), by_rows(call) and parts == 1)
-    ahead = (parts, *bias.shape[:2]) if config.rows else (parts, call.batch, call.heads_q)
-    sums = torch.empty((*ahead, *bias.shape[2:]), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
+    config = config_of(call, by_rows(call), parts == 1)
+    sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
     changed = changes.operands(call)
     band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
     tables = backward_tables.tables(call, config)
     factors = changes.factors(config, call.scale, call.softcap)
     kernel = hopper.compiled(LAUNCH, arguments, config)
     kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal, *tables)
-    if config.whole:
-        return sums[0]
-    over = [0, *(axis + 1 for axis in (0, 1) if bias.shape[axis] < sums.shape[axis + 1])]
-    return sums.sum(over, keepdim=True)[0].to(bias.dtype)
+    return sums[0] if config.whole else sums.sum(0).to(bias.dtype)
 
 
 def arguments(config) -> list:
