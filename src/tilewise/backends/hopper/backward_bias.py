@@ -77,6 +77,14 @@ class Sum(NamedTuple):
     last: Int32
 
 
+class Place(NamedTuple):
+    """Of an item."""
+
+    batch: Int32
+    head: Int32
+    tile: Int32  # one of the head's
+
+
 class Item(NamedTuple):
     block: Block
     ref: Int32  # for "runs": how it is masked, as in backward_visible.Visit
@@ -187,13 +195,27 @@ def visiting(n_block: Int32, band: Band, config: Constexpr[Config]):
 
 
 @cute.jit
-def item(i: Int32, total: Sum, tensors: Tensors, loads: Loads, band: Band, config: Constexpr[Config]) -> Item:
+def place_of(number: Int32, total: Sum) -> Place:
+    of_head, tile = number // max(total.tiles, 1), number % max(total.tiles, 1)
+    return Place(total.batch + of_head // total.heads, total.head + of_head % total.heads, tile)
+
+
+@cute.jit
+def next_place(place: Place, total: Sum) -> Place:
+    """By counting: consumers would wait for a division."""
+    batch, head, tile = place.batch, place.head, place.tile + 1
+    if tile == total.tiles:
+        head, tile = head + 1, Int32(0)
+        if head == total.head + total.heads:
+            batch, head = batch + 1, total.head
+    return Place(batch, head, tile)
+
+
+@cute.jit
+def item(place: Place, total: Sum, tensors: Tensors, loads: Loads, band: Band, config: Constexpr[Config]) -> Item:
     """The tile of queries, and whose it is; one that no query sees a key in has nothing to load, and says so in `ref`."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    of_head, m_block, ref = i, total.m_block, Int32(UNMASKED)
-    if const_expr(not config.rows):
-        of_head, m_block = i // total.tiles, m_block + i % total.tiles
-    batch, head = total.batch + of_head // total.heads, total.head + of_head % total.heads
+    batch, head, m_block, ref = place.batch, place.head, total.m_block + place.tile, Int32(UNMASKED)
     if const_expr(config.sees == "runs"):
         find = ref_of if const_expr(config.rows) else visit_at
         m_block, ref = find(m_block, total.n0 // config.tile_n, batch, head, band)
@@ -230,8 +252,9 @@ def produce(
 ):  # fmt: skip
     """One warp asks for Q and K, then for dO and V of every item."""
     state, n_block = tma.at_first_empty(config.stages), total.n0 // config.tile_n
-    for i in cutlass.range(total.first, total.last, unroll=1):
-        its = item(i, total, tensors, loads, band, config)
+    place = place_of(total.first, total)
+    for _i in cutlass.range(total.first, total.last, unroll=1):
+        its = item(place, total, tensors, loads, band, config)
         block = its.block
         for of_queries, of_keys, chunks in ((loads.Q, loads.K, its.chunks), (loads.dO, loads.V, its.chunks_v)):
             for c in cutlass.range(chunks, unroll=1):
@@ -240,6 +263,7 @@ def produce(
                 tma.load(of_queries, sm.A, pipe, state, (config.tile_m, COLUMNS), at)
                 tma.load(of_keys, sm.B, pipe, state, (config.tile_n, COLUMNS), (n_block, c, block.head_k, block.batch))
                 state.advance()
+        place = next_place(place, total)
 
 
 @cute.jit
@@ -256,8 +280,9 @@ def consume(
     acc_dB = cute.make_rmem_tensor(tScS.shape, Float32)
     acc_dB.fill(0.0)
     state = tma.at_first(config.stages)
-    for i in cutlass.range(total.first, total.last, unroll=1):
-        its = item(i, total, tensors, loads, band, config)
+    place = place_of(total.first, total)
+    for _i in cutlass.range(total.first, total.last, unroll=1):
+        its = item(place, total, tensors, loads, band, config)
         if its.chunks > 0:
             acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
             for acc, chunks in ((acc_S, its.chunks), (acc_dP, its.chunks_v)):
@@ -276,6 +301,7 @@ def consume(
             hide(acc_S, tScS, its, total.n0, lse, band, config)
             for n in range_constexpr(cute.size(acc_dB)):
                 acc_dB[n] += acc_S[n]
+        place = next_place(place, total)
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
     else:
