@@ -70,11 +70,11 @@ PY
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 workers=$((13 * gpus < $(nproc) * 13 / 16 ? 13 * gpus : $(nproc) * 13 / 16)) # most of a test's time is a kernel's compilation
-suite=("$PYTHON" -m pytest -q -n "$((workers > 1 ? workers : 1))" --dist worksteal -rfE)
+suite=("$PYTHON" -m pytest -n "$((workers > 1 ? workers : 1))" --dist worksteal -rfE)
 if chosen tests; then
-  large=tests/gpu/test_hopper_large.py # takes most of an H100's memory, which a dozen workers do not leave it
-  "${suite[@]}" tests/gpu --ignore "$large"
-  "$PYTHON" -m pytest -q -rfEs "$large"
+  alone=(tests/gpu/test_hopper_large.py tests/gpu/test_bench.py) # they take most of an H100's memory, and time what others would slow down
+  "${suite[@]}" tests/gpu "${alone[@]/#/--ignore=}"
+  "$PYTHON" -m pytest -rfEs "${alone[@]}"
 fi
 ! chosen gate || "${suite[@]}" tests/gpu/test_hopper_gate.py -m slow
 chosen bench || exit 0
