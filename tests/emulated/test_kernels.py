@@ -47,6 +47,15 @@ MORE = [
     *(Case(**SMALL | dict(seqlen_q=300, seqlen_k=n, heads_q=3, heads_k=3, mask=Full())) for n in (3, 128, 400)),
     Case(**ONE_HEAD | dict(seqlen_q=460, seqlen_k=20, mask=Full(), bias="hq", bias_hides=True)),
     *(
+        Case(**SMALL | dict(batch=2, head_dim=d, head_dim_v=v, mask=mask, seqlen_k=n, bias=bias, wide=wide, **changes))
+        for d, v, mask, n, bias, wide, changes in (
+            (64, 64, Causal(), 290, "q", True, {}),
+            (72, 40, Full(), 261, "h", False, {}),
+            (128, 64, SlidingWindow(200, 9), 290, "bq", False, {"softcap": 5.0}),
+            (256, 256, Full(), 261, "", True, {"alibi": "h"}),
+        )
+    ),
+    *(
         Case(**SMALL | dict(head_dim=d, head_dim_v=v, mask=SlidingWindow(40, 3)))
         for d, v in ((8, 8), (40, 72), (64, 128), (104, 104), (136, 128))
     ),
