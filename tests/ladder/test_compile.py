@@ -309,16 +309,34 @@ def check_changed(shipped, compile_and_inspect, capfd):
     assert producer + shipped.consumers * consumer <= max(usage["REG"] for usage in found.usage) * (1 + shipped.consumers)
 
 
-@pytest.mark.parametrize(("rows", "whole"), [(True, True), (False, True), (False, False)], ids=str)
-@pytest.mark.parametrize("sees", ["band", "rows", "runs"])
-@pytest.mark.parametrize("changes", [{}, {"softcap": True, "alibi": True, "diagonal": True}], ids=["bias", "everything"])
-def test_gradient_of_a_bias(changes, sees, rows, whole, compile_and_inspect, capfd):
-    """Its kernel has S and dP once each, by four instructions for the columns of a stage."""
-    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=torch.bfloat16, bias_pairs=rows, rows=rows, whole=whole, sees=sees, **changes)
+SUMS = (True, True, 1, 1), (True, False, 4, 4), (False, True, 2, 2), (False, False, 3, 2)  # rows, whole, chunks, chunks_v
+BIAS_GRADIENTS = [(SUMS[i % len(SUMS)], sees, i % 4 // 2) for i, sees in enumerate(("band", "rows", "runs") * 2)]
+
+
+@pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sums", "sees", "everything"),
+    [
+        pytest.param(*case, marks=() if case in BIAS_GRADIENTS else pytest.mark.slow)
+        for case in itertools.product(SUMS, ("band", "rows", "runs"), (0, 1))
+    ],
+    ids=str,
+)
+def test_gradient_of_a_bias(sums, sees, everything, bias, compile_and_inspect, capfd):
+    """Its kernel has S and dP once each, by four instructions for the columns of a stage, and P under dP's."""
+    rows, whole, chunks, chunks_v = sums
+    changes = {"softcap": True, "alibi": True, "diagonal": True} if everything else {}
+    shape = {"rows": rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
+    shipped = bias_gradient.Config(dtype=torch.bfloat16, bias=bias, bias_pairs=rows and bias.itemsize == 2, sees=sees, **shape, **changes)
     found = compile_and_inspect(lambda: build(bias_gradient.LAUNCH, bias_gradient.arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
-    assert found.count("HGMMA") == 2 * 4 and found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == 2
+    check_descriptors(found)
+    groups = chunks + chunks_v
+    assert found.count("HGMMA") == 4 * groups and found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == groups
+    waits = [i for i, each in enumerate(found.code) if re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x0", each)]
+    exponentials = [i for i, each in enumerate(found.code) if each.startswith("MUFU.EX2")]
+    assert len(waits) == 2 and max(exponentials) < min(waits)
 
 
 def backward_products(shipped) -> tuple[int, int]:

@@ -237,16 +237,27 @@ def weigh_rows(
                 if const_expr(config.bias is not None):
                     biases = scores.read(gBias, fragments.column(c), keys, config)
                 for i in range_constexpr(2):
-                    x, rest = S[r, c + i], Float32(1.0)
-                    if const_expr(config.softcap):
-                        x = scores.tanh(x * changes.inner)
-                        rest = 1.0 - x * x
-                    if const_expr(config.natural):
-                        x = x * changes.factor + biases[i]
-                    if const_expr(config.alibi):
-                        x -= slope * cute.math.absf((distance - fragments.column(c + i)).to(Float32))
-                    p = weight(x, lse[r], scale_log2, config)
-                    S[r, c + i] = p * rest if const_expr(config.softcap and capped) else p
+                    S[r, c + i] = weight_of(S[r, c + i], biases[i], distance, c + i, slope, lse[r], scale_log2, capped, changes, config)
+
+
+@cute.jit
+def weight_of(
+    s: Float32, bias: Float32, distance: Int32, c: Constexpr[int], slope: Float32 | None, lse: Float32, scale_log2: Float32,
+    capped: Constexpr[bool], changes: Changes, config: Constexpr,
+) -> Float32:  # fmt: skip
+    """P, from a product of a query and a key, or, if `capped`, the factor of dP - delta in dS. distance: for ALiBi, of the first column; this is the
+    thread's c-th.
+    """
+    x, rest = s, Float32(1.0)
+    if const_expr(config.softcap):
+        x = scores.tanh(x * changes.inner)
+        rest = 1.0 - x * x
+    if const_expr(config.natural):
+        x = x * changes.factor + bias
+    if const_expr(config.alibi):
+        x -= slope * cute.math.absf((distance - fragments.column(c)).to(Float32))
+    p = weight(x, lse, scale_log2, config)
+    return p * rest if const_expr(config.softcap and capped) else p
 
 
 @cute.jit

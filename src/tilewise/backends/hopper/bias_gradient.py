@@ -28,12 +28,13 @@ class Config:
     bias_pairs: bool
     rows: bool  # the bias has a row for each query
     whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up
+    chunks: int = 1  # of COLUMNS columns, of Q and K
+    chunks_v: int = 1  # of dO and V
     softcap: bool = False
     alibi: bool = False
     diagonal: bool = False
     tile_m: int = TILE
     tile_n: int = TILE
-    stages: int = 6
     registers: tuple[int, int] = (24, 240)  # of a producer's and a consumer's thread
     natural: bool = True
     modified: bool = True
@@ -42,6 +43,26 @@ class Config:
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
+
+    @property
+    def stages(self) -> int:
+        """Of the ring, 32 KB each, beside what threads keep of the bias."""
+        return 6 if self.bias.itemsize == 2 else 5
+
+    @property
+    def behind(self) -> int:
+        """How many groups of products may be under way when the next is asked for; no more than dP has, so that S is complete when all are."""
+        return min(self.chunks_v, 2)
+
+    @property
+    def vector(self) -> int:
+        """Numbers of a bias in 16 bytes."""
+        return 16 // self.bias.itemsize
+
+    @property
+    def vectors(self) -> int:
+        """That a thread keeps: of its two rows, or of one where all are the same."""
+        return (2 if self.rows else 1) * self.tile_n // (4 * self.vector)
 
 
 def parts_of(call: Call, multiprocessors: int) -> int:
@@ -76,7 +97,9 @@ def by_rows(call: Call) -> bool:
 def config_of(call: Call, rows: bool, whole: bool) -> Config:
     """`whole`: dB needs no last sum."""
     sees = "rows" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "runs"
-    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), rows=rows, whole=whole, **changes.fields(call))
+    chunks, chunks_v = (-(-x.shape[-1] // COLUMNS) for x in (call.q, call.v))
+    shape = {"rows": rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
+    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
 
 
 def kernels(call: Call) -> list[tuple]:
