@@ -133,16 +133,6 @@ def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.
     return rescale
 
 
-@cute.jit
-def stale_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32):
-    """As `online_softmax`, but m stays what it is, so O needs no rescaling; P = exp(scale S - m) may be above 1, in the end infinite."""
-    S = by_rows(acc_S)
-    for r in range_constexpr(ROWS):
-        p = cute.math.exp2(S[r, None].load() * scale_log2 - rows.m[r], fastmath=True)
-        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r], 0)
-        S[r, None].store(p)
-
-
 def largest(values: list[Float32]) -> Float32:
     """Their maximum, as a tree: neighbours first. The DSL's own reduction carries NaN along, and its shuffles take three instructions more."""
     while len(values) > 1:

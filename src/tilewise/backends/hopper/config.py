@@ -25,7 +25,7 @@ class Config:
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
-    stale_max: bool = False  # whole tiles leave the rows' maxima as they are
+    maxima: str = "tree"  # tree, bits, skip, slack
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False
@@ -75,19 +75,9 @@ class Config:
         return self.cluster * self.tile_m * (self.head_dim_v + 4)
 
     @property
-    def late_before_last(self) -> bool:
-        """Whether O may wait to be rescaled when the loop of whole tiles begins."""
-        return self.late and self.sees != "all"
-
-    @property
-    def late_at_end(self) -> bool:
-        """Whether O may wait to be rescaled at the last product: not where that loop comes last, and leaves maxima as they are."""
-        return self.late and not (self.stale_max and self.sees in ("all", "until"))
-
-    @property
-    def may_need_repair(self) -> bool:
-        """Whether O may come out wrong: hidden keys may be NaN, and P overflow under a stale maximum."""
-        return self.sees != "all" or self.bias is not None or self.stale_max
+    def hides(self) -> bool:
+        """Whether a row may not see what another row of its tile sees, so that V is screened (hidden.py)."""
+        return self.sees != "all" or self.bias is not None
 
     @property
     def natural(self) -> bool:
@@ -247,4 +237,4 @@ def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, ch
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return replace(config, stale_max=dtype == torch.bfloat16 and sees != "runs")
+    return config

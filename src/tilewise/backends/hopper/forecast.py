@@ -98,10 +98,6 @@ def lines(config: Config, call: Call, machine: Machine = H100) -> list[str]:
     share = {name: f"{value / each.products:.0%}" for name, value in vars(each).items()}
     return [
         f"kernel: {config.kv_stages} stages of {config.tile_n} keys, {warpgroups} {turns}{together}{sharing}",
-        *(
-            ["softmax: tiles that are seen whole leave the rows' maxima as they are; an overflow would be computed again"]
-            * config.stale_max
-        ),
         f"registers: {consumer} a computing thread, {producer} a loading one ({registers:,} of "
         f"{machine.registers:,}); shared memory: {smem_bytes(config) / 1024:.0f} of {config.shared_bytes / 1024:.0f} KiB",
         _padding(config, call),

@@ -14,15 +14,17 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue, partials, schedule, scores, visible
+from tilewise.backends.hopper import epilogue, hidden, maxima, partials, schedule, scores, visible
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
+from tilewise.backends.hopper.hidden import Screen
 from tilewise.backends.hopper.partials import Partials
 from tilewise.backends.hopper.schedule import Block, Queue, Units
 from tilewise.backends.hopper.scores import Scores, Terms
 from tilewise.backends.hopper.visible import Band, Seen, Walk
 from tilewise.hopper import fragments, tma, wgmma
 from tilewise.hopper.dsl import (
+    Boolean,
     Constexpr,
     CUstream,
     Float32,
@@ -120,16 +122,19 @@ def kernel(
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
-    queue = schedule.make_queue(storage, counter, config.consumers * THREADS // WARP, config)
+    queue = schedule.make_queue(storage, counter, readers(config), config)
+    screen = hidden.make_screen(storage, config) if const_expr(config.hides) else None
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
         if warp == 0:
             produce(copies, tensors, sm, pipes, queue, units, band, config)
+        elif const_expr(config.hides):
+            hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, found, sm, pipes, queue, band, changes, mma, config)
+        consume(copies, tensors, found, sm, pipes, queue, screen, band, changes, mma, config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -145,13 +150,18 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
     return Smem(sQ, sK, sV, sO[None, None, 0])
 
 
+def readers(config) -> int:
+    """Warps of a thread block that go through units and tiles of V beside the one that loads."""
+    return config.consumers * THREADS // WARP + hidden.WARPS * config.hides
+
+
 @cute.jit
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
         tma.make_pipe(storage, config.q_stages, 2 * config.tile_m * config.head_dim, warps),
         tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, warps, config.cluster),
+        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, readers(config), config.cluster),
     )
     tma.barriers_ready(config.cluster)
     return pipes
@@ -259,6 +269,8 @@ class Tile(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
+    lim: cute.Tensor
+    pending: cute.Tensor
     rescale: cute.Tensor  # what O is still to be multiplied with, where that waits for the next product
     m0: Int32
     band: Band
@@ -266,12 +278,13 @@ class Tile(NamedTuple):
     changes: Scores
     terms: Terms
     consumer: Int32
+    screen: Screen | None
 
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, band: Band, changes: Scores,
-    mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None, band: Band,
+    changes: Scores, mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
@@ -280,7 +293,7 @@ def consume(
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        state = attend(copies, tensors, found, sm, pipes, queue, done, state, block, band, changes, consumer, mma, config)
+        state = attend(copies, tensors, found, sm, pipes, queue, screen, done, state, block, band, changes, consumer, mma, config)
         done += 1
         block = schedule.told(queue, done, config)
     if const_expr(config.pieces_of_O > 0):
@@ -289,8 +302,8 @@ def consume(
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, done: Int32, state: pipeline.PipelineState,
-    block: Block, band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None, done: Int32,
+    state: pipeline.PipelineState, block: Block, band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     once = tma.after(done, config.q_stages)
@@ -308,6 +321,8 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=fragments.fresh_rows(),
+        lim=cute.make_rmem_tensor(fragments.ROWS, Float32),
+        pending=cute.make_rmem_tensor(1, Int32),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=block.m0,
         band=band,
@@ -315,9 +330,11 @@ def attend(
         changes=changes,
         terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
+        screen=screen,
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
+    tile.pending.fill(0)
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
@@ -332,8 +349,9 @@ def attend(
     block, span = schedule.told(queue, done, config), None
     if const_expr(config.shares):
         span = schedule.span(queue, done)
+    cleared = hidden.was_cleared(screen, done) if const_expr(config.hides) else None
     schedule.forget(queue, done, config)
-    store(copies, tensors, found, sm, tile, lse, block, span, config)
+    store(copies, tensors, found, sm, tile, lse, block, span, cleared, config)
     if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
@@ -348,7 +366,7 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return steps(tile, pipes, state, walk.first, last, False, config)
-    masked, unmasked = seams(walk, last, config)
+    masked, unmasked = seams(walk, last)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, True, config)
         state = steps(tile, pipes, state, masked, unmasked, False, config)
@@ -366,12 +384,9 @@ def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wa
 
 
 @cute.jit
-def seams(walk: Walk, last: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
-    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask, and come after one under whose mask every row got a maximum.
-
-    That may be the first one that all rows see: where maxima stay, it counts with the masked ones.
-    """
-    unmasked = min(max(walk.free_last - int(config.stale_max), walk.first), last)
+def seams(walk: Walk, last: Int32) -> tuple[Int32, Int32]:
+    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask."""
+    unmasked = min(max(walk.free_last, walk.first), last)
     return min(walk.free_first, unmasked), unmasked
 
 
@@ -380,10 +395,8 @@ def steps(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:
     """The tiles [first, last), the last one first."""
-    stale = const_expr(config.stale_max and not masked)
-    if const_expr(stale and config.late_before_last):
-        fragments.scale_rows(tile.acc_O, tile.rescale)
-        tile.rescale.fill(1.0)
+    if const_expr(config.maxima in ("skip", "slack") and not masked and not config.modified):
+        maxima.set_limits(tile.rows, tile.lim, config)
     for i in cutlass.range(last - first, unroll=1):
         state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
     return state
@@ -422,29 +435,28 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(
     copies: Copies, tensors: Tensors, found: Partials, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, span: schedule.Span | None,
-    config: Constexpr[Config],
+    cleared: Boolean | None, config: Constexpr[Config],
 ):  # fmt: skip
     thread = arch.thread_idx()[0] - THREADS
-    if const_expr(config.stale_max and config.consumers == 3 and (config.sees == "rows" or config.sink)):
-        # read anew, or addresses in sO are kept for the next unit, and spill
-        thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
     if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
     warp = arch.make_warp_uniform(thread // WARP)
-    if const_expr(not config.shares) or arch.vote_any_sync(partials.together(tile.acc_O, lse, tile.rows, found, span, warp, config)):
-        store_rows(copies, tensors, sm, tile, lse, block, thread, config)
+    if const_expr(not config.shares) or arch.vote_any_sync(partials.together(tile.acc_O, lse, found, span, warp, config)):
+        store_rows(copies, tensors, sm, tile, lse, block, thread, cleared, config)
 
 
 @cute.jit
 def store_rows(
-    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, config: Constexpr[Config]
+    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, cleared: Boolean | None,
+    config: Constexpr[Config],
 ):  # fmt: skip
     """A warp's."""
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.may_need_repair) and arch.vote_any_sync(epilogue.needs_repair(tile.acc_O, lse, tile.rows.m, config)):
-        epilogue.repair(tensors, block, tile.band, tile.changes, arch.make_warp_uniform(thread // WARP), config)
+    if const_expr(config.hides) and arch.vote_any_sync(cleared):
+        warp = arch.make_warp_uniform(thread // WARP)
+        hidden.restore(tensors.V, tensors.O, block, tile.band, tile.changes, warp, config)
 
 
 @cute.jit
@@ -457,6 +469,8 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     change(tile, acc_S, n_block, seen, config)
     scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     fragments.round_into(tile.P, acc_S)
+    if const_expr(config.hides):
+        hidden.wait(tile.screen, state)
 
 
 @cute.jit
@@ -472,16 +486,19 @@ def step(
 ):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own; not at all where maxima stay (`stale_max`).
+    O is rescaled while the other warpgroup multiplies or, `late`, under the next product of its own.
     """
-    stale = const_expr(config.stale_max and not masked)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, state, config)
-    if const_expr(config.late and not stale):
-        fragments.scale_rows(tile.acc_O, tile.rescale)
+    if const_expr(config.late):
+        if const_expr(config.maxima in ("skip", "slack")):
+            if tile.pending[0] != 0:
+                fragments.scale_rows(tile.acc_O, tile.rescale)
+        else:
+            fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(before)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
     pass_turn(tile.consumer, config)
@@ -489,18 +506,28 @@ def step(
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    if const_expr(stale):
-        fragments.stale_softmax(acc_S, tile.rows, tile.changes.scale_log2)
+    lazy = const_expr(config.maxima in ("skip", "slack") and not masked and not config.modified)
+    if const_expr(lazy):
+        rescale, grew = maxima.lazy_softmax(acc_S, tile.rows, tile.lim, tile.changes.scale_log2, config)
+    elif const_expr(config.maxima == "bits" and not masked and not config.modified):
+        rescale = maxima.exact_softmax(acc_S, tile.rows, tile.changes.scale_log2)
+    elif const_expr(config.maxima == "free" and not masked and not config.modified):
+        rescale = maxima.free_softmax(acc_S, tile.rows, tile.changes.scale_log2)
     else:
         rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(not stale):
-        if const_expr(config.late):
-            tile.rescale.store(rescale.load())
-        else:
+    if const_expr(config.late):
+        tile.rescale.store(rescale.load())
+        tile.pending[0] = Int32(grew) if const_expr(lazy) else Int32(1)
+    elif const_expr(lazy):
+        if grew:
             fragments.scale_rows(tile.acc_O, rescale)
+    else:
+        fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(config.hides and (masked or config.bias is not None)):
+        hidden.wait(tile.screen, state)
     return state
 
 
@@ -532,13 +559,11 @@ def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, co
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
-    if const_expr(config.late_at_end):
+    if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     pipes.v.consumer_wait(state)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
-    if const_expr(config.stale_max):
-        scores.mark_overflow(inverse, lse)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)

@@ -6,7 +6,6 @@ the same rows adds up all parts, weighted by exp(lse_i - lse), in the order of t
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue
 from tilewise.backends.hopper.schedule import Span
 from tilewise.hopper import fragments
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
@@ -23,20 +22,11 @@ class Partials(NamedTuple):
 
 
 @cute.jit
-def together(
-    acc_O: cute.Tensor, lse: cute.Tensor, rows: fragments.Rows, partials: Partials, span: Span, warp: Int32, config: Constexpr
-) -> Boolean:  # fmt: skip
-    """Whether this warp is the one to store its rows, whose O and LSE are then those of all keys.
-
-    A piece that needs repair says so by an infinite LSE; so does the sum then, and nothing else does (`epilogue.needs_repair`).
-    """
+def together(acc_O: cute.Tensor, lse: cute.Tensor, partials: Partials, span: Span, warp: Int32, config: Constexpr) -> Boolean:
+    """Whether this warp is the one to store its rows, whose O and LSE are then those of all keys."""
     begin, end = span.slots
     mine = Boolean(True)
     if arch.vote_any_sync(end - begin > 1):
-        if const_expr(config.may_need_repair):
-            spoiled = epilogue.needs_repair(acc_O, lse, rows.m, config)
-            for r in range_constexpr(fragments.ROWS):
-                lse[r] = Float32.inf if spoiled else lse[r]
         keep(acc_O, lse, of_warp(partials, span.slot, warp, config), config)
         arrived = partials.arrivals.iterator + begin * warps(config) + number_of(warp, config)
         mine = arrive(arrived) == end - begin - 1
@@ -44,8 +34,6 @@ def together(
             if arch.lane_idx() == 0:
                 arrived.store(Int32(0))
             add_up(acc_O, lse, partials, begin, end, warp, config)
-            for r in range_constexpr(fragments.ROWS):
-                rows.m[r] = 0.0 if lse[r] == Float32.inf else lse[r] * fragments.LOG2_E
     return mine
 
 
@@ -127,6 +115,5 @@ def add_up(acc_O: cute.Tensor, lse: cute.Tensor, partials: Partials, begin: Int3
     for r in range_constexpr(fragments.ROWS):
         empty = total[r] == 0.0
         lse[r] = -Float32.inf if empty else top[r] + cute.math.log2(total[r]) * fragments.LN2
-        lse[r] = top[r] if top[r] == Float32.inf else lse[r]
         total[r] = 1.0 if empty else 1.0 / total[r]
     fragments.scale_rows(acc_O, total)

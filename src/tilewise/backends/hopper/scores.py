@@ -205,9 +205,6 @@ def of_logits(acc_S: cute.Tensor, rows: fragments.Rows) -> cute.Tensor:
     return rescale
 
 
-LARGE_SUM = 2.0**100  # of P; 2^-126 of less is nothing beside a sink
-
-
 @cute.jit
 def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
     """(log-sum-exp, 1 / l) of each row, as `fragments.close`; with the sink, if there is one.
@@ -220,8 +217,6 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
         for r in range_constexpr(fragments.ROWS):
             m, l = rows.m[r], arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
             if const_expr(config.sink):
-                if const_expr(config.stale_max):
-                    l = Float32.inf if l > LARGE_SUM else l  # its factor below may be flushed to 0: `epilogue.repair` counts again
                 sink = terms.sink * (LOG2_E / unit)
                 top = arch.fmax(m, sink)
                 base = 0.0 if top == -Float32.inf else top
@@ -231,21 +226,3 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
             total = m + cute.math.log2(l) * LN2 if const_expr(config.natural) else (m + cute.math.log2(l)) * LN2
             lse[r] = -Float32.inf if l == 0.0 else total
     return lse, inverse
-
-
-@cute.jit
-def mark_overflow(inverse: cute.Tensor, lse: cute.Tensor):
-    """NaN in place of 1 / l where that is 0, for O would be; `epilogue.needs_repair` sees it.
-
-    1 / l is flushed to 0 from l = 2^126 on, and the sink's part of the sum may overflow while l and LSE do not; with a sink LSE may be NaN then.
-    """
-    for r in range_constexpr(fragments.ROWS):
-        inverse[r] = inverse[r] if lse[r] < Float32.inf and inverse[r] > 0.0 else Float32.nan
-
-
-@cute.jit
-def weight(x: Float32, lse: Float32, scores: Scores, config: Constexpr) -> Float32:
-    """P of one pair, from what `logit` gives and the row's log-sum-exp."""
-    if const_expr(config.natural):
-        return cute.math.exp2((x - lse) * LOG2_E, fastmath=True)
-    return cute.math.exp2(x * scores.scale_log2 - lse * LOG2_E, fastmath=True)

@@ -1,0 +1,278 @@
+"""NaN and infinities of V that some rows of a tile see and others do not: kept out of the others' O.
+
+A hidden pair has P = 0, and on matrix units 0 times NaN is NaN. The loader's idle warps therefore look over V of each tile that is not seen whole by
+all rows, before it is multiplied, and put 0 in the place of what is not finite (`screen`). A unit in which they found something gets it back
+when its O has been stored (`restore`): every row from the keys that it sees. No weight is needed for that: a sum with a visible NaN is NaN,
+one with an infinity is infinite, and one with both signs of it is NaN.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper import schedule, scores, visible
+from tilewise.backends.hopper.schedule import AHEAD, Block, Queue
+from tilewise.backends.hopper.visible import Band, Run
+from tilewise.hopper import tma
+from tilewise.hopper.dsl import (
+    BFloat16,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+)
+
+WARP, ROWS = 32, 16  # of a tile that a warp holds
+WARPS = 3  # that screen: those of the loader's warpgroup that do not load
+WIDE, WORDS = 8, 4  # numbers of 16 bits, and words of 32, that a lane reads at a time
+NONE = 0
+
+
+class Screen(NamedTuple):
+    """In shared memory."""
+
+    done: cute.Pointer  # (kv_stages) mbarriers, on which each of WARPS arrives when V of the stage may be multiplied
+    found: cute.Tensor  # (WARPS, AHEAD) int32: the number, from 1 on, of the last unit in a slot of the queue where a warp found something
+
+
+@cute.jit
+def make_screen(storage: SmemAllocator, config: Constexpr) -> Screen:
+    """Initialised, and visible after `tma.barriers_ready`."""
+    made = Screen(
+        storage.allocate_array(cute.Int64, config.kv_stages), storage.allocate_tensor(Int32, cute.make_layout((WARPS, AHEAD)), 16)
+    )
+    if arch.thread_idx()[0] == 0:
+        for i in range_constexpr(config.kv_stages):
+            arch.mbarrier_init(made.done + i, WARPS)
+        for i in range_constexpr(WARPS * AHEAD):
+            made.found[i] = Int32(NONE)
+    return made
+
+
+def nonfinite(dtype) -> tuple[int, int]:
+    """Of two numbers of 16 bits in a word: their exponents' bits, and what added to these sets the signs' where all of them are 1."""
+    exponent = 0x7F80 if dtype is BFloat16 else 0x7C00
+    return exponent * 0x10001, (0x8000 - exponent) * 0x10001
+
+
+SIGNS = 0x8000_8000 - (1 << 32)  # as an int32
+
+
+@cute.jit
+def marks_of(word: Int32, dtype: Constexpr) -> Int32:
+    """The sign bits of the word's two numbers: 1 where a number is not finite."""
+    exponents, carry = const_expr(nonfinite(dtype))
+    return ((word & exponents) + carry) & SIGNS
+
+
+@cute.jit
+def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.PipelineTmaAsync, queue: Queue, made: Screen, band: Band,
+           config: Constexpr):  # fmt: skip
+    """Three warps, unit after unit as those that compute. They release every tile of V, so that they are never more than a ring behind."""
+    warp = arch.make_warp_uniform(arch.warp_idx()) - 1
+    state, done = tma.at_first(config.kv_stages), Int32(0)
+    block = schedule.told(queue, done, config)
+    while block.m0 >= 0:
+        walk = visible.walk_of(block, band, seqlen_q, seqlen_k, config)
+        found = made.found.iterator + tma.after(done, AHEAD).index * WARPS + warp
+        if const_expr(config.sees == "runs"):
+            for r in cutlass.range(walk.first, walk.last, unroll=1):
+                run = visible.run_of(r, band)
+                free = (run.first, run.last) if r >= walk.free_first else (run.last, run.last)
+                state = screen_tiles(sV, pipe, state, made, found, done, warp, (run.first, run.last), free, config)
+        else:
+            loaded, free = (walk.loaded_first, walk.loaded_last), (walk.free_first, walk.free_last)
+            state = screen_tiles(sV, pipe, state, made, found, done, warp, loaded, free, config)
+        schedule.forget(queue, done, config)
+        done += 1
+        block = schedule.told(queue, done, config)
+
+
+@cute.jit
+def screen_tiles(
+    sV: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, made: Screen, found: cute.Pointer, done: Int32,
+    warp: Int32, tiles: tuple[Int32, Int32], free: tuple[Int32, Int32], config: Constexpr,
+) -> pipeline.PipelineState:  # fmt: skip
+    """The tiles [first, last), the last one first; those that are free are seen whole, and left as they are."""
+    first, last = tiles
+    for i in cutlass.range(last - first, unroll=1):
+        n_block = last - 1 - i
+        pipe.consumer_wait(state)
+        if const_expr(config.bias is not None) or n_block < free[0] or n_block >= free[1]:
+            if clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config):
+                if arch.lane_idx() == 0:
+                    found.store(done + 1)
+            arch.fence_proxy("async.shared", space="cta")
+        arch.sync_warp()
+        if arch.lane_idx() == 0:
+            arch.mbarrier_arrive(made.done + state.index)
+        pipe.consumer_release(state)
+        state.advance()
+    return state
+
+
+@cute.jit
+def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> Boolean:
+    """0 for all that is not finite in this warp's part of a stage of V; whether there was any."""
+    reads = const_expr(config.tile_n * config.head_dim_v // WIDE)
+    found = Int32(NONE)
+    for i in cutlass.range(-(-reads // (WARPS * WARP)), unroll=4):
+        read = (i * WARPS + warp) * WARP + arch.lane_idx()
+        if read < reads:
+            place = address + read * (WORDS * 4)
+            words = arch.inline_ptx(
+                "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * WORDS, read_only_args=[place]
+            )
+            marks = [marks_of(word, dtype) for word in words]
+            any_mark = (marks[0] | marks[1]) | (marks[2] | marks[3])
+            if any_mark != NONE:
+                kept = [word & ~((mark >> 15 & 0x10001) * 0xFFFF) for word, mark in zip(words, marks, strict=True)]
+                arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[place, *kept])
+            found = found | any_mark
+    return arch.vote_any_sync(found != NONE)
+
+
+@cute.jit
+def wait(made: Screen, state: pipeline.PipelineState):
+    """Until V of the stage has been looked over."""
+    arch.mbarrier_wait(made.done + state.index, state.phase)
+
+
+@cute.jit
+def was_cleared(made: Screen, done: Int32) -> Boolean:
+    """Whether something was taken out of the unit after `done` others."""
+    slot = tma.after(done, AHEAD).index
+    return (made.found[0, slot] == done + 1) | (made.found[1, slot] == done + 1) | (made.found[2, slot] == done + 1)
+
+
+class Output(NamedTuple):
+    """What `restore` works on: the unit's part of V and O, in global memory, and where its warp's rows begin."""
+
+    V: cute.Tensor  # (seqlen_k, head_dim_v)
+    O: cute.Tensor  # (seqlen_q, head_dim_v)
+    row0: Int32
+    block: Block
+    band: Band
+    bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k): -inf hides, too
+
+
+def lanes_a_key(config) -> int:
+    """Lanes that read one key's values, a power of two."""
+    return 1 << (config.head_dim_v // WIDE - 1).bit_length()
+
+
+@cute.jit
+def restore(mV: cute.Tensor, mO: cute.Tensor, block: Block, band: Band, changes: scores.Scores, warp: Int32, config: Constexpr):
+    """To O of this warp's 16 rows, which has been stored, what they see of V's NaN and infinities in tiles that were screened.
+
+    A lane has WIDE columns, and for each of them a bit for every row that sees +inf there, or NaN, and another 16 bits up for -inf, or NaN.
+    """
+    arch.cp_async_bulk_wait_group(0)  # the rows' O is written
+    arch.sync_warp()
+    bias = scores.bias_of(changes, block) if const_expr(config.bias is not None) else None
+    gV, gO = mV[block.batch, None, block.head_k, None], mO[block.batch, None, block.head, None]
+    out = Output(gV, gO, block.m0 + warp * ROWS, block, band, bias)
+    marks = cute.make_rmem_tensor(WIDE, Int32)
+    marks.fill(NONE)
+    walk = visible.walk_of(block, band, gO.shape[0], gV.shape[0], config)
+    if const_expr(config.sees == "runs"):
+        for r in cutlass.range(walk.first, walk.last if const_expr(config.bias is not None) else walk.free_first, unroll=1):
+            run = visible.run_of(r, band)
+            free = r >= walk.free_first
+            mark(marks, run.first, run.last, run, free, out, config)
+    elif const_expr(config.bias is not None):
+        mark(marks, walk.first, walk.last, None, False, out, config)
+    else:
+        for end in cutlass.range(2, unroll=1):
+            first = walk.first if end == 0 else walk.free_last
+            last = walk.free_first if end == 0 else walk.last
+            mark(marks, first, last, None, False, out, config)
+    lanes = const_expr(lanes_a_key(config))
+    for i in range_constexpr(WIDE):
+        for step in range_constexpr((WARP // lanes).bit_length() - 1):
+            marks[i] = marks[i] | arch.shuffle_sync_bfly(marks[i], lanes << step)
+    put(marks, out, config)
+
+
+@cute.jit
+def mark(marks: cute.Tensor, first: Int32, last: Int32, run: Run | None, free: Boolean, out: Output, config: Constexpr):
+    """What rows see of the tiles [first, last), which may be none."""
+    lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
+    keys = const_expr(WARP // lanes)  # that the warp reads at a time
+    step = const_expr(max(keys, 2))  # for two keys each of the 16 rows has a lane that says whether it sees it
+    end = min(last * config.tile_n, out.V.shape[0])
+    for j in cutlass.range(first * config.tile_n, end, step, unroll=1):
+        seen = [
+            arch.vote_ballot_sync(sees(out.row0 + lane % ROWS, j + 2 * pair + lane // ROWS, end, run, free, out, config))
+            for pair in range(step // 2)
+        ]
+        for turn in range_constexpr(step // keys):
+            which = turn * keys + lane // lanes
+            rows = seen[0]
+            for pair in range_constexpr(1, step // 2):
+                rows = seen[pair] if which // 2 == pair else rows
+            rows = (rows >> which % 2 * ROWS) & 0xFFFF
+            if rows != NONE and lane % lanes * WIDE < out.V.shape[1]:
+                mark_numbers(marks, rows, out.V[j + which, None], lane % lanes * WIDE)
+
+
+@cute.jit
+def sees(row: Int32, key: Int32, end: Int32, run: Run | None, free: Boolean, out: Output, config: Constexpr) -> Boolean:
+    """Whether a row exists and sees a key, which is one of the run's where there are runs; no key from `end` on."""
+    seen = row < out.O.shape[0] and key < end
+    at = min(row, out.O.shape[0] - 1), min(key, end - 1)
+    if const_expr(config.sees == "runs"):
+        if not free:
+            if run.ref >= 0:
+                seen = seen and visible.shows(out.band, run, row - out.block.m0, at[1], config)
+            else:
+                begin, stop = visible.interval(at[0], visible.band_of(run.ref, out.band))
+                seen = seen and key >= begin and key < stop
+    else:
+        begin, stop = visible.keys_of(at[0], out.band, config)
+        seen = seen and key >= begin and key < stop
+    if const_expr(config.bias is not None):
+        seen = seen and out.bias[min(at[0], out.bias.shape[0] - 1), at[1]].to(Float32) != -Float32.inf
+    return seen
+
+
+@cute.jit
+def mark_numbers(marks: cute.Tensor, rows: Int32, values: cute.Tensor, column: Int32):
+    """For `rows`, a bit each, which of WIDE values from a column on are not finite, and how."""
+    read = cute.make_rmem_tensor(WIDE, values.element_type)
+    cute.autovec_copy(cute.make_tensor((values.iterator + column).align(16), cute.make_layout(WIDE)), read)
+    words, exponents = cute.recast_tensor(read, Int32), const_expr(nonfinite(values.element_type)[0])
+    found = Int32(NONE)
+    for w in range_constexpr(WORDS):
+        found = found | marks_of(words[w], values.element_type)
+    if found != NONE:
+        for i in range_constexpr(WIDE):
+            bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
+            size = bits & 0x7FFF
+            if size >= (exponents & 0xFFFF):
+                nan = size > (exponents & 0xFFFF)
+                if nan or bits == size:
+                    marks[i] = marks[i] | rows
+                if nan or bits != size:
+                    marks[i] = marks[i] | rows << ROWS
+
+
+@cute.jit
+def put(marks: cute.Tensor, out: Output, config: Constexpr):
+    lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
+    for i in cutlass.range(ROWS * lanes // WARP, unroll=1):
+        row = i * (WARP // lanes) + lane // lanes
+        for c in range_constexpr(WIDE):
+            column, mine = lane % lanes * WIDE + c, marks[c] >> row
+            if (mine & (1 | 1 << ROWS)) != NONE:
+                value = out.O[out.row0 + row, column].to(Float32)
+                if mine & 1 != NONE:
+                    value += Float32.inf
+                if mine >> ROWS & 1 != NONE:
+                    value -= Float32.inf
+                out.O[out.row0 + row, column] = value.to(out.O.element_type)
