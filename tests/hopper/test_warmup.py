@@ -33,7 +33,7 @@ def test_all_plain_kernels_that_ship():
 
 def test_kernels_that_change_scores_and_masks_of_many_bands():
     plain, soft, two = (warmup.kernels([CELL._replace(extras=extras)])[0].config for extras in ((), ("softcap",), ("alibi", "sink")))
-    assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster, draws=True)
+    assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster, draws=True, from_zero=False)
     assert two.alibi and two.sink and not two.softcap and two.bias is None
     assert warmup.kernels([CELL._replace(extras=("bias",))])[0].config.bias is BF16
     runs, rows = (warmup.kernels([CELL._replace(mask=mask)]) for mask in (PrefixLM(3), Documents([0, 3, 5], inner=Causal())))

@@ -117,12 +117,17 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, seqlen: In
 
 
 @cute.jit
-def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32) -> cute.Tensor:
-    """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12)."""
+def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32, from_zero: Constexpr[bool] = False) -> cute.Tensor:
+    """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12).
+
+    from_zero: no row's m is below 0, so that a maximum below it need not be known.
+    """
     S = by_rows(acc_S)
     rescale, base = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
     for r in range_constexpr(ROWS):
-        m = arch.fmax(quad_max(largest([S[r, c] for c in range(cute.size(S, mode=[1]))])) * scale_log2, rows.m[r])
+        values = [S[r, c] for c in range(cute.size(S, mode=[1]))]
+        top = largest_from_zero(values) if const_expr(from_zero) else largest(values)
+        m = arch.fmax(quad_max(top) * scale_log2, rows.m[r])
         base[r] = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
         rescale[r] = cute.math.exp2(rows.m[r] - base[r], fastmath=True)
         rows.m[r] = m
@@ -138,6 +143,21 @@ def largest(values: list[Float32]) -> Float32:
     while len(values) > 1:
         values = [arch.fmax(*pair) if len(pair) > 1 else pair[0] for pair in batched(values, 2)]
     return values[0]
+
+
+def largest_from_zero(values: list[Float32]) -> Float32:
+    """Their maximum where it is at least 0, else some number below 0: in the order of integers, of which three are compared by one instruction."""
+    values = [arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]) for x in values]
+    while len(values) > 1:
+        values = [largest_integer(*each) for each in batched(values, 3)]
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=values)
+
+
+def largest_integer(a: Int32, b: Int32 | None = None, c: Int32 | None = None) -> Int32:
+    if b is None:
+        return a
+    ptx = "max.s32 {$w0}, {$r0}, {$r1};" if c is None else "{ .reg .s32 x; max.s32 x, {$r0}, {$r1}; max.s32 {$w0}, x, {$r2}; }"
+    return arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[x for x in (a, b, c) if x is not None])
 
 
 def quad_max(x: Float32) -> Float32:

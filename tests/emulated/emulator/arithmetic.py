@@ -24,6 +24,14 @@ def fma(a, b, c):
     return (a.astype(np.float64) * b + c).astype(f4)
 
 
+def fma_of_pairs(a, b, c, kind):
+    """On both halves of 32 bits, which are bf16 or f16."""
+    widen = (lambda x: pair(zeros_u2, x).view(f4)) if kind == "bf16" else (lambda x: x.view(f2).astype(f4))
+    low, high_ = (fma(*(widen((x >> u4.type(shift)).astype(u2)) for x in (a, b, c))) for shift in (0, 16))
+    narrow = bf16 if kind == "bf16" else f16
+    return pair(narrow(low), narrow(high_))
+
+
 def quotient(a, b):
     """Towards zero."""
     q = np.abs(a.astype(i8)) // np.maximum(np.abs(b.astype(i8)), 1)

@@ -119,8 +119,12 @@ class Translation:
         else:
             yield from self._computed("{} * {} + {}")
 
-    def of_fma(self, *_):
-        yield from self._computed("fma({}, {}, {})")
+    def of_fma(self, d, a, b, c):
+        if self.parts[-1] in ("bf16x2", "f16x2"):
+            a, b, c = (self.value(x, "u4") for x in (a, b, c))
+            yield self.put(d, f"fma_of_pairs({a}, {b}, {c}, {self.parts[-1][:-2]!r})", "u4")
+        else:
+            yield from self._computed("fma({}, {}, {})")
 
     def of_div(self, *_):
         yield from self._computed("{} / {}" if self.kind == "f4" else "quotient({}, {})")

@@ -25,7 +25,7 @@ class Config:
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
-    maxima: str = "tree"  # tree, bits, skip, slack
+    from_zero: bool = False  # whole tiles' maxima as integers, where no row's maximum so far is below 0
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False
@@ -237,4 +237,4 @@ def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, ch
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return config
+    return replace(config, from_zero=sees != "runs")

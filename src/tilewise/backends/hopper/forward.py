@@ -14,7 +14,7 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.backends.hopper import epilogue, hidden, maxima, partials, schedule, scores, visible
+from tilewise.backends.hopper import epilogue, hidden, partials, schedule, scores, visible
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.epilogue import Tensors
 from tilewise.backends.hopper.hidden import Screen
@@ -40,6 +40,7 @@ from tilewise.hopper.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
+WARPS = THREADS // WARP
 FEW = 2  # tiles of keys left to load when the loader asks for its next unit
 
 
@@ -48,6 +49,7 @@ class Barrier(IntEnum):
 
     TURN = 1  # and the following: one a consumer
     OUTPUT = 4  # likewise
+    AGREE = 7  # likewise
 
 
 class Smem(NamedTuple):
@@ -124,6 +126,9 @@ def kernel(
     sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
     queue = schedule.make_queue(storage, counter, readers(config), config)
     screen = hidden.make_screen(storage, config) if const_expr(config.hides) else None
+    agreed = None
+    if const_expr(config.from_zero):
+        agreed = storage.allocate_tensor(Int32, cute.make_layout((WARPS, config.consumers, schedule.AHEAD)), 16)
     pipes = make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // WARP:
@@ -134,7 +139,7 @@ def kernel(
             hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, found, sm, pipes, queue, screen, band, changes, mma, config)
+        consume(copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma, config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -269,8 +274,6 @@ class Tile(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
-    lim: cute.Tensor
-    pending: cute.Tensor
     rescale: cute.Tensor  # what O is still to be multiplied with, where that waits for the next product
     m0: Int32
     band: Band
@@ -283,8 +286,8 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None, band: Band,
-    changes: Scores, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
+    agreed: cute.Tensor | None, band: Band, changes: Scores, mma: wgmma.Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup, unit after unit."""
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
@@ -293,7 +296,7 @@ def consume(
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
-        state = attend(copies, tensors, found, sm, pipes, queue, screen, done, state, block, band, changes, consumer, mma, config)
+        state = attend(copies, tensors, found, sm, pipes, queue, screen, agreed, done, state, block, band, changes, consumer, mma, config)
         done += 1
         block = schedule.told(queue, done, config)
     if const_expr(config.pieces_of_O > 0):
@@ -302,8 +305,9 @@ def consume(
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None, done: Int32,
-    state: pipeline.PipelineState, block: Block, band: Band, changes: Scores, consumer: Int32, mma: wgmma.Mma, config: Constexpr[Config],
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
+    agreed: cute.Tensor | None, done: Int32, state: pipeline.PipelineState, block: Block, band: Band, changes: Scores, consumer: Int32,
+    mma: wgmma.Mma, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
     once = tma.after(done, config.q_stages)
@@ -321,8 +325,6 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=fragments.fresh_rows(),
-        lim=cute.make_rmem_tensor(fragments.ROWS, Float32),
-        pending=cute.make_rmem_tensor(1, Int32),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         m0=block.m0,
         band=band,
@@ -334,12 +336,14 @@ def attend(
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
-    tile.pending.fill(0)
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    visit = const_expr(walk_runs if config.sees == "runs" else walk_tiles)
-    state = visit(tile, pipes, state, walk, config)
+    if const_expr(config.sees == "runs"):
+        state = walk_runs(tile, pipes, state, walk, config)
+    else:
+        mine = agreed[None, consumer, tma.after(done, schedule.AHEAD).index] if const_expr(config.from_zero) else None
+        state = walk_tiles(tile, pipes, state, walk, mine, config)
     if const_expr(config.pieces_of_O > 0):
         pipes.q.consumer_release(once)
     lse = last_product(tile, pipes, state, config)
@@ -360,45 +364,78 @@ def attend(
 
 
 @cute.jit
-def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+def walk_tiles(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, agreed: cute.Tensor | None, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
     """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
     first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
-        return steps(tile, pipes, state, walk.first, last, False, config)
-    masked, unmasked = seams(walk, last)
+        return whole_steps(tile, pipes, state, walk.first, last, agreed, config)
+    masked, unmasked = seams(walk, last, config)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
-        state = steps(tile, pipes, state, unmasked, last, True, config)
-        state = steps(tile, pipes, state, masked, unmasked, False, config)
+        state = steps(tile, pipes, state, unmasked, last, How.MASKED, config)
+        state = whole_steps(tile, pipes, state, masked, unmasked, agreed, config)
         if const_expr(config.sees != "until"):
-            state = steps(tile, pipes, state, walk.first, masked, True, config)
+            state = steps(tile, pipes, state, walk.first, masked, How.MASKED, config)
         return state
     for end in cutlass.range(2, unroll=1):
         low = unmasked if end == 0 else masked
         high = unmasked
-        state = steps(tile, pipes, state, low, high, False, config)
+        state = whole_steps(tile, pipes, state, low, high, agreed, config)
         high = last if end == 0 else masked
         low = unmasked if end == 0 else walk.first
-        state = steps(tile, pipes, state, low, high, True, config)
+        state = steps(tile, pipes, state, low, high, How.MASKED, config)
     return state
 
 
 @cute.jit
-def seams(walk: Walk, last: Int32) -> tuple[Int32, Int32]:
-    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask."""
-    unmasked = min(max(walk.free_last, walk.first), last)
+def seams(walk: Walk, last: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask.
+
+    `from_zero`: the one before them counts with the masked ones. After it every row has seen a whole tile, so hardly any has a maximum below 0.
+    """
+    unmasked = min(max(walk.free_last - int(config.from_zero), walk.first), last)
     return min(walk.free_first, unmasked), unmasked
 
 
 @cute.jit
+def whole_steps(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, agreed: cute.Tensor | None, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """The tiles [first, last), seen whole; with `from_zero` by the shorter softmax, if it serves all rows of the warpgroup."""
+    if const_expr(config.from_zero):
+        middle = first if all_from_zero(tile, agreed) else last
+        state = steps(tile, pipes, state, middle, last, How.FROM_ZERO, config)
+        last = middle
+    return steps(tile, pipes, state, first, last, How.WHOLE, config)
+
+
+@cute.jit
+def all_from_zero(tile: Tile, agreed: cute.Tensor) -> Boolean:
+    """Whether no row's maximum is below 0. The warpgroup's warps agree, for only together can they multiply. agreed: (WARPS,) int32, this unit's."""
+    mine = arch.vote_all_sync(tile.rows.m[0] >= 0.0 and tile.rows.m[1] >= 0.0)
+    if arch.lane_idx() == 0:
+        agreed[arch.warp_idx() % WARPS] = Int32(mine)
+    arch.barrier(barrier_id=Barrier.AGREE + tile.consumer, number_of_threads=THREADS)
+    return arch.vote_all_sync(agreed[arch.lane_idx() % WARPS] != 0)
+
+
+class How(IntEnum):
+    """The softmax of a tile: with a mask; as it is; as it is, where no row's maximum so far is below 0."""
+
+    MASKED = 0
+    WHOLE = 1
+    FROM_ZERO = 2
+
+
+@cute.jit
 def steps(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, how: Constexpr[How], config: Constexpr[Config]
 ) -> pipeline.PipelineState:
     """The tiles [first, last), the last one first."""
-    if const_expr(config.maxima in ("skip", "slack") and not masked and not config.modified):
-        maxima.set_limits(tile.rows, tile.lim, config)
     for i in cutlass.range(last - first, unroll=1):
-        state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
+        state = step(tile, pipes, state, last - 1 - i, Int32(0), how, config)
     return state
 
 
@@ -411,12 +448,12 @@ def walk_runs(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Wal
         run = visible.run_of(r, tile.band)
         last = run.last - Int32(r == walk.first)  # the first tile is done
         for i in cutlass.range(last - run.first, unroll=1):
-            state = step(tile, pipes, state, last - 1 - i, run.ref, True, config)
+            state = step(tile, pipes, state, last - 1 - i, run.ref, How.MASKED, config)
     for r in cutlass.range(walk.free_first, walk.free_last, unroll=1):
         run = visible.run_of(r, tile.band)
         last = run.last - Int32(r == walk.first)
         for i in cutlass.range(last - run.first, unroll=1):
-            state = step(tile, pipes, state, last - 1 - i, run.ref, False, config)
+            state = step(tile, pipes, state, last - 1 - i, run.ref, How.WHOLE, config)
     return state
 
 
@@ -467,10 +504,8 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    scores.online_softmax(acc_S, tile.rows, tile.changes, config)
+    scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
     fragments.round_into(tile.P, acc_S)
-    if const_expr(config.hides):
-        hidden.wait(tile.screen, state)
 
 
 @cute.jit
@@ -482,7 +517,7 @@ def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
 ):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
@@ -494,40 +529,22 @@ def step(
     take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, state, config)
     if const_expr(config.late):
-        if const_expr(config.maxima in ("skip", "slack")):
-            if tile.pending[0] != 0:
-                fragments.scale_rows(tile.acc_O, tile.rescale)
-        else:
-            fragments.scale_rows(tile.acc_O, tile.rescale)
-    pipes.v.consumer_wait(before)
+        fragments.scale_rows(tile.acc_O, tile.rescale)
+    wait_for_values(tile, pipes, before, config)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
     pass_turn(tile.consumer, config)
-    seen = seen_of(tile, n_block, ref, config) if const_expr(masked) else None
+    seen = seen_of(tile, n_block, ref, config) if const_expr(how == How.MASKED) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
-    lazy = const_expr(config.maxima in ("skip", "slack") and not masked and not config.modified)
-    if const_expr(lazy):
-        rescale, grew = maxima.lazy_softmax(acc_S, tile.rows, tile.lim, tile.changes.scale_log2, config)
-    elif const_expr(config.maxima == "bits" and not masked and not config.modified):
-        rescale = maxima.exact_softmax(acc_S, tile.rows, tile.changes.scale_log2)
-    elif const_expr(config.maxima == "free" and not masked and not config.modified):
-        rescale = maxima.free_softmax(acc_S, tile.rows, tile.changes.scale_log2)
-    else:
-        rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, config)
+    rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, const_expr(how == How.FROM_ZERO), config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     fragments.round_into(tile.P, acc_S)
     if const_expr(config.late):
         tile.rescale.store(rescale.load())
-        tile.pending[0] = Int32(grew) if const_expr(lazy) else Int32(1)
-    elif const_expr(lazy):
-        if grew:
-            fragments.scale_rows(tile.acc_O, rescale)
     else:
         fragments.scale_rows(tile.acc_O, rescale)
-    if const_expr(config.hides and (masked or config.bias is not None)):
-        hidden.wait(tile.screen, state)
     return state
 
 
@@ -561,13 +578,21 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
-    pipes.v.consumer_wait(state)
+    wait_for_values(tile, pipes, state, config)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)
     return lse
+
+
+@cute.jit
+def wait_for_values(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]):
+    """Until V of the stage is there, and has been looked over where it has to be."""
+    pipes.v.consumer_wait(state)
+    if const_expr(config.hides):
+        hidden.wait(tile.screen, state)
 
 
 @cute.jit

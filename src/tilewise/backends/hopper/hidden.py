@@ -29,7 +29,7 @@ from tilewise.hopper.dsl import (
 
 WARP, ROWS = 32, 16  # of a tile that a warp holds
 WARPS = 3  # that screen: those of the loader's warpgroup that do not load
-WIDE, WORDS = 8, 4  # numbers of 16 bits, and words of 32, that a lane reads at a time
+WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time
 NONE = 0
 
 
@@ -104,9 +104,8 @@ def screen_tiles(
         n_block = last - 1 - i
         pipe.consumer_wait(state)
         if const_expr(config.bias is not None) or n_block < free[0] or n_block >= free[1]:
-            if clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config):
-                if arch.lane_idx() == 0:
-                    found.store(done + 1)
+            if clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config) and arch.lane_idx() == 0:
+                found.store(done + 1)
             arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         if arch.lane_idx() == 0:
@@ -119,22 +118,37 @@ def screen_tiles(
 @cute.jit
 def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> Boolean:
     """0 for all that is not finite in this warp's part of a stage of V; whether there was any."""
-    reads = const_expr(config.tile_n * config.head_dim_v // WIDE)
-    found = Int32(NONE)
-    for i in cutlass.range(-(-reads // (WARPS * WARP)), unroll=4):
-        read = (i * WARPS + warp) * WARP + arch.lane_idx()
-        if read < reads:
-            place = address + read * (WORDS * 4)
-            words = arch.inline_ptx(
-                "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * WORDS, read_only_args=[place]
-            )
-            marks = [marks_of(word, dtype) for word in words]
-            any_mark = (marks[0] | marks[1]) | (marks[2] | marks[3])
-            if any_mark != NONE:
-                kept = [word & ~((mark >> 15 & 0x10001) * 0xFFFF) for word, mark in zip(words, marks, strict=True)]
-                arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[place, *kept])
-            found = found | any_mark
-    return arch.vote_any_sync(found != NONE)
+    reads = const_expr(config.tile_n * config.head_dim_v // WIDE)  # of all lanes together
+    place = address + (warp * WARP + arch.lane_idx()) * READ_BYTES
+    turns, rest = const_expr(divmod(reads, WARPS * WARP))
+    products = (Int32(0), Int32(0))  # of what was read and 0: 0, or NaN where a number is not finite
+    for i in cutlass.range(turns, unroll=4):
+        products = times_zero(read(place + i * (WARPS * WARP * READ_BYTES)), products, dtype)
+    if const_expr(rest > 0) and warp * WARP + arch.lane_idx() < rest:
+        products = times_zero(read(place + turns * (WARPS * WARP * READ_BYTES)), products, dtype)
+    found = arch.vote_any_sync((marks_of(products[0], dtype) | marks_of(products[1], dtype)) != NONE)
+    if found:
+        for i in cutlass.range(-(-reads // (WARPS * WARP)), unroll=1):
+            if (i * WARPS + warp) * WARP + arch.lane_idx() < reads:
+                there = place + i * (WARPS * WARP * READ_BYTES)
+                words = read(there)
+                kept = [word & ~((marks_of(word, dtype) >> 15 & 0x10001) * 0xFFFF) for word in words]
+                arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[there, *kept])
+    return found
+
+
+def read(address: Int32) -> list[Int32]:
+    ptx = "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return arch.inline_ptx(ptx, write_only_types=[Int32] * WORDS, read_only_args=[address])
+
+
+def times_zero(words: list[Int32], products: tuple[Int32, Int32], dtype) -> tuple[Int32, Int32]:
+    """0 times each number, added to one of two chains."""
+    kind, found = "bf16x2" if dtype is BFloat16 else "f16x2", list(products)
+    for i, word in enumerate(words):
+        ptx = f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{kind} {{$w0}}, {{$r0}}, zero, {{$r1}}; }}"
+        found[i % 2] = arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word, found[i % 2]])
+    return tuple(found)
 
 
 @cute.jit

@@ -180,11 +180,11 @@ def tanh(y: Float32) -> Float32:
 
 
 @cute.jit
-def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, scores: Scores, config: Constexpr) -> cute.Tensor:
-    """S becomes P, m and l move on; returns the factors by which O must be rescaled."""
+def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, scores: Scores, from_zero: Constexpr[bool], config: Constexpr) -> cute.Tensor:
+    """S becomes P, m and l move on; returns the factors by which O must be rescaled. from_zero: as `fragments.online_softmax` has it."""
     if const_expr(config.natural):
         return of_logits(acc_S, rows)
-    return fragments.online_softmax(acc_S, rows, scores.scale_log2)
+    return fragments.online_softmax(acc_S, rows, scores.scale_log2, from_zero)
 
 
 @cute.jit
