@@ -96,7 +96,8 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
         if (given := getattr(call, name)) is not None:
             ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))
             want[name] = yardstick(ref, error, terms, given.dtype)
-    return Expected(**{name: replace(each, unusual=_unusual(name, call, d_o)) for name, each in want.items()})
+    unusual = _unusual(call, d_o)
+    return Expected(**{name: replace(each, unusual=unusual[name]) for name, each in want.items()})
 
 
 def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = None) -> float:
@@ -173,14 +174,14 @@ def floor(dtype: torch.dtype, unusual: float = 1.0) -> float:
     return info.smallest_normal * info.eps + FLUSHED * inside.smallest_normal * unusual
 
 
-def _unusual(name: str, call: Call, d_o: Tensor | None) -> float:
-    """How many times larger than usual the numbers are whose products P is multiplied by to make the output `name`."""
-    multiplied = {"o": ("v",), "lse": (), "q": ("k", "v", "d_o"), "k": ("q", "v", "d_o"), "v": ("d_o",)}.get(name, ("v", "d_o"))
-    times = 1.0
-    for x in (d_o if each == "d_o" else getattr(call, each) for each in multiplied):
-        finite = x[x.isfinite()]
-        times *= max(1.0, float(finite.abs().max()) / USUAL) if finite.numel() else 1.0
-    return times
+def _unusual(call: Call, d_o: Tensor | None) -> dict[str, float]:
+    """How many times larger than usual the numbers are by whose products P is multiplied to make each output."""
+
+    def times(x: Tensor | None) -> float:
+        return 1.0 if x is None or x.numel() == 0 else max(1.0, float(x.abs().masked_fill(~x.isfinite(), 0.0).max()) / USUAL)
+
+    q, k, v, d_o = (times(x) for x in (call.q, call.k, call.v, d_o))
+    return {"o": v, "lse": 1.0, "q": k * v * d_o, "k": q * v * d_o, "v": d_o, "bias": v * d_o, "sink": v * d_o}
 
 
 Results = tuple[Tensor, Tensor, Gradients | None]
