@@ -169,7 +169,7 @@ def bench(options: Namespace) -> int:
         console.print(harness.table(rows, console.width))
     else:
         console.print(harness.ladder_table(rows))
-    if any(row.normal_s is not None for row in rows):
+    if any(row.over_normal is not None for row in rows):
         console.print(harness.hard_verdicts(rows), highlight=False, markup=False, soft_wrap=True)
     if options.out:
         console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)

@@ -54,7 +54,7 @@ def test_rows_say_how_wrong_and_how_much_slower(tmp_path):
     assert [(row.impl, row.case.get("data")) for row in rows] == [(i, d) for d in (None, "q x16") for i in ("tilewise", "sdpa")]
     for row in rows:
         assert row.passed and row.places_agree and set(row.rms_error) == {"o", "dq", "dk", "dv"} and max(row.rms_error.values()) < 1e-4
-    assert rows[0].normal_s == rows[0].median_s and rows[2].normal_s > 0 and rows[1].normal_s is rows[3].normal_s is None
+    assert rows[2].over_normal > 0 and rows[0].over_normal is rows[1].over_normal is rows[3].over_normal is None
     append(tmp_path / "rows.jsonl", rows)
     assert load(tmp_path / "rows.jsonl") == rows
 

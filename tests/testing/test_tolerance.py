@@ -55,7 +55,9 @@ def test_what_a_flushed_probability_multiplies_counts():
     d_o, _ = upstream(case)
     usual, larger = expected(call, d_o), expected(replace(call, q=call.q * 640.0), d_o)
     assert {usual.o.unusual, usual.q.unusual, usual.k.unusual, usual.v.unusual} == {1.0}
-    assert larger.k.unusual == pytest.approx(float(call.q.abs().max()) * 640 / tolerance.USUAL) and larger.q.unusual == larger.o.unusual == 1.0
+    assert (
+        larger.k.unusual == pytest.approx(float(call.q.abs().max()) * 640 / tolerance.USUAL) and larger.q.unusual == larger.o.unusual == 1.0
+    )
     assert tolerance.floor(torch.float32, 64.0) < 65 * tolerance.floor(torch.float32)
 
 

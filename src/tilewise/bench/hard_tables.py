@@ -12,7 +12,7 @@ ERROR_LIMIT = 1.05  # of the best peer's
 MISSING = "–"
 EXPLAINED = (
     "Each cell: throughput of tilewise / of the fastest peer that is right (where none is, of the fastest, marked *); tilewise's time over its "
-    "time on normal inputs, side by side; RMS error of tilewise / of the most accurate peer, of O forward, and backward of the gradient that "
+    "time on normal inputs, the two in turns; RMS error of tilewise / of the most accurate peer, of O forward, and backward of the gradient that "
     "compares worst. The naive formula, whose gradients keep P, is no peer."
 )
 
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     @property
     def slower(self) -> float | None:
         """Our time over that on normal inputs."""
-        return None if self.mine.median_s is None or not self.mine.normal_s else self.mine.median_s / self.mine.normal_s
+        return self.mine.over_normal
 
     @property
     def fastest(self) -> Row | None:

@@ -48,9 +48,9 @@ def run(
     """Measure every contender on every workload: a row each (and on a GPU one for each clock), in that order.
 
     A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. Where inputs are not normal ones,
-    peers are timed whatever comes out, and their rows say what; ours are timed on normal inputs, too (`normal_s`). About `budget_s` seconds go
-    to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end,
-    `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
+    peers are timed whatever comes out, and their rows say what; ours is timed in turns with itself on normal inputs, too (`over_normal`). About
+    `budget_s` seconds go to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload
+    and at the end, `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
     `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun.
     """
     workloads, impls, device = list(workloads), list(impls), torch.device(device)
@@ -81,7 +81,7 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
     calls, usual = _calls(workload, prepared, device), {}
     if workload.data != NORMAL:
         usual = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
-    timed = _timed(calls | {_on_normal(name): call for name, call in usual.items()}, timing, device)
+    timed = _timed(calls, timing, device)
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
     rows = []
@@ -90,10 +90,10 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
             rows.append(row)
             continue
         row = replace(row, peak_extra_bytes=peaks.get(impl.name), ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
-        beside = timed.get(_on_normal(impl.name), timed[impl.name] if ours(impl.name) and workload.rms else {})
         for clock, stats in timed[impl.name].items():
+            over = _over_normal(calls[impl.name], usual.get(impl.name), clock, timing, device) if usual else None
             timed_row = _with_time(row, clock, stats, most.share(row.flops, row.bytes, stats.median))
-            rows.append(replace(timed_row, normal_s=beside[clock].median if clock in beside else None))
+            rows.append(replace(timed_row, over_normal=over))
     return rows
 
 
@@ -102,8 +102,13 @@ def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torc
     return {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend in prepared}
 
 
-def _on_normal(name: str) -> str:
-    return f"{name} on normal inputs"
+def _over_normal(call: Callable[[], object], normal: Callable[[], object] | None, clock: Clock, timing: Timing, device) -> float | None:
+    """The two alone, in turns: what else a contender followed would count for one of them, and not for the other."""
+    if normal is None:
+        return None
+    how = {"budget_s": timing.budget_s, "device": device, "clock": clock, "once_above_s": timing.once_above_s}
+    stats = interleave({"hard": call, "normal": normal}, **how)
+    return stats["hard"].median / stats["normal"].median
 
 
 def _heads_first(impl: Impl) -> bool:

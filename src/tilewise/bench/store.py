@@ -24,7 +24,7 @@ class Row:
     error: float | None = None  # largest absolute error of the checked outputs against fp64
     rms_error: dict[str, float] | None = None  # by output ("o", "dq", "dk", "dv"), relative to fp64's RMS; see errors.py
     places_agree: bool | None = None  # whether NaN and infinities are where fp64 has them
-    normal_s: float | None = None  # ours: the median on normal inputs, side by side with `median_s`
+    over_normal: float | None = None  # ours: the time over that on normal inputs, the two in turns
     median_s: float | None = None
     p10_s: float | None = None
     p90_s: float | None = None
