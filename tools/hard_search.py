@@ -28,6 +28,7 @@ from tilewise.bench.workloads import DTYPES, Workload
 from tilewise.roofline import DIRECTIONS
 
 TOGETHER = 4  # candidates that are timed in turns with one call on normal inputs
+SUSPECT = 1.1  # times the normal time
 PARENTS = 6  # of the worst, those that are varied
 PROFILES = ("flat", "rising", "falling", "steps", "saw")
 BLOCKS = (1, 16, 64, 80, 128, 176, 256, 1024)
@@ -148,15 +149,24 @@ class Trial:
         normal, *others = interleave(calls, budget_s=budget_s, device=self.device, clock=clock, once_above_s=1.0).values()
         return normal, others
 
+    def slower(self, specs: list[Spec], budget_s: float) -> list[float]:
+        """Times over normal; of the shortest samples, as whatever else runs only adds. What looks slow has to do so twice."""
+        normal, stats = self.times(specs, budget_s)
+        found = [each.best / normal.best for each in stats]
+        if suspects := [number for number, ratio in enumerate(found) if ratio > SUSPECT]:
+            normal, stats = self.times([specs[number] for number in suspects], budget_s)
+            for number, each in zip(suspects, stats, strict=True):
+                found[number] = min(found[number], each.best / normal.best)
+        return found
+
     def search(self, seed: int, seconds: float, nan: bool, sample_s: float = 0.02) -> tuple[list[tuple[float, Spec]], int]:
-        """(slow-down, spec) from the worst on, and how many were tried. Here the shortest samples are compared: whatever else runs only adds."""
+        """(slow-down, spec) from the worst on, and how many were tried."""
         deadline, tried = time.monotonic() + seconds, 0
         found: list[tuple[float, Spec]] = []
         while time.monotonic() < deadline or not found:
             worst = [spec for _, spec in found]
             specs = [candidate(seed, tried + number, worst, nan) for number in range(TOGETHER)]
-            normal, stats = self.times(specs, sample_s)
-            found += [(each.best / normal.best, spec) for each, spec in zip(stats, specs, strict=True)]
+            found += zip(self.slower(specs, sample_s), specs, strict=True)
             found.sort(key=lambda pair: -pair[0])
             del found[256:]
             tried += TOGETHER
@@ -169,7 +179,7 @@ class Trial:
             some = specs[start : start + TOGETHER]
             normal, stats = self.times(some, budget_s)
             for spec, each in zip(some, stats, strict=True):
-                slower = {"slower": each.median / normal.median, "median_s": each.median, "normal_s": normal.median}
+                slower = {"slower": each.best / normal.best, "median_s": each.median, "normal_median_s": normal.median}
                 rows.append({**slower, "case": self.workload.case, "spec": asdict(spec), "environment": environment})
         return sorted(rows, key=lambda row: -row["slower"])
 
