@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tilewise.bench.distributions import DISTRIBUTIONS, FINITE_LIMIT, NON_FINITE_LIMIT, NORMAL
+from tilewise.bench.impls import ours
 from tilewise.bench.store import Row, latest
 
 OURS, YARDSTICK = "tilewise", "naive"
@@ -86,12 +87,11 @@ def _conditions(rows: Iterable[Row]) -> dict[Condition, dict[str, Cell]]:
         found.setdefault((condition, case.get("data", NORMAL)), {}).setdefault(row.impl, {})[row.clock] = row
     conditions: dict[Condition, dict[str, Cell]] = {}
     for (condition, data), by_impl in found.items():
-        mine = by_impl.pop(OURS, None)
-        by_impl.pop(YARDSTICK, None)
-        if mine is None:
+        if (mine := by_impl.get(OURS)) is None:
             continue
         clock = next((clock for clock in CLOCKS if clock in mine), "none")
-        peers = [row for by_clock in by_impl.values() if (row := by_clock.get(clock, by_clock.get("none"))) is not None]
+        others = [by_clock for impl, by_clock in by_impl.items() if impl != YARDSTICK and not ours(impl)]
+        peers = [row for by_clock in others if (row := by_clock.get(clock, by_clock.get("none"))) is not None]
         conditions.setdefault(condition, {})[data] = Cell(mine.get(clock, next(iter(mine.values()))), peers)
     return conditions
 
