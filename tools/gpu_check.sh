@@ -7,7 +7,7 @@
 #                                       only; several of them: those
 #     --ladder                          of the measurements, the ladder's only;  --kernels: all but the ladder's
 #     --head-dim 128 --seqlen 8192      cells of the ladder's sweep (comma-separated lists);  --causal 0 or 1
-#     --set papers,gpu-shapes           sets of what is run beside the ladder; --direction bwd
+#     --set papers,gpu-shapes           sets of what is run beside the ladder; --direction bwd; hard-inputs is one more set, of half an hour
 #     --impl k5,k6,sdpa:cudnn           contenders, in place of all that are here
 #     --budget 540                      begin no further cell after so many seconds of measuring
 #     --sample 0.15                     seconds of timing for each contender and cell
@@ -126,6 +126,7 @@ if [ "$ladder" = yes ]; then
 fi
 if [ "$kernels" = yes ]; then
   for sweep in ${sets//,/ }; do # a contender that takes so long would make the others' calls late: cuDNN has no packed documents
-    measure "$gpus" "$sweep" "${impl:-$(here "$sweep" "tilewise,$peers")}" --once-above 0.03 --direction "$direction"
+    formula=$([ "$sweep" = hard-inputs ] && echo ,naive || true) # whose errors are of interest there
+    measure "$gpus" "$sweep" "${impl:-$(here "$sweep" "tilewise,$peers$formula")}" --once-above 0.03 --direction "$direction"
   done
 fi

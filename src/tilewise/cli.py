@@ -27,6 +27,7 @@ EXAMPLES = {
     "bench": """  tilewise bench                                 a small sweep against torch's SDPA and the naive formula
   tilewise bench --seqlen 1024,4096 --heads 8/2 --mask causal,window:1023 --direction fwd+bwd
   tilewise bench --set models --dtype bf16 --out results.jsonl
+  tilewise bench --set hard-inputs --data "q x64,outliers" --head-dim 64     inputs that make attention slow or wrong
   tilewise bench k1..k6 --seqlen 512 --head-dim 64 --causal 0 --check      rungs of the ladder, on a Hopper GPU
   tilewise bench k5,k6,sdpa:cudnn                the ladder's sweep
   tilewise bench --list                          the names that --impl takes""",
@@ -251,6 +252,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         ("causal", "0,1", "short for the masks full and causal"),
         ("dtype", "fp32,bf16", "fp32, bf16, fp16"),
         ("direction", "fwd,fwd+bwd", "fwd, bwd, fwd+bwd"),
+        ("data", "normal,q x64", "distributions of the inputs (default: normal; of the set hard-inputs: all)"),
         ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)

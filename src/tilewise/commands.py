@@ -137,13 +137,14 @@ def bench(options: Namespace) -> int:
     climbing = any(impl.name in rungs for impl in impls)
     device = options.device or torch.device("cuda" if climbing else "cpu")
     require(device)
-    names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "set")
+    names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data", "set")
     selected = {name: value for name in names if (value := getattr(options, name)) is not None}
     climbing = climbing and not selected.keys() & {"batch", "heads", "mask"}
     if selected.get("set") == "ladder" or (climbing and "set" not in selected):
         workloads = harness.ladder_from({name: value for name, value in selected.items() if name != "set"})
     else:
-        workloads = harness.workloads_from(selected)
+        small = harness.ON_A_CPU if selected.get("set") == "hard-inputs" and device.type == "cpu" else {}
+        workloads = harness.workloads_from(small | selected)
     part, parts = options.part
     if part > len(workloads):
         raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
@@ -168,9 +169,11 @@ def bench(options: Namespace) -> int:
         console.print(harness.table(rows, console.width))
     else:
         console.print(harness.ladder_table(rows))
+    if any(row.over_normal is not None for row in rows):
+        console.print(harness.hard_verdicts(rows), highlight=False, markup=False, soft_wrap=True)
     if options.out:
         console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)
-    if any(row.passed is False and (row.impl.partition(":")[0] == "tilewise" or row.impl in rungs) for row in rows):
+    if any(row.passed is False and harness.ours(row.impl) for row in rows):
         return FAILED
     return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
 
@@ -231,7 +234,7 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    charted = [row for row in rows if row.name != "ladder"]  # which has tables, and more contenders than a chart has colours
+    charted = [row for row in rows if row.name not in ("ladder", "hard-inputs")]  # which have tables, and more than a chart can show
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
     for device in sorted({row.device for row in on_gpus}):

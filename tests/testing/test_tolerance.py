@@ -48,6 +48,19 @@ def test_two_ulps_are_free():
         check("o", (ref + 3.0 * eps).float(), ref, ref)
 
 
+def test_what_a_flushed_probability_multiplies_counts():
+    """A weight of 1e-39 is taken for 0 by kernels; beside q of 64 times the usual size that is 64 times as much, and no more."""
+    case = Case(seqlen_q=300, seqlen_k=300, head_dim=16)
+    call = make(case)
+    d_o, _ = upstream(case)
+    usual, larger = expected(call, d_o), expected(replace(call, q=call.q * 640.0), d_o)
+    assert {usual.o.unusual, usual.q.unusual, usual.k.unusual, usual.v.unusual} == {1.0}
+    assert (
+        larger.k.unusual == pytest.approx(float(call.q.abs().max()) * 640 / tolerance.USUAL) and larger.q.unusual == larger.o.unusual == 1.0
+    )
+    assert tolerance.floor(torch.float32, 64.0) < 65 * tolerance.floor(torch.float32)
+
+
 def test_the_failure_names_the_worst_number():
     got = REF.clone()
     got[2, 3, 5] += 0.1

@@ -5,7 +5,9 @@ bench.append("results.jsonl", rows)
 print(bench.markdown(rows, "time"))
 """
 
-from tilewise.bench.impls import Impl, find, known
+from tilewise.bench.hard_inputs import ON_A_CPU, hard_inputs
+from tilewise.bench.hard_tables import hard_tables, hard_verdicts
+from tilewise.bench.impls import Impl, find, known, ours
 from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
 from tilewise.bench.markers import refresh
 from tilewise.bench.memory import peak_extra_bytes
@@ -16,6 +18,7 @@ from tilewise.bench.store import Row, append, latest, load, select
 from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, model_shapes, paper_sweep
 
 __all__ = [
+    "ON_A_CPU",
     "Impl",
     "Row",
     "Timing",
@@ -24,6 +27,9 @@ __all__ = [
     "cells_of",
     "cpu_sweep",
     "find",
+    "hard_inputs",
+    "hard_tables",
+    "hard_verdicts",
     "known",
     "ladder_cells",
     "ladder_from",
@@ -35,6 +41,7 @@ __all__ = [
     "mask_from",
     "mask_shapes",
     "model_shapes",
+    "ours",
     "paper_sweep",
     "peak_extra_bytes",
     "refresh",

@@ -287,6 +287,13 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
     return [f"it keeps {matrices} score matrices, {need / 1e9:.1f} GB here, and half of the free memory is {free / 2e9:.1f} GB"]
 
 
+def ours(name: str) -> bool:
+    """Whether a contender is tilewise or a kernel of its ladder; the others are peers."""
+    from tilewise.ladder import RUNGS, VARIANTS
+
+    return name.partition(":")[0] == "tilewise" or name in RUNGS or name in VARIANTS
+
+
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
     from tilewise.bench.gpu_impls import gpu_impls

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tilewise.bench.hard_tables import hard_tables
 from tilewise.bench.store import Row, latest
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def table(rows: Iterable[Row], width: int | None = None) -> "Table":
     from rich.text import Text
 
     rows = list(rows)
-    notes = list(dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None))
+    notes = list(dict.fromkeys(f"{row.impl}: {row.reason or 'not timed'}" for row in rows if row.median_s is None or row.reason))
     wide = Console(width=10_000)
     left_out = 0
     made = _table(rows, ())
@@ -119,13 +120,13 @@ def _common(cases: list[dict]) -> tuple[str, list[str]]:
     """The words that all cases share, and for each case the others. A case on its own keeps its lengths and its mask."""
     words = [_words(case) for case in cases]
     own = [len(set(column)) > 1 or (len(set(words)) == 1 and place in (1, 4)) for place, column in enumerate(zip(*words, strict=True))]
-    shared = [word for word, alone in zip(words[0], own, strict=True) if not alone] if words else []
-    return " ".join(shared), [" ".join(word for word, alone in zip(each, own, strict=True) if alone) for each in words]
+    shared = [word for word, alone in zip(words[0], own, strict=True) if word and not alone] if words else []
+    return " ".join(shared), [" ".join(word for word, alone in zip(each, own, strict=True) if word and alone) for each in words]
 
 
 def describe(case: dict) -> str:
     """A case in a few words: `b8 s512 h8/2 d64 Causal() fp32 fwd`."""
-    return " ".join(_words(case))
+    return " ".join(filter(None, _words(case)))
 
 
 def _words(case: dict) -> tuple[str, ...]:
@@ -141,6 +142,7 @@ def _words(case: dict) -> tuple[str, ...]:
         mask if len(mask) <= 32 else mask[:29] + "...",
         str(case["dtype"]),
         str(case["direction"]),
+        f"({case['data']})" if "data" in case else "",
     )
 
 
@@ -298,4 +300,5 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "by-kind": by_kind,
     "machines": machines,
     "readme": highlights,
+    "hard-inputs": hard_tables,
 }

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.bench.ceiling import ceiling
+from tilewise.bench.distributions import NORMAL
+from tilewise.bench.errors import Exact
 from tilewise.bench.gate import Gate
-from tilewise.bench.impls import Attend, Impl
+from tilewise.bench.impls import Attend, Impl, ours
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.bench.provenance import provenance
 from tilewise.bench.store import Row
@@ -45,9 +47,10 @@ def run(
 ) -> list[Row]:
     """Measure every contender on every workload: a row each (and on a GPU one for each clock), in that order.
 
-    A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. About `budget_s` seconds go
-    to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload and at the end,
-    `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
+    A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. Where inputs are not normal ones,
+    peers are timed whatever comes out, and their rows say what; ours is timed in turns with itself on normal inputs, too (`over_normal`). About
+    `budget_s` seconds go to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload
+    and at the end, `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
     `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun.
     """
     workloads, impls, device = list(workloads), list(impls), torch.device(device)
@@ -69,12 +72,15 @@ def run(
 
 
 def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
-    gate = Gate(workload, CHECK_SEED, device)
-    checked = [(impl, *_check(impl, workload, device, gate)) for impl in impls]
+    references = Gate(workload, CHECK_SEED, device), Exact(workload, TIME_SEED, device)
+    checked = [(impl, *_check(impl, workload, device, *references)) for impl in impls]
     if not timing.clocks:
         return [row for _, _, row in checked]
-    inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl in impls}}
-    calls = {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend, _ in checked if attend is not None}
+    del references
+    prepared = [(impl, attend) for impl, attend, _ in checked if attend is not None]
+    calls, usual = _calls(workload, prepared, device), {}
+    if workload.data != NORMAL:
+        usual = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
     timed = _timed(calls, timing, device)
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
@@ -85,15 +91,31 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
             continue
         row = replace(row, peak_extra_bytes=peaks.get(impl.name), ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
         for clock, stats in timed[impl.name].items():
-            rows.append(_with_time(row, clock, stats, most.share(row.flops, row.bytes, stats.median)))
+            over = _over_normal(calls[impl.name], usual.get(impl.name), clock, timing, device) if usual else None
+            timed_row = _with_time(row, clock, stats, most.share(row.flops, row.bytes, stats.median))
+            rows.append(replace(timed_row, over_normal=over))
     return rows
+
+
+def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torch.device) -> Calls:
+    inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl, _ in prepared}}
+    return {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend in prepared}
+
+
+def _over_normal(call: Callable[[], object], normal: Callable[[], object] | None, clock: Clock, timing: Timing, device) -> float | None:
+    """The two alone, in turns: what else a contender followed would count for one of them, and not for the other."""
+    if normal is None:
+        return None
+    how = {"budget_s": timing.budget_s, "device": device, "clock": clock, "once_above_s": timing.once_above_s}
+    stats = interleave({"hard": call, "normal": normal}, **how)
+    return stats["hard"].median / stats["normal"].median
 
 
 def _heads_first(impl: Impl) -> bool:
     return getattr(impl, "heads_first", False)
 
 
-def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate) -> tuple[Attend | None, Row]:
+def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exact: Exact) -> tuple[Attend | None, Row]:
     """What to time, or None; and the row so far."""
     row = Row(
         impl=impl.name,
@@ -108,9 +130,15 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate) -> 
         return None, replace(row, reason="; ".join(why_not))
     try:
         attend = impl.prepare(workload, device)
+        if workload.rms:
+            errors = exact.errors(attend, _heads_first(impl))
+            row = replace(row, rms_error=errors.rms, places_agree=errors.places)
         error = gate.verify(attend, _heads_first(impl))
+        if row.places_agree is False and not workload.finite:
+            raise AssertionError("NaN or infinities are not where fp64 has them")
     except AssertionError as failure:
-        return None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
+        forgiven = workload.data != NORMAL and not ours(impl.name)
+        return attend if forgiven else None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
     except Exception as refusal:  # each peer refuses in its own way, and none may take the others' rows with it
         return None, replace(row, reason=f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}")
     return attend, replace(row, passed=True, error=error)

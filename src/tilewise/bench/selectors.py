@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from itertools import product
 
+from tilewise.bench.distributions import DISTRIBUTIONS
+from tilewise.bench.hard_inputs import hard_inputs
 from tilewise.bench.workloads import DTYPES, SETS, Workload, ladder_cells
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.roofline import DIRECTIONS
@@ -15,7 +17,9 @@ DEFAULTS = {
     "mask": "full,causal",
     "dtype": "fp32",
     "direction": "fwd",
+    "data": "normal",
 }
+SETS = {**SETS, "hard-inputs": hard_inputs}
 
 
 def workloads_from(options: Mapping[str, str]) -> list[Workload]:
@@ -23,7 +27,9 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
 
     batch "1,4"; seqlen "512,1024x4096" (queries x keys); heads "8,8/2" (query/key heads); head_dim "64,192/128" (head_dim/head_dim_v);
     mask "full,causal,window:1023" (see `mask_from`); causal "0,1" (short for mask "full,causal"); dtype "fp32,bf16"; direction
-    "fwd,bwd,fwd+bwd"; set "papers,cpu,masks,models" takes these sets of workloads (SETS) instead, and only dtype and direction combine with it.
+    "fwd,bwd,fwd+bwd"; data "normal,q x64" (DISTRIBUTIONS);
+    set "papers,cpu,masks,models" takes these sets of workloads (SETS) instead, and only dtype and direction combine with it
+    (for the set hard-inputs alone, see `hard_from`).
     Raises ValueError naming the option.
     """
     options = {name: str(text) for name, text in options.items() if text is not None}
@@ -34,6 +40,8 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
             raise ValueError("causal and mask both choose the mask; give one of them")
         flags = _each("causal", options.pop("causal"), {"0": "full", "1": "causal"}.__getitem__, "0 or 1")
         options["mask"] = ",".join(flags)
+    if options.get("set") == "hard-inputs":
+        return hard_from({name: text for name, text in options.items() if name != "set"})
     text = DEFAULTS | options
     dtypes = _each("dtype", text["dtype"], DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
     directions = _each("direction", text["direction"], {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}")
@@ -42,6 +50,7 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
             raise ValueError(f"set fixes the sizes, so {', '.join(sorted(others))} cannot be given with it; dtype and direction can")
         sets = _each("set", options["set"], SETS.__getitem__, f"one of {', '.join(SETS)}")
         return [workload for make in sets for dtype in dtypes for direction in directions for workload in make(dtype, direction)]
+    data = _each("data", text["data"], DISTRIBUTIONS.__getitem__, f"one of {', '.join(DISTRIBUTIONS)}")
     pair = "a positive number, or two as in 8{}2"
     batches = _each("batch", text["batch"], _positive, "a positive number")
     seqlens = _each("seqlen", text["seqlen"], lambda item: _pair(item, "x"), pair.format("x"))
@@ -60,9 +69,11 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
             mask=mask_from(mask),
             dtype=dtype,
             direction=direction,
+            data=distribution.name,
+            rms="data" in options,
         )
-        for batch, (seqlen_q, seqlen_k), (heads_q, heads_k), (head_dim, head_dim_v), mask, dtype, direction in product(
-            batches, seqlens, heads, head_dims, text["mask"].split(","), dtypes, directions
+        for batch, (seqlen_q, seqlen_k), (heads_q, heads_k), (head_dim, head_dim_v), mask, dtype, direction, distribution in product(
+            batches, seqlens, heads, head_dims, text["mask"].split(","), dtypes, directions, data
         )
     ]
 
@@ -87,6 +98,34 @@ def ladder_from(options: Mapping[str, str]) -> list[Workload]:
     dtypes = _each("dtype", text["dtype"], DTYPES.__getitem__, f"one of {', '.join(DTYPES)}")
     directions = _each("direction", text["direction"], {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}")
     return [cell for dtype in dtypes for direction in directions for cell in ladder_cells(seqlens, head_dims, causal, dtype, direction)]
+
+
+def hard_from(options: Mapping[str, str]) -> list[Workload]:
+    """Cells of the set `hard_inputs`: all of it unless seqlen, heads, head_dim, mask (of `mask_from`), data, dtype or direction say which."""
+    names = ("seqlen", "heads", "head_dim", "mask", "data", "dtype", "direction")
+    if unknown := options.keys() - set(names):
+        raise ValueError(f"{', '.join(sorted(unknown))}: not an option of the set hard-inputs; there are {', '.join(names)}")
+    positive = "a positive number"
+    one_of = {name: f"one of {', '.join(table)}" for name, table in (("dtype", DTYPES), ("data", DISTRIBUTIONS))}
+    chosen = {}
+    if "heads" in options:
+        (chosen["heads"],) = _each("heads", options["heads"].replace(",", "/"), _positive, positive)
+    if "head_dim" in options:
+        chosen["head_dims"] = tuple(_each("head_dim", options["head_dim"], _positive, positive))
+    if "mask" in options:
+        chosen["masks"] = tuple(map(mask_from, options["mask"].split(",")))
+    if "data" in options:
+        chosen["data"] = tuple(each.name for each in _each("data", options["data"], DISTRIBUTIONS.__getitem__, one_of["data"]))
+    dtypes = _each("dtype", options.get("dtype", "bf16"), DTYPES.__getitem__, one_of["dtype"])
+    directions = _each(
+        "direction", options.get("direction", "fwd,bwd"), {name: name for name in DIRECTIONS}.__getitem__, f"one of {', '.join(DIRECTIONS)}"
+    )
+    seqlens = _each("seqlen", options.get("seqlen", "8192"), _positive, positive)
+    return [
+        cell
+        for dtype, direction, seqlen in product(dtypes, directions, seqlens)
+        for cell in hard_inputs(dtype, direction, seqlen=seqlen, **chosen)
+    ]
 
 
 def mask_from(text: str) -> Mask:

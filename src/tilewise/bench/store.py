@@ -11,7 +11,8 @@ from typing import Any
 class Row:
     """One implementation on one workload by one clock. Times in seconds, rates in FLOP/s, sizes in bytes; None: not measured or undefined.
 
-    A row without a time says why in `reason`: the implementation cannot run the case, or it missed the tolerance (`passed` is False).
+    A row without a time says why in `reason`: the implementation cannot run the case, or it missed the tolerance (`passed` is False). A peer
+    that missed it on inputs made to be hard has a time all the same.
     """
 
     impl: str
@@ -21,6 +22,9 @@ class Row:
     passed: bool | None = None
     reason: str | None = None
     error: float | None = None  # largest absolute error of the checked outputs against fp64
+    rms_error: dict[str, float] | None = None  # by output ("o", "dq", "dk", "dv"), relative to fp64's RMS; see errors.py
+    places_agree: bool | None = None  # whether NaN and infinities are where fp64 has them
+    over_normal: float | None = None  # ours: the time over that on normal inputs, the two in turns
     median_s: float | None = None
     p10_s: float | None = None
     p90_s: float | None = None

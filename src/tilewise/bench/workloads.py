@@ -3,11 +3,11 @@
 import itertools
 import random
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.bench.distributions import DISTRIBUTIONS, NORMAL, Inputs, Source
 from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 
@@ -15,18 +15,12 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Inputs(NamedTuple):
-    """q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v), d_o shaped as the output."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    d_o: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One attention to time. `seqlen_k`, `heads_k` and `head_dim_v` default to the query's; `name` says which sweep or model it is from."""
+    """One attention to time. `seqlen_k`, `heads_k` and `head_dim_v` default to the query's; `name` says which sweep or model it is from.
+
+    `data` names the distribution of the inputs (distributions.py). `rms`: the errors of all that is computed are measured, beside the check.
+    """
 
     name: str
     batch: int
@@ -39,10 +33,14 @@ class Workload:
     mask: Mask = field(default_factory=Full)
     dtype: torch.dtype = torch.float32
     direction: Direction = "fwd"
+    data: str = NORMAL
+    rms: bool = False
 
     def __post_init__(self):
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction is {self.direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+        if self.data not in DISTRIBUTIONS:
+            raise ValueError(f"data is {self.data!r}; it must be one of {', '.join(DISTRIBUTIONS)}")
         for given, default in (("seqlen_k", self.seqlen_q), ("heads_k", self.heads_q), ("head_dim_v", self.head_dim)):
             object.__setattr__(self, given, getattr(self, given) or default)
         if self.heads_q % self.heads_k:
@@ -53,14 +51,17 @@ class Workload:
         """The workload as JSON-ready values; equal for equal work, whatever its name."""
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")}
         mask = getattr(self.mask, "source", None) or f"{self.mask.kind} mask of {self.shape.pairs} pairs"
-        return {**sizes, "mask": mask, "dtype": DTYPE_NAMES[self.dtype], "direction": self.direction}
+        data = {} if self.data == NORMAL else {"data": self.data}  # rows from before there were others have none
+        return {**sizes, "mask": mask, "dtype": DTYPE_NAMES[self.dtype], "direction": self.direction, **data}
 
     @property
     def id(self) -> str:
         heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
         seqlen = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         head_dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        return f"{self.name} b{self.batch} s{seqlen} h{heads} d{head_dim} {_short(self.case['mask'])} {self.case['dtype']} {self.direction}"
+        sizes = f"b{self.batch} s{seqlen} h{heads} d{head_dim}"
+        data = "" if self.data == NORMAL else f", {self.data}"
+        return f"{self.name} {sizes} {_short(self.case['mask'])} {self.case['dtype']} {self.direction}{data}"
 
     @property
     def shape(self) -> Shape:
@@ -97,21 +98,32 @@ class Workload:
     def grad(self) -> bool:
         return self.direction != "fwd"
 
+    @property
+    def finite(self) -> bool:
+        """Whether the inputs hold neither NaN nor infinities."""
+        return DISTRIBUTIONS[self.data].finite
+
     def inputs(self, seed: int, device: torch.device | str = "cpu", heads_first: bool = False) -> Inputs:
-        """Fresh standard normal tensors; q, k, v take gradients when the direction has a backward.
+        """Fresh tensors of the workload's distribution; q, k, v take gradients when the direction has a backward.
 
         `heads_first`: the same numbers in memory that is (batch, heads, seqlen, head_dim).
         """
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-            x = torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device).to(self.dtype)
-            return x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x
+            return torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device)
 
         q = normal(self.seqlen_q, self.heads_q, self.head_dim)
         k = normal(self.seqlen_k, self.heads_k, self.head_dim)
         v = normal(self.seqlen_k, self.heads_k, self.head_dim_v)
         d_o = normal(self.seqlen_q, self.heads_q, self.head_dim_v)
+        ends = (self.seqlen_q, self.seqlen_k)
+        if isinstance(self.mask, Documents):
+            ends = (self.mask.cu_seqlens_q[-1], self.mask.cu_seqlens_k[-1])
+        made = DISTRIBUTIONS[self.data](Inputs(q, k, v, d_o), Source(generator, self.dtype, self.grad, ends))
+        q, k, v, d_o = (x.to(self.dtype) for x in made)
+        if heads_first:
+            q, k, v, d_o = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, d_o))
         return Inputs(*(x.requires_grad_(self.grad) for x in (q, k, v)), d_o)
 
 

@@ -26,7 +26,8 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
   products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
   for a score and for the LSE about as large, which P = exp(s - LSE) passes on; scores that P is too small to notice do not count.
-- *subnormal numbers* (a sink that takes nearly the whole row leaves an O of 1e-38): `floor` is added to every allowance but LSE's.
+- *subnormal numbers* (a sink that takes nearly the whole row leaves an O of 1e-38): `floor` is added to every allowance but LSE's. What a
+  probability that was taken for 0 would have multiplied counts: where operands are larger than normal ones ever are, as often as they are.
 """
 
 import math
@@ -40,6 +41,7 @@ from tilewise.problem import Call, Gradients
 
 FEW_NUMBERS, FEW_ROWS = 1024, 256
 FLUSHED = 8  # products of a probability that was taken for 0 with values of usual size, added up
+USUAL = 6.0  # standard normal numbers are not larger
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Yardstick:
     magnitude: Tensor  # >= |ref|; the size of the terms that ref is the sum of
     dtype: torch.dtype  # the output's
     roundoff: float = 0.0  # the least that naive_error / magnitude can be taken for, where there is too little to measure it
+    unusual: float = 1.0  # how many times larger than usual is what probabilities are multiplied by
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
     """
     exact = o, lse, grads = _reference(call, d_o, d_lse)
     o_error, lse_error, grad_errors = _naive_errors(call, d_o, d_lse, exact)
-    o_terms, lse_terms, grad_terms = _magnitudes(call, o, lse, d_o, d_lse)
+    o_terms, lse_terms, grad_terms = magnitudes(call, o, lse, d_o, d_lse)
     steepest = _steepest(call, lse)
     dtype, stats = call.q.dtype, reference.lse_dtype(call.q.dtype)
     score_error = (math.sqrt(max(call.head_dim, call.head_dim_v)) + 2.0 * steepest) * torch.finfo(stats).eps / 2
@@ -93,7 +96,8 @@ def expected(call: Call, d_o: Tensor | None = None, d_lse: Tensor | None = None)
         if (given := getattr(call, name)) is not None:
             ref, error, terms = (getattr(group, name) for group in (grads, grad_errors, grad_terms))
             want[name] = yardstick(ref, error, terms, given.dtype)
-    return Expected(**want)
+    unusual = _unusual(call, d_o)
+    return Expected(**{name: replace(each, unusual=unusual[name]) for name, each in want.items()})
 
 
 def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = None) -> float:
@@ -133,7 +137,7 @@ def hold(name: str, got: Tensor, want: Yardstick) -> float:
     naive = want.naive_error.masked_fill(~want.naive_error.isfinite(), 0.0)
 
     largest = magnitude.max()
-    least = floor(want.dtype)
+    least = floor(want.dtype, want.unusual)
     tol = 2.0 * torch.maximum(naive.max(), want.roundoff * largest) + 2.0 * ulp(largest, want.dtype) + least
     used = _require(name, "", error, tol, got, want)
 
@@ -161,12 +165,23 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent)
 
 
-def floor(dtype: torch.dtype) -> float:
+def floor(dtype: torch.dtype, unusual: float = 1.0) -> float:
     """The error that a number may have however small it is: a step of the subnormal numbers of `dtype`, in which outputs are stored, and what is
-    lost where the arithmetic inside (fp32, or fp64 for fp64) takes subnormal probabilities and products for 0, as the exponentials of GPUs do.
+    lost where the arithmetic inside (fp32, or fp64 for fp64) takes subnormal probabilities and products for 0, as the exponentials of GPUs do;
+    `unusual` times as much where probabilities multiply so large numbers.
     """
     info, inside = torch.finfo(dtype), torch.finfo(reference.lse_dtype(dtype))
-    return info.smallest_normal * info.eps + FLUSHED * inside.smallest_normal
+    return info.smallest_normal * info.eps + FLUSHED * inside.smallest_normal * unusual
+
+
+def _unusual(call: Call, d_o: Tensor | None) -> dict[str, float]:
+    """How many times larger than usual the numbers are by whose products P is multiplied to make each output."""
+
+    def times(x: Tensor | None) -> float:
+        return 1.0 if x is None or x.numel() == 0 else max(1.0, float(x.abs().masked_fill(~x.isfinite(), 0.0).max()) / USUAL)
+
+    q, k, v, d_o = (times(x) for x in (call.q, call.k, call.v, d_o))
+    return {"o": v, "lse": 1.0, "q": k * v * d_o, "k": q * v * d_o, "v": d_o, "bias": v * d_o, "sink": v * d_o}
 
 
 Results = tuple[Tensor, Tensor, Gradients | None]
@@ -203,7 +218,7 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     return *errors, Gradients(*worst)
 
 
-def _magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Gradients | None]:
+def magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Gradients | None]:
     """Root of the sum of the squares of the terms that make up O, LSE's scores and each gradient: the same formulas, on squares."""
     once = reference.linearise(call, lse)
     at = once.squared()
