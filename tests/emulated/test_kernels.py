@@ -1,6 +1,8 @@
 """The Hopper kernels, carried out without a GPU: right by the one tolerance, with the same bits whoever comes first, and without hidden NaN."""
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from emulator.machine import PACES
 from emulator.memory import Fault
 
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
-from tilewise.testing import conformance
+from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
 pytestmark = NEEDED
@@ -95,6 +97,33 @@ def test_visible_nan_and_a_bias_of_infinity(head_dim, mask):
 def test_infinities_of_both_signs(mask, head_dim):
     """More than a warp's lanes apart."""
     conformance.run_overflown(Emulated(), Case(**SMALL | dict(mask=mask, head_dim=head_dim)))
+
+
+SPOILED = [
+    (Causal(), 64, {}),
+    (SlidingWindow(70, 3), 128, {}),
+    (Documents((0, 20, 150), inner=Causal()), 96, {}),
+    (PrefixLM(30), 64, {}),
+    (Full(), 64, {"bias": "hq", "bias_hides": True}),
+    (Causal(), 256, {}),
+    (SlidingWindow(70, 3), 40, {"dtype": "fp16"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "changes"),
+    [pytest.param(*each, marks=pytest.mark.slow if i > 1 else ()) for i, each in enumerate(SPOILED)],
+    ids=lambda x: repr(x) if not isinstance(x, dict) else "-".join(map(str, x.values())) or "plain",
+)
+def test_numbers_of_v_that_are_not_finite(mask, head_dim, changes):
+    """In tiles that some rows see and others do not: they reach the rows that see them, and no others."""
+    call = make(Case(**ONE_HEAD | dict(head_dim=head_dim, mask=mask) | changes), 0)
+    v = call.v.clone()
+    v[0, 3::37, 0, 1] = math.nan
+    v[0, 5::31, 0, 2:] = math.inf
+    v[0, 9::23, 0, 4::3] = -math.inf
+    call = replace(call, v=v)
+    tolerance.check_outputs(call, *Emulated().forward(call))
 
 
 def without(pattern: str, instead: str = ""):

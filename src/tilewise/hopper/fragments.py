@@ -204,6 +204,15 @@ def scale_rows(acc_O: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
+def clear_rows(acc_O: cute.Tensor, lse: cute.Tensor):
+    """0 in the rows that see nothing."""
+    O = by_rows(acc_O)
+    for r in range_constexpr(ROWS):
+        for c in range_constexpr(cute.size(O, mode=[1])):
+            O[r, c] = 0.0 if lse[r] == -Float32.inf else O[r, c]
+
+
+@cute.jit
 def close(rows: Rows) -> tuple[cute.Tensor, cute.Tensor]:
     """(log-sum-exp, 1 / l) of each row: natural logarithm, -inf for a row without keys, whose O is 0 and stays so."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)

@@ -25,7 +25,7 @@ class Config:
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
     draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
-    from_zero: bool = False  # whole tiles' maxima as integers, where no row's maximum so far is below 0
+    from_zero: bool = False  # maxima by a shorter way, where no row's maximum so far is below 0
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
     softcap: bool = False
@@ -77,7 +77,7 @@ class Config:
     @property
     def hides(self) -> bool:
         """Whether a row may not see what another row of its tile sees, so that V is screened (hidden.py)."""
-        return self.sees != "all" or self.bias is not None
+        return self.sees != "all"
 
     @property
     def natural(self) -> bool:
@@ -237,4 +237,4 @@ def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, ch
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return replace(config, from_zero=sees != "runs")
+    return replace(config, from_zero=sees == "all")

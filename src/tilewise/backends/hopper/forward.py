@@ -372,17 +372,17 @@ def walk_tiles(
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
         return whole_steps(tile, pipes, state, walk.first, last, agreed, config)
-    masked, unmasked = seams(walk, last, config)
+    masked, unmasked = seams(walk, last)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, How.MASKED, config)
-        state = whole_steps(tile, pipes, state, masked, unmasked, agreed, config)
+        state = steps(tile, pipes, state, masked, unmasked, How.WHOLE, config)
         if const_expr(config.sees != "until"):
             state = steps(tile, pipes, state, walk.first, masked, How.MASKED, config)
         return state
     for end in cutlass.range(2, unroll=1):
         low = unmasked if end == 0 else masked
         high = unmasked
-        state = whole_steps(tile, pipes, state, low, high, agreed, config)
+        state = steps(tile, pipes, state, low, high, How.WHOLE, config)
         high = last if end == 0 else masked
         low = unmasked if end == 0 else walk.first
         state = steps(tile, pipes, state, low, high, How.MASKED, config)
@@ -390,12 +390,9 @@ def walk_tiles(
 
 
 @cute.jit
-def seams(walk: Walk, last: Int32, config: Constexpr[Config]) -> tuple[Int32, Int32]:
-    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask.
-
-    `from_zero`: the one before them counts with the masked ones. After it every row has seen a whole tile, so hardly any has a maximum below 0.
-    """
-    unmasked = min(max(walk.free_last - int(config.from_zero), walk.first), last)
+def seams(walk: Walk, last: Int32) -> tuple[Int32, Int32]:
+    """Of the tiles [walk.first, last): those in [masked, unmasked) need no mask."""
+    unmasked = min(max(walk.free_last, walk.first), last)
     return min(walk.free_first, unmasked), unmasked
 
 
@@ -493,7 +490,7 @@ def store_rows(
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
     if const_expr(config.hides) and arch.vote_any_sync(cleared):
         warp = arch.make_warp_uniform(thread // WARP)
-        hidden.restore(tensors.V, tensors.O, block, tile.band, tile.changes, warp, config)
+        hidden.restore(tensors, block, tile.band, tile.changes, warp, config)
 
 
 @cute.jit
@@ -584,6 +581,8 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)
+    if const_expr(config.bias is not None):
+        fragments.clear_rows(tile.acc_O, lse)  # 0 times NaN is NaN, also where biases leave a row nothing to see
     return lse
 
 

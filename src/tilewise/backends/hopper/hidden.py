@@ -9,6 +9,7 @@ one with an infinity is infinite, and one with both signs of it is NaN.
 from typing import NamedTuple
 
 from tilewise.backends.hopper import schedule, scores, visible
+from tilewise.backends.hopper.epilogue import Tensors
 from tilewise.backends.hopper.schedule import AHEAD, Block, Queue
 from tilewise.backends.hopper.visible import Band, Run
 from tilewise.hopper import tma
@@ -30,6 +31,7 @@ from tilewise.hopper.dsl import (
 WARP, ROWS = 32, 16  # of a tile that a warp holds
 WARPS = 3  # that screen: those of the loader's warpgroup that do not load
 WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time
+SLOT = WORDS  # words, of which WARPS are used
 NONE = 0
 
 
@@ -37,19 +39,19 @@ class Screen(NamedTuple):
     """In shared memory."""
 
     done: cute.Pointer  # (kv_stages) mbarriers, on which each of WARPS arrives when V of the stage may be multiplied
-    found: cute.Tensor  # (WARPS, AHEAD) int32: the number, from 1 on, of the last unit in a slot of the queue where a warp found something
+    found: (
+        cute.Tensor
+    )  # (SLOT, AHEAD) int32: for each warp the number, from 1 on, of the last unit in a slot of the queue where it found something
 
 
 @cute.jit
 def make_screen(storage: SmemAllocator, config: Constexpr) -> Screen:
     """Initialised, and visible after `tma.barriers_ready`."""
-    made = Screen(
-        storage.allocate_array(cute.Int64, config.kv_stages), storage.allocate_tensor(Int32, cute.make_layout((WARPS, AHEAD)), 16)
-    )
+    made = Screen(storage.allocate_array(cute.Int64, config.kv_stages), storage.allocate_tensor(Int32, cute.make_layout((SLOT, AHEAD)), 16))
     if arch.thread_idx()[0] == 0:
         for i in range_constexpr(config.kv_stages):
             arch.mbarrier_init(made.done + i, WARPS)
-        for i in range_constexpr(WARPS * AHEAD):
+        for i in range_constexpr(SLOT * AHEAD):
             made.found[i] = Int32(NONE)
     return made
 
@@ -79,7 +81,7 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
         walk = visible.walk_of(block, band, seqlen_q, seqlen_k, config)
-        found = made.found.iterator + tma.after(done, AHEAD).index * WARPS + warp
+        found = made.found.iterator + tma.after(done, AHEAD).index * SLOT + warp
         if const_expr(config.sees == "runs"):
             for r in cutlass.range(walk.first, walk.last, unroll=1):
                 run = visible.run_of(r, band)
@@ -103,9 +105,11 @@ def screen_tiles(
     for i in cutlass.range(last - first, unroll=1):
         n_block = last - 1 - i
         pipe.consumer_wait(state)
-        if const_expr(config.bias is not None) or n_block < free[0] or n_block >= free[1]:
-            if clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config) and arch.lane_idx() == 0:
-                found.store(done + 1)
+        if n_block < free[0] or n_block >= free[1]:
+            cleared = clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config)
+            if cleared:  # noqa: SIM102 - `and` would call `clear` in one lane
+                if arch.lane_idx() == 0:
+                    found.store(done + 1)
             arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         if arch.lane_idx() == 0:
@@ -137,8 +141,9 @@ def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> B
     return found
 
 
-def read(address: Int32) -> list[Int32]:
-    ptx = "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+def read(address: Int32, how: str = "") -> list[Int32]:
+    """WORDS from shared memory on. Only what is volatile stays behind the waits that it stands behind."""
+    ptx = f"ld.{how}shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];"
     return arch.inline_ptx(ptx, write_only_types=[Int32] * WORDS, read_only_args=[address])
 
 
@@ -159,20 +164,22 @@ def wait(made: Screen, state: pipeline.PipelineState):
 
 @cute.jit
 def was_cleared(made: Screen, done: Int32) -> Boolean:
-    """Whether something was taken out of the unit after `done` others."""
-    slot = tma.after(done, AHEAD).index
-    return (made.found[0, slot] == done + 1) | (made.found[1, slot] == done + 1) | (made.found[2, slot] == done + 1)
+    """Whether something was taken out of the unit after `done` others; once its last tile was waited for."""
+    address = (made.found.iterator + tma.after(done, AHEAD).index * SLOT).toint()
+    words = read(address, "volatile.")
+    return words[0] == done + 1 or words[1] == done + 1 or words[2] == done + 1
 
 
-class Output(NamedTuple):
-    """What `restore` works on: the unit's part of V and O, in global memory, and where its warp's rows begin."""
+class Unit(NamedTuple):
+    """What `restore` works on, in global memory, and where its warp's rows begin."""
 
     V: cute.Tensor  # (seqlen_k, head_dim_v)
     O: cute.Tensor  # (seqlen_q, head_dim_v)
+    L: cute.Tensor  # (seqlen_q,)
     row0: Int32
     block: Block
     band: Band
-    bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k): -inf hides, too
+    bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k)
 
 
 def lanes_a_key(config) -> int:
@@ -181,7 +188,7 @@ def lanes_a_key(config) -> int:
 
 
 @cute.jit
-def restore(mV: cute.Tensor, mO: cute.Tensor, block: Block, band: Band, changes: scores.Scores, warp: Int32, config: Constexpr):
+def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, warp: Int32, config: Constexpr):
     """To O of this warp's 16 rows, which has been stored, what they see of V's NaN and infinities in tiles that were screened.
 
     A lane has WIDE columns, and for each of them a bit for every row that sees +inf there, or NaN, and another 16 bits up for -inf, or NaN.
@@ -189,78 +196,91 @@ def restore(mV: cute.Tensor, mO: cute.Tensor, block: Block, band: Band, changes:
     arch.cp_async_bulk_wait_group(0)  # the rows' O is written
     arch.sync_warp()
     bias = scores.bias_of(changes, block) if const_expr(config.bias is not None) else None
-    gV, gO = mV[block.batch, None, block.head_k, None], mO[block.batch, None, block.head, None]
-    out = Output(gV, gO, block.m0 + warp * ROWS, block, band, bias)
+    mV, mO, mL = tensors.V[block.batch, None, block.head_k, None], tensors.O[block.batch, None, block.head, None], tensors.L
+    unit = Unit(mV, mO, mL[block.batch, block.head, None], block.m0 + warp * ROWS, block, band, bias)
     marks = cute.make_rmem_tensor(WIDE, Int32)
     marks.fill(NONE)
-    walk = visible.walk_of(block, band, gO.shape[0], gV.shape[0], config)
+    walk = visible.walk_of(block, band, mO.shape[0], mV.shape[0], config)
     if const_expr(config.sees == "runs"):
-        for r in cutlass.range(walk.first, walk.last if const_expr(config.bias is not None) else walk.free_first, unroll=1):
+        for r in cutlass.range(walk.first, walk.free_first, unroll=1):
             run = visible.run_of(r, band)
-            free = r >= walk.free_first
-            mark(marks, run.first, run.last, run, free, out, config)
-    elif const_expr(config.bias is not None):
-        mark(marks, walk.first, walk.last, None, False, out, config)
+            mark(marks, run.first, run.last, run, unit, config)
     else:
         for end in cutlass.range(2, unroll=1):
             first = walk.first if end == 0 else walk.free_last
             last = walk.free_first if end == 0 else walk.last
-            mark(marks, first, last, None, False, out, config)
+            mark(marks, first, last, None, unit, config)
     lanes = const_expr(lanes_a_key(config))
     for i in range_constexpr(WIDE):
         for step in range_constexpr((WARP // lanes).bit_length() - 1):
             marks[i] = marks[i] | arch.shuffle_sync_bfly(marks[i], lanes << step)
-    put(marks, out, config)
+    put(marks, unit, config)
 
 
 @cute.jit
-def mark(marks: cute.Tensor, first: Int32, last: Int32, run: Run | None, free: Boolean, out: Output, config: Constexpr):
+def mark(marks: cute.Tensor, first: Int32, last: Int32, run: Run | None, unit: Unit, config: Constexpr):
     """What rows see of the tiles [first, last), which may be none."""
     lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
     keys = const_expr(WARP // lanes)  # that the warp reads at a time
     step = const_expr(max(keys, 2))  # for two keys each of the 16 rows has a lane that says whether it sees it
-    end = min(last * config.tile_n, out.V.shape[0])
+    end = min(last * config.tile_n, unit.V.shape[0])
     for j in cutlass.range(first * config.tile_n, end, step, unroll=1):
-        seen = [
-            arch.vote_ballot_sync(sees(out.row0 + lane % ROWS, j + 2 * pair + lane // ROWS, end, run, free, out, config))
-            for pair in range(step // 2)
-        ]
+        seen, weightless = [], []
+        for pair in range_constexpr(step // 2):
+            row, key = unit.row0 + lane % ROWS, j + 2 * pair + lane // ROWS
+            mine = sees(row, key, end, run, unit, config)
+            seen.append(arch.vote_ballot_sync(mine))
+            if const_expr(config.bias is not None):
+                weightless.append(arch.vote_ballot_sync(mine and bias_at(row, key, unit) == -Float32.inf))
         for turn in range_constexpr(step // keys):
-            which = turn * keys + lane // lanes
-            rows = seen[0]
-            for pair in range_constexpr(1, step // 2):
-                rows = seen[pair] if which // 2 == pair else rows
-            rows = (rows >> which % 2 * ROWS) & 0xFFFF
-            if rows != NONE and lane % lanes * WIDE < out.V.shape[1]:
-                mark_numbers(marks, rows, out.V[j + which, None], lane % lanes * WIDE)
+            which, column = turn * keys + lane // lanes, lane % lanes * WIDE
+            rows = of_key(seen, which)
+            lost = of_key(weightless, which) if const_expr(config.bias is not None) else Int32(NONE)
+            if rows != NONE and column < unit.V.shape[1]:
+                mark_numbers(marks, rows, lost, unit.V[j + which, None], column)
+
+
+def of_key(ballots: list[Int32], which: Int32) -> Int32:
+    """16 bits, a row each: two keys' a ballot."""
+    found = ballots[0]
+    for pair in range(1, len(ballots)):
+        found = cutlass.select_(which // 2 == pair, ballots[pair], found)
+    return (found >> which % 2 * ROWS) & 0xFFFF
 
 
 @cute.jit
-def sees(row: Int32, key: Int32, end: Int32, run: Run | None, free: Boolean, out: Output, config: Constexpr) -> Boolean:
+def sees(row: Int32, key: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr) -> Boolean:
     """Whether a row exists and sees a key, which is one of the run's where there are runs; no key from `end` on."""
-    seen = row < out.O.shape[0] and key < end
-    at = min(row, out.O.shape[0] - 1), min(key, end - 1)
+    seen = row < unit.O.shape[0] and key < end
+    at, place = min(row, unit.O.shape[0] - 1), min(key, end - 1)
     if const_expr(config.sees == "runs"):
-        if not free:
-            if run.ref >= 0:
-                seen = seen and visible.shows(out.band, run, row - out.block.m0, at[1], config)
-            else:
-                begin, stop = visible.interval(at[0], visible.band_of(run.ref, out.band))
-                seen = seen and key >= begin and key < stop
+        if run.ref >= 0:
+            seen = seen and visible.shows(unit.band, run, row - unit.block.m0, place, config)
+        else:
+            begin, stop = visible.interval(at, visible.band_of(run.ref, unit.band))
+            seen = seen and key >= begin and key < stop
     else:
-        begin, stop = visible.keys_of(at[0], out.band, config)
+        begin, stop = visible.keys_of(at, unit.band, config)
         seen = seen and key >= begin and key < stop
     if const_expr(config.bias is not None):
-        seen = seen and out.bias[min(at[0], out.bias.shape[0] - 1), at[1]].to(Float32) != -Float32.inf
+        seen = seen and unit.L[at] != -Float32.inf  # its bias leaves it nothing
     return seen
 
 
 @cute.jit
-def mark_numbers(marks: cute.Tensor, rows: Int32, values: cute.Tensor, column: Int32):
-    """For `rows`, a bit each, which of WIDE values from a column on are not finite, and how."""
-    read = cute.make_rmem_tensor(WIDE, values.element_type)
-    cute.autovec_copy(cute.make_tensor((values.iterator + column).align(16), cute.make_layout(WIDE)), read)
-    words, exponents = cute.recast_tensor(read, Int32), const_expr(nonfinite(values.element_type)[0])
+def bias_at(row: Int32, key: Int32, unit: Unit) -> Float32:
+    return unit.bias[min(row, unit.bias.shape[0] - 1), min(key, unit.bias.shape[1] - 1)].to(Float32)
+
+
+@cute.jit
+def mark_numbers(marks: cute.Tensor, rows: Int32, lost: Int32, values: cute.Tensor, column: Int32):
+    """For `rows`, a bit each, which of WIDE values from a column on are not finite, and how. `lost`: rows in which the key weighs 0, which makes
+    NaN of an infinity.
+    """
+    read_at = cute.make_tensor((values.iterator + column).align(16), cute.make_layout(WIDE))
+    numbers = cute.make_rmem_tensor(WIDE, values.element_type)
+    cute.autovec_copy(read_at, numbers)
+    words, infinity = cute.recast_tensor(numbers, Int32), const_expr(nonfinite(values.element_type)[0] & 0xFFFF)
     found = Int32(NONE)
     for w in range_constexpr(WORDS):
         found = found | marks_of(words[w], values.element_type)
@@ -268,25 +288,25 @@ def mark_numbers(marks: cute.Tensor, rows: Int32, values: cute.Tensor, column: I
         for i in range_constexpr(WIDE):
             bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
             size = bits & 0x7FFF
-            if size >= (exponents & 0xFFFF):
-                nan = size > (exponents & 0xFFFF)
-                if nan or bits == size:
+            if size >= infinity:
+                marks[i] = marks[i] | lost | lost << ROWS
+                if size > infinity or bits == size:
                     marks[i] = marks[i] | rows
-                if nan or bits != size:
+                if size > infinity or bits != size:
                     marks[i] = marks[i] | rows << ROWS
 
 
 @cute.jit
-def put(marks: cute.Tensor, out: Output, config: Constexpr):
+def put(marks: cute.Tensor, unit: Unit, config: Constexpr):
     lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
     for i in cutlass.range(ROWS * lanes // WARP, unroll=1):
         row = i * (WARP // lanes) + lane // lanes
         for c in range_constexpr(WIDE):
             column, mine = lane % lanes * WIDE + c, marks[c] >> row
             if (mine & (1 | 1 << ROWS)) != NONE:
-                value = out.O[out.row0 + row, column].to(Float32)
+                value = unit.O[unit.row0 + row, column].to(Float32)
                 if mine & 1 != NONE:
                     value += Float32.inf
                 if mine >> ROWS & 1 != NONE:
                     value -= Float32.inf
-                out.O[out.row0 + row, column] = value.to(out.O.element_type)
+                unit.O[unit.row0 + row, column] = value.to(unit.O.element_type)
