@@ -268,8 +268,9 @@ def _random_state(seed: int | None, offset: int) -> Tensor:
     for name, x, bits in (("dropout_seed", seed, 63), ("dropout_offset", 0 if offset is None else offset, 32)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits):
             raise ValueError(f"{name} must be an integer in [0, 2**{bits}), got {x!r}")
-    drawn = torch.randint(0, 2**62, (1,)) if seed is None else torch.tensor([seed])
-    return torch.cat((drawn, torch.tensor([offset])))
+    new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
+    drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
+    return torch.cat((drawn, torch.tensor([offset], **new)))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -293,5 +294,5 @@ def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int,
     ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     if ends_q.shape[0] == 0:
         return ends_q.new_zeros(total_q)
-    document = torch.searchsorted(ends_q, torch.arange(total_q, device=device), right=True)
+    document = torch.searchsorted(ends_q, torch.arange(total_q, dtype=torch.int64, device=device), right=True)
     return (ends_k - ends_q)[document.clamp(max=ends_q.shape[0] - 1)]

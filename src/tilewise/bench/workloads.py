@@ -105,7 +105,8 @@ class Workload:
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-            x = torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device).to(self.dtype)
+            shape = self.batch, seqlen, heads, dim
+            x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(self.dtype)
             return x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x
 
         q = normal(self.seqlen_q, self.heads_q, self.head_dim)
