@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tilewise import errors, ops, repeats
+from tilewise import errors, ops, repeats, vmaps  # noqa: F401 (vmaps registers itself)
 from tilewise.errors import ShapeError
 from tilewise.explain import Explanation, describe
 from tilewise.masks import Causal, Full, Mask, PerHead

@@ -81,6 +81,27 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     check_head_dim(q.shape[-1], v.shape[-1])
 
 
+def check_saved(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
+    """Refuse what was saved for the gradient and came back from torch.autograd.graph.saved_tensors_hooks as something else."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    keys = batch, *k.shape[1:3]
+    like_o, like_lse = (*q.shape[:3], v.shape[3]), (batch, heads_q, seqlen_q)
+    tensors, shapes = (k, v, o, d_o, lse), ((*keys, head_dim), (*keys, v.shape[3]), like_o, like_o, like_lse)
+    dtypes = (q.dtype,) * 4 + (torch.float64 if q.dtype == torch.float64 else torch.float32,)
+    if (
+        all(x.shape == shape and x.dtype == dtype and x.device == q.device for x, shape, dtype in zip(tensors, shapes, dtypes, strict=True))
+        and (d_lse is None or d_lse.shape == like_lse)
+    ):  # fmt: skip
+        return
+    found = ", ".join(
+        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in zip(("q", "k", "v", "o", "dO", "lse"), (q, *tensors), strict=True)
+    )
+    raise ShapeError(
+        f"what attention saved for its gradient does not fit together any more: {found}; torch.autograd.graph.saved_tensors_hooks must give back "
+        "each tensor with the shape, dtype and device that it had"
+    )
+
+
 def check_number(name: str, x: float, low: float = -math.inf, high: float = math.inf, high_open: bool = False) -> None:
     """Refuse what is not a finite real number in [low, high] (or [low, high) where `high_open`)."""
     if type(x) not in (float, int) and (isinstance(x, bool) or not isinstance(x, Real | torch.SymFloat | torch.SymInt)):

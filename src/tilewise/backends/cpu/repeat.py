@@ -10,6 +10,7 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import plain, rows, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import planes_of
+from tilewise.plain import check_memory
 from tilewise.problem import Call
 
 
@@ -27,15 +28,18 @@ class Repeat:
         made = ((args.o, o_shape), (args.d_o, o_shape), (args.dq, call.q.shape), (args.dk, call.k.shape), (args.dv, call.v.shape))
         for field, (_, seqlen, heads, dim) in made:  # contiguous
             field.batch, field.seq, field.head = seqlen * heads * dim, heads * dim, dim
-        self.address, self.few, self.functions = ctypes.addressof(args), few, library.functions
+        self.address, self.few, self.functions, self.run = ctypes.addressof(args), few, library.functions, library.functions.tw_repeat
         self.workspace_bytes: dict[int, int] = {}  # of the backward, by number of threads
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """O, and LSE where it is wanted."""
         o = self.new_o(q)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse else None
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
-        if status := self.functions.tw_repeat(self.address, self.few, torch.get_num_threads(), *addresses):
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not (at_q and at_k and at_v):
+            check_memory(q=q, k=k, v=v)
+        addresses = at_q, at_k, at_v, o.data_ptr(), None if lse is None else lse.data_ptr()
+        if status := self.run(self.address, self.few, torch.get_num_threads(), *addresses):
             raise failure(status)
         return o, lse
 
@@ -50,6 +54,8 @@ class Repeat:
             self.workspace_bytes[threads] = size = self.functions.tw_backward_workspace(ctypes.byref(args))
         memory, start = workspace(size)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), d_o.data_ptr()
+        if 0 in inputs:
+            check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
         if status := self.functions.tw_repeat_backward(self.address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
             raise failure(status)
         del memory
