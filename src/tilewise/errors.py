@@ -4,11 +4,15 @@ Every message names the argument, what was given, what is expected and, where th
 """
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
+_ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -30,11 +34,32 @@ def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torc
         raise ShapeError(f"{name} must be a dense strided tensor, got {layout}; use {way_out}")
     if x.is_meta:
         raise ShapeError(f"{name} is on the meta device, which holds no data; trace shapes with torch.compile or torch.export instead")
+    if not is_compiling():
+        check_memory(**{name: x})
     if x.dim() != len(axes):
         raise ShapeError(f"{name} must have {len(axes)} dimensions ({', '.join(axes)}), got {x.dim()} with shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShapeError(f"{name} must be {expected}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)")
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Refuse a tensor whose memory was given back, of which there is only the shape."""
+    for name, x in tensors.items():
+        if x is not None and _freed(x):
+            raise ShapeError(
+                f"{name} of shape {tuple(x.shape)} has no memory: its storage was resized to 0, as sharded training does with weights that it does "
+                "not hold; gather it before the call, and keep it until the gradient is there"
+            )
+
+
+def _freed(x: Tensor) -> bool:
+    try:
+        return (
+            type(x) in MADE_OF_MEMORY and x.data_ptr() == 0 and x.numel() > 0 and not any(map(torch._C._dispatch_keys(x).has, _ELSEWHERE))
+        )
+    except RuntimeError:  # it never had any
+        return False
 
 
 def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True, other: str = "q") -> None:
@@ -81,25 +106,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     check_head_dim(q.shape[-1], v.shape[-1])
 
 
-def check_saved(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
-    """Refuse what was saved for the gradient and came back from torch.autograd.graph.saved_tensors_hooks as something else."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    keys = batch, *k.shape[1:3]
-    like_o, like_lse = (*q.shape[:3], v.shape[3]), (batch, heads_q, seqlen_q)
-    tensors, shapes = (k, v, o, d_o, lse), ((*keys, head_dim), (*keys, v.shape[3]), like_o, like_o, like_lse)
-    dtypes = (q.dtype,) * 4 + (torch.float64 if q.dtype == torch.float64 else torch.float32,)
-    if (
-        all(x.shape == shape and x.dtype == dtype and x.device == q.device for x, shape, dtype in zip(tensors, shapes, dtypes, strict=True))
-        and (d_lse is None or d_lse.shape == like_lse)
-    ):  # fmt: skip
-        return
-    found = ", ".join(
-        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in zip(("q", "k", "v", "o", "dO", "lse"), (q, *tensors), strict=True)
-    )
-    raise ShapeError(
-        f"what attention saved for its gradient does not fit together any more: {found}; torch.autograd.graph.saved_tensors_hooks must give back "
-        "each tensor with the shape, dtype and device that it had"
-    )
+def check_local(tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse a distributed tensor: torch knows no rule by which attention's results are distributed."""
+    for name, x in tensors.items():
+        if type(x).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"{name} is a DTensor, which attention does not take; call it on the local parts: "
+                "torch.distributed.tensor.experimental.local_map(tilewise.attention, ...), which works for parts of the batch and of the heads"
+            )
 
 
 def check_number(name: str, x: float, low: float = -math.inf, high: float = math.inf, high_open: bool = False) -> None:

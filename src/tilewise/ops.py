@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import errors, masks
+from tilewise import errors, masks, saved
 from tilewise.dispatch import choose
-from tilewise.plain import check_memory, mapped, watched
+from tilewise.plain import mapped, watched
 from tilewise.problem import Call, Dropout
 
 
@@ -89,7 +89,8 @@ def _forward(*operands) -> tuple[Tensor, Tensor]:
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
     given = Operands(*operands)
-    errors.check_saved(*given[:3], o, lse, d_o, d_lse)
+    more = {"bias": given.bias, "alibi_slopes": given.alibi_slopes, "sink": given.sink, "diagonal": given.diagonal}
+    saved.check(*given[:3], o, lse, d_o, d_lse, **more)
     call = call_of(given)
     grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
@@ -97,13 +98,13 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
 
 def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at."""
-    check_memory(**_named(Operands(*operands)))
+    errors.check_memory(**_named(Operands(*operands)))
     return _forward(*operands)
 
 
 def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """`_backward` of tensors that nobody has looked at."""
-    check_memory(**_named(Operands(*operands)), o=o, lse=lse, dO=d_o, dLSE=d_lse)
+    errors.check_memory(**_named(Operands(*operands)), o=o, lse=lse, dO=d_o, dLSE=d_lse)
     return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
 
 
@@ -130,14 +131,9 @@ def _(o, lse, d_o, d_lse, bias_grad, *operands):
     return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-def saved(given: Operands, o: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
-    """What is saved for the gradient, by every way of a call in the same order: checkpointing recomputes by another way than it came."""
-    return *given[:3], o, lse, *given[3:TENSORS], *given.mask_tensors
-
-
 def _setup_context(ctx, inputs, output):
     given = Operands(*inputs)
-    ctx.save_for_backward(*saved(given, *output))
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, *output))
     ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
     ctx.set_materialize_grads(False)
 
@@ -256,6 +252,7 @@ def attend(operands: Operands) -> tuple[Tensor, Tensor]:
         return forward(*operands)
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if watched(tensors):
+        errors.check_local(_named(operands))
         return forward(*operands) if mapped(tensors) else _Forward.apply(*operands)
     return _Eager.apply(*operands) if operands.grad else _forward(*operands)
 

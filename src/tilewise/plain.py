@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.errors import ShapeError
+from tilewise.errors import MADE_OF_MEMORY
 
-TYPES = (Tensor, torch.nn.Parameter)
 _MAPPED = torch._C._parse_dispatch_key("Batched")
 
 
@@ -24,7 +23,7 @@ def watched(tensors: Iterable[Tensor | None]) -> bool:
         return True
     try:
         for x in tensors:  # strided ones, and not nested
-            if x is not None and (type(x) not in TYPES or x.is_neg() or (x.data_ptr() == 0 and x.numel() > 0)):
+            if x is not None and (type(x) not in MADE_OF_MEMORY or x.is_neg() or (x.data_ptr() == 0 and x.numel() > 0)):
                 return True
     except RuntimeError:  # it has no storage
         return True
@@ -34,13 +33,3 @@ def watched(tensors: Iterable[Tensor | None]) -> bool:
 def mapped(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a tensor is batched by the vmap of torch.autograd.grad(..., is_grads_batched=True), which is older than torch.func's."""
     return any(x is not None and torch._C._dispatch_keys(x).has(_MAPPED) for x in tensors)
-
-
-def check_memory(**tensors: Tensor | None) -> None:
-    """Refuse a tensor whose memory was given back, of which there is only the shape."""
-    for name, x in tensors.items():
-        if x is not None and x.data_ptr() == 0 and x.numel() > 0:
-            raise ShapeError(
-                f"{name} of shape {tuple(x.shape)} has no memory: its storage was resized to 0, as sharded training does with weights that it does "
-                "not hold; gather it before the call, and keep it until the gradient is there"
-            )

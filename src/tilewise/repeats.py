@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from tilewise import ops, plain
+from tilewise import ops, plain, saved
 from tilewise.dispatch import choose
 from tilewise.masks import Mask
 
@@ -50,12 +50,12 @@ _last: Known | None = None
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient, of O alone. It saves what the long way saves (`ops.saved`)."""
+    """The short way with a gradient, of O alone. It saves what the long way saves (`saved.in_order`)."""
 
     @staticmethod
     def forward(ctx, q, k, v, known):
         o, lse = known.short.forward(q, k, v, True)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(*saved.in_order((q, k, v), [], o, lse))
         ctx.known = known
         return o
 

@@ -10,7 +10,7 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import plain, rows, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import planes_of
-from tilewise.plain import check_memory
+from tilewise.errors import check_memory
 from tilewise.problem import Call
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.keeping import hold
+from tilewise.errors import check_memory
 from tilewise.hopper.compile import aligned
-from tilewise.plain import check_memory
 from tilewise.problem import Call
 
 # torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
