@@ -115,8 +115,9 @@ def of(function: Function, tensors: dict[str, Tensor], grad: bool = True) -> lis
 
 def with_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     weights = [normal(*x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, weights) if leaves else ()
-    return [x.detach() for x in (*outputs, *gradients)]
+    if leaves:
+        torch.autograd.backward(outputs, weights)
+    return [x.detach() for x in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
 def plain(name: str, grad: bool = True) -> list[Tensor]:
