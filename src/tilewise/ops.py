@@ -6,10 +6,13 @@ it is traced.
 An absent optional output is an empty tensor, because a schema cannot return None.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
 from tilewise import errors, masks, saved
 from tilewise.dispatch import choose
@@ -98,13 +101,17 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
 
 def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at."""
-    errors.check_memory(**_named(Operands(*operands)))
+    given = _named(Operands(*operands))
+    refuse_tangents(given.values())
+    errors.check_memory(**given)
     return _forward(*operands)
 
 
 def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """`_backward` of tensors that nobody has looked at."""
-    errors.check_memory(**_named(Operands(*operands)), o=o, lse=lse, dO=d_o, dLSE=d_lse)
+    given = _named(Operands(*operands)) | {"o": o, "lse": lse, "dO": d_o, "dLSE": d_lse}
+    refuse_tangents(given.values())
+    errors.check_memory(**given)
     return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
 
 
@@ -180,6 +187,15 @@ def refuse_forward_mode():
     raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
 
 
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors with tangents where torch would drop those: in a compiled program, or without autograd."""
+    if forward_ad._current_level < 0:
+        return
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # which a look at a tangent needs
+        if any(x is not None and not x.is_inference() and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            refuse_forward_mode()
+
+
 forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
 
@@ -246,6 +262,11 @@ class _Backward(torch.autograd.Function):
         refuse_forward_mode()
 
 
+def _transforms() -> set:
+    """The kinds of torch.func's transforms that are active."""
+    return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
+
+
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
     if torch.compiler.is_compiling():
@@ -253,6 +274,13 @@ def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if watched(tensors):
         errors.check_local(_named(operands))
+        if TransformType.Functionalize in (transforms := _transforms()):
+            if operands.grad or transforms & {TransformType.Grad, TransformType.Jvp}:
+                raise errors.UnsupportedError(
+                    "attention has no derivative under torch.func.functionalize, because torch gives an autograd.Function none; "
+                    "leave functionalize out, or trace with torch.compile"
+                )
+            return forward(*operands)
         return forward(*operands) if mapped(tensors) else _Forward.apply(*operands)
     return _Eager.apply(*operands) if operands.grad else _forward(*operands)
 

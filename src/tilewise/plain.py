@@ -32,4 +32,4 @@ def watched(tensors: Iterable[Tensor | None]) -> bool:
 
 def mapped(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a tensor is batched by the vmap of torch.autograd.grad(..., is_grads_batched=True), which is older than torch.func's."""
-    return any(x is not None and torch._C._dispatch_keys(x).has(_MAPPED) for x in tensors)
+    return any(isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_MAPPED) for x in tensors)

@@ -1,12 +1,12 @@
 """How torch's two kinds of vmap see the operators: torch.func's, and the older one of batched gradients (`is_grads_batched=True`)."""
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tilewise.ops import backward, forward
+from tilewise.plain import mapped
 
 FORWARD = (0, 1, 2)  # the operands of `forward` that have a batch dimension
 MOST_LEVELS = 64  # of vmaps within each other, torch's own bound
@@ -45,20 +45,22 @@ def _unwrapped(x, level: int):
     if isinstance(x, list | tuple):
         return tuple(map(list, zip(*(_unwrapped(y, level) for y in x), strict=True))) or ([], [])
     if isinstance(x, Tensor):
-        with contextlib.suppress(RuntimeError):  # it would be expanded to -1 entries, which torch refuses
-            return torch._remove_batch_dim(x, level, -1, 0), 0
+        value = torch._remove_batch_dim(x, level, 0, 0)
+        if value.shape[0] > 0:  # else nothing was mapped at this level, and x expanded to 0 entries
+            return value, 0
     return x, None
 
 
 def _batched(op: Callable, batched: tuple[int, ...], *args):
-    """`op` on tensors that the older vmap has wrapped: one of its levels is mapped over here, and others when the operator is called again."""
-    for level in range(1, MOST_LEVELS + 1):
-        values, in_dims = zip(*(_unwrapped(x, level) for x in args), strict=True)
-        sizes = [x.shape[0] for x, dim in _pairs(values, in_dims) if dim is not None]
-        if sizes:
-            results, _ = _vmap(op, sizes[0], in_dims, values, batched)
+    """`op` on tensors that the older vmap has wrapped: its innermost level is mapped over here, and others when the operator is called again."""
+    wrapped = [x for x, _ in _pairs(args, [[None] * len(x) if isinstance(x, list | tuple) else None for x in args]) if mapped([x])]
+    for level in range(MOST_LEVELS, 0, -1):
+        if any(_unwrapped(x, level)[1] == 0 for x in wrapped):
+            values, in_dims = zip(*(_unwrapped(x, level) for x in args), strict=True)
+            size = next(x.shape[0] for x, dim in _pairs(values, in_dims) if dim is not None)
+            results, _ = _vmap(op, size, in_dims, values, batched)
             return tuple(torch._add_batch_dim(y, 0, level) for y in results)
-    raise RuntimeError("attention got a tensor that is batched in a way it does not know; use torch.func.vmap")
+    raise RuntimeError("attention cannot map over 0 gradients or entries here; use torch.func.vmap")
 
 
 def _pairs(values, in_dims):
