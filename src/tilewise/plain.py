@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from tilewise.errors import MADE_OF_MEMORY
 
-_MAPPED = torch._C._parse_dispatch_key("Batched")
+MAPPED = torch._C._parse_dispatch_key("Batched") if hasattr(torch, "_remove_batch_dim") else None  # None: a torch without the older vmap
 
 
 def watched(tensors: Iterable[Tensor | None]) -> bool:
@@ -32,4 +32,4 @@ def watched(tensors: Iterable[Tensor | None]) -> bool:
 
 def mapped(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a tensor is batched by the vmap of torch.autograd.grad(..., is_grads_batched=True), which is older than torch.func's."""
-    return any(isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_MAPPED) for x in tensors)
+    return MAPPED is not None and any(isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(MAPPED) for x in tensors)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.ops import backward, forward
-from tilewise.plain import mapped
+from tilewise.plain import MAPPED, mapped
 
 FORWARD = (0, 1, 2)  # the operands of `forward` that have a batch dimension
 MOST_LEVELS = 64  # of vmaps within each other, torch's own bound
@@ -72,5 +72,6 @@ def _pairs(values, in_dims):
 forward.register_vmap(lambda info, in_dims, *args: _vmap(forward, info.batch_size, in_dims, args, FORWARD))
 backward.register_vmap(lambda info, in_dims, *args: _vmap(backward, info.batch_size, in_dims, args, BACKWARD))
 _library = torch.library.Library("tilewise", "FRAGMENT")  # what is registered lives as long as this
-_library.impl("forward", lambda *args: _batched(forward, FORWARD, *args), "Batched")
-_library.impl("backward", lambda *args: _batched(backward, BACKWARD, *args), "Batched")
+if MAPPED is not None:
+    _library.impl("forward", lambda *args: _batched(forward, FORWARD, *args), "Batched")
+    _library.impl("backward", lambda *args: _batched(backward, BACKWARD, *args), "Batched")

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import torch
 import torch.utils._pytree as pytree
-from surroundings import FUNCTIONS, QKV, check_cells, check_equal, check_refused, of, plain, qkv
+from surroundings import FUNCTIONS, QKV, check_cells, check_equal, check_refused, normal, of, plain, qkv
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -68,6 +68,21 @@ def like_the_plain_one(name: str, operand: str, kind: Callable[[Tensor], Tensor]
         of(FUNCTIONS[name], ordinary, grad=False)
 
 
+def gradients_beside(name: str, operand: str, kind: Callable[[Tensor], Tensor]) -> None:
+    """The gradients of all other operands are those of the plain call."""
+    function = FUNCTIONS[name]
+    want = plain(name)
+    others = [key for key in function.grads if key != operand]
+    for _ in range(3):
+        tensors = {key: x.detach().requires_grad_(key in others) for key, x in function.make().items()}
+        tensors[operand] = kind(tensors[operand])
+        outputs = function.call(**tensors)
+        got = torch.autograd.grad(outputs, [tensors[key] for key in others], [normal(*x.shape, seed=9 + n) for n, x in enumerate(outputs)])
+        right_ones = dict(zip(function.grads, want[len(outputs) :], strict=True))
+        check_equal([x.inner if isinstance(x, Wrapper) else x.resolve_neg() for x in got], [right_ones[key] for key in others])
+        of(function, function.make())
+
+
 def refused(name: str, operand: str, kind: Callable[[Tensor], Tensor], *words: str) -> None:
     for _ in range(3):
         check_refused(lambda: FUNCTIONS[name].call(**replaced(name, operand, kind)), *words)
@@ -92,6 +107,9 @@ for (name, operand), x in OPERANDS.items():
     where = f"{name}; {operand}"
     CELLS[f"wrapper; {where}"] = partial(like_the_plain_one, name, operand, Wrapper)
     CELLS[f"parameter; {where}"] = partial(like_the_plain_one, name, operand, lambda x: torch.nn.Parameter(x, requires_grad=False))
+    if FUNCTIONS[name].grads:
+        CELLS[f"wrapper, gradients; {where}"] = partial(gradients_beside, name, operand, Wrapper)
+        CELLS[f"negated, gradients; {where}"] = partial(gradients_beside, name, operand, negated)
     if x.is_floating_point():
         CELLS[f"negated; {where}"] = partial(like_the_plain_one, name, operand, negated)
         CELLS[f"zeros; {where}"] = partial(like_the_plain_one, name, operand, zeros)
