@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tilewise import errors, ops, repeats, vmaps  # noqa: F401 (vmaps registers itself)
 from tilewise.errors import ShapeError
@@ -224,7 +225,7 @@ def operands(
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
-    q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
+    q, k, v = (_dense(name, x) if _last_dim_strided(x) else x for name, x in (("q", q), ("k", k), ("v", v)))
     return ops.Operands(
         q=q,
         k=k,
@@ -279,6 +280,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tu
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
 
+    if not is_compiling():
+        errors.check_memory(q=q, k=k, v=v, bias=bias)
+
     def cast(x):
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
@@ -287,6 +291,12 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tu
 
 def _last_dim_strided(x: Tensor) -> bool:
     return x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+def _dense(name: str, x: Tensor) -> Tensor:
+    if not is_compiling():
+        errors.check_memory(**{name: x})
+    return x.contiguous()
 
 
 def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> Tensor:

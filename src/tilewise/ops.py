@@ -92,8 +92,7 @@ def _forward(*operands) -> tuple[Tensor, Tensor]:
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
     given = Operands(*operands)
-    more = {"bias": given.bias, "alibi_slopes": given.alibi_slopes, "sink": given.sink, "diagonal": given.diagonal}
-    saved.check(*given[:3], o, lse, d_o, d_lse, **more)
+    saved.check(*given[:3], o, lse, d_o, d_lse, given[3:7])
     call = call_of(given)
     grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
@@ -166,7 +165,8 @@ def _differentiate_operator(ctx, d_o, d_lse):
 
 def _tensors(operands: tuple) -> list[Tensor | None]:
     """All tensors among the operands of `backward`."""
-    return [x for x in operands if isinstance(x, Tensor)] + operands[-len(Operands._fields) + TENSORS]
+    first = len(operands) - len(Operands._fields)
+    return [*operands[: first - 1], *operands[first : first + TENSORS], *operands[first + TENSORS]]  # without bias_grad
 
 
 def _way_back(operands: tuple):

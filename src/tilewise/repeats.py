@@ -8,7 +8,7 @@ aborts the process on a nested tensor, so that is asked first. The gradient asks
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Known:
         bool | None
     )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, so it is all the same
     layouts: tuple  # of q, k and v, as `_layout` gives them
-    check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
+    checks_back: dict[int, Callable | None] = field(default_factory=dict)  # of q, k, v, O, LSE and dO, by their number: k and v may be q
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.grad:
@@ -139,7 +139,9 @@ def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
     """
     if q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested:
         return False
-    if known.check_back is not None and forward_ad._current_level < 0 and known.check_back(q, k, v, o, lse, d_o):
+    tensors = (q, o, lse, d_o) if q is k and k is v else (q, k, v, o, lse, d_o)
+    check = known.checks_back.get(len(tensors))
+    if check is not None and forward_ad._current_level < 0 and check(*tensors):
         return True
     if not d_o.is_contiguous() or plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
         return False
@@ -147,7 +149,7 @@ def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
     for x, shape, dtype in ((o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)):
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous():
             return False
-    known.check_back = _check(q, k, v, o, lse, d_o)
+    known.checks_back[len(tensors)] = _check(*tensors)
     return True
 
 

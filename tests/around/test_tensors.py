@@ -128,6 +128,17 @@ def all_fake() -> None:
             assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in right(name)], name
 
 
+def freed_and_copied() -> None:
+    """Where attention copies before it calls the operators, torch would read memory that is not there."""
+    for name in qkv():
+        tensors = qkv()
+        tensors[name] = tensors[name].transpose(1, 3).contiguous().transpose(1, 3)
+        tensors[name].untyped_storage().resize_(0)
+        check_refused(lambda tensors=tensors: tw.attention(**tensors), "has no memory")
+        with torch.autocast("cpu", torch.bfloat16):
+            check_refused(lambda name=name: tw.attention(**replaced("attention", name, freed)), "has no memory")
+
+
 def functional() -> None:
     """A tensor that stands for one that is written to, outside of the transform that makes such."""
     tensors = {name: torch._to_functional_tensor(x) for name, x in qkv().items()}
@@ -154,13 +165,14 @@ def distributed() -> None:
         dist.destroy_process_group()
 
 
-CELLS |= {"fake; all": all_fake, "functional": functional, "DTensor": distributed}
+CELLS |= {"fake; all": all_fake, "freed, copied": freed_and_copied, "functional": functional, "DTensor": distributed}
 
 WAITS = {f"{kind}; decode; {operand}" for kind in ("wrapper", "zeros", "fake") for operand in QKV} | {
     "wrapper; decode; lengths",
     "fake; decode; lengths",
     "negated; decode; sink",
     "fake; decode; sink",
+    "freed; decode; sink",
 }
 
 
