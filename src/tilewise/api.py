@@ -68,10 +68,11 @@ def attention(
         ValueError: a number, flag or name out of its range.
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
-    tensors, options = (q, k, v), (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
+    options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
     alone = bias is None and alibi_slopes is None and sink is None
     if alone and (known := repeats.find(q, k, v, options)) is not None:
         return known(q, k, v)
+    tensors = q, k, v
     q, k, v, bias = _autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)

@@ -8,14 +8,14 @@ aborts the process on a nested tensor, so that is asked first. The gradient asks
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from tilewise import ops, plain, saved
+from tilewise import ops, plain
 from tilewise.dispatch import choose
 from tilewise.masks import Mask
 
@@ -36,7 +36,7 @@ class Known:
         bool | None
     )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, so it is all the same
     layouts: tuple  # of q, k and v, as `_layout` gives them
-    checks_back: dict[int, Callable | None] = field(default_factory=dict)  # of q, k, v, O, LSE and dO, by their number: k and v may be q
+    check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.grad:
@@ -55,7 +55,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, known):
         o, lse = known.short.forward(q, k, v, True)
-        ctx.save_for_backward(*saved.in_order((q, k, v), [], o, lse))
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.known = known
         return o
 
@@ -63,7 +63,13 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx, d_o):
         q, k, v, o, lse = ctx.saved_tensors
         known = ctx.known
-        if not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o):
+        if (
+            known.check_back is not None
+            and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
+            and known.check_back(q, k, v, o, lse, d_o)
+            and not torch.is_grad_enabled()
+            and forward_ad._current_level < 0
+        ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o)):
             return *known.short.backward(q, k, v, o, lse, d_o), None
         return *ops.differentiate(o, lse, d_o, known.given._replace(q=q, k=k, v=v)), None
 
@@ -137,19 +143,16 @@ def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
 
     Hooks on saved tensors may give back copies, and the gradient that arrives is anybody's.
     """
-    if q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested:
+    if any(x.is_nested for x in (q, k, v, o, lse, d_o)) or not d_o.is_contiguous():
         return False
-    tensors = (q, o, lse, d_o) if q is k and k is v else (q, k, v, o, lse, d_o)
-    check = known.checks_back.get(len(tensors))
-    if check is not None and forward_ad._current_level < 0 and check(*tensors):
-        return True
-    if not d_o.is_contiguous() or plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
+    if plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
         return False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     for x, shape, dtype in ((o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)):
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous():
             return False
-    known.checks_back[len(tensors)] = _check(*tensors)
+    if q is not k and k is not v:  # it wants them apart
+        known.check_back = _check(q, k, v, o, lse, d_o)
     return True
 
 
