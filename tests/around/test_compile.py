@@ -6,14 +6,14 @@ from surroundings import FUNCTIONS, check_close, check_equal, of, plain
 from test_defaults import DEVICES, MODES, default_dtype
 
 FAST = ("attention", "attention, every operand")
-NO_OPERATOR = ("decode",)  # a graph breaks at it
+WAITS = {"decode"}  # a graph breaks at it, until it is an operator
 DRAWN = "attention, seed drawn"  # from the compiled program's generator
 
 
 def functions():
     for name in FUNCTIONS:
         marks = [] if name in FAST else [pytest.mark.slow]
-        if name in NO_OPERATOR:
+        if name in WAITS:
             marks.append(pytest.mark.xfail(strict=True, reason="decode is no operator yet"))
         if name != DRAWN:
             yield pytest.param(name, marks=marks)
