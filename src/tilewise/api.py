@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from tilewise import errors, ops, repeats
+from tilewise import errors, ops, repeats, vmaps  # noqa: F401 (vmaps registers itself)
 from tilewise.errors import ShapeError
 from tilewise.explain import Explanation, describe
 from tilewise.masks import Causal, Full, Mask, PerHead
@@ -67,10 +68,11 @@ def attention(
         ValueError: a number, flag or name out of its range.
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
-    tensors, options = (q, k, v), (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
+    options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
     alone = bias is None and alibi_slopes is None and sink is None
     if alone and (known := repeats.find(q, k, v, options)) is not None:
         return known(q, k, v)
+    tensors = q, k, v
     q, k, v, bias = _autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)
@@ -224,7 +226,7 @@ def operands(
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
-    q, k, v = (x.contiguous() if _last_dim_strided(x) else x for x in (q, k, v))
+    q, k, v = (_dense(name, x) if _last_dim_strided(x) else x for name, x in (("q", q), ("k", k), ("v", v)))
     return ops.Operands(
         q=q,
         k=k,
@@ -268,8 +270,9 @@ def _random_state(seed: int | None, offset: int) -> Tensor:
     for name, x, bits in (("dropout_seed", seed, 63), ("dropout_offset", 0 if offset is None else offset, 32)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits):
             raise ValueError(f"{name} must be an integer in [0, 2**{bits}), got {x!r}")
-    drawn = torch.randint(0, 2**62, (1,)) if seed is None else torch.tensor([seed])
-    return torch.cat((drawn, torch.tensor([offset])))
+    new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
+    drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
+    return torch.cat((drawn, torch.tensor([offset], **new)))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -277,6 +280,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tu
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(q.device.type)
+
+    if not is_compiling():
+        errors.check_memory(q=q, k=k, v=v, bias=bias)
 
     def cast(x):
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
@@ -288,10 +294,16 @@ def _last_dim_strided(x: Tensor) -> bool:
     return x.shape[-1] > 1 and x.stride(-1) != 1
 
 
+def _dense(name: str, x: Tensor) -> Tensor:
+    if not is_compiling():
+        errors.check_memory(**{name: x})
+    return x.contiguous()
+
+
 def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> Tensor:
     """(total_q,) int64: for a query of document d, the end of its keys minus the end of its queries (see `Call.diagonal`)."""
     ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     if ends_q.shape[0] == 0:
         return ends_q.new_zeros(total_q)
-    document = torch.searchsorted(ends_q, torch.arange(total_q, device=device), right=True)
+    document = torch.searchsorted(ends_q, torch.arange(total_q, dtype=torch.int64, device=device), right=True)
     return (ends_k - ends_q)[document.clamp(max=ends_q.shape[0] - 1)]

@@ -49,13 +49,13 @@ def _row_of_blocks(block_mask: "BlockMask", b: int, h: int, m_block: int) -> np.
     seqlen_k = block_mask.seq_lengths[1]
     out = torch.zeros(size_q, -(-seqlen_k // size_k), size_k, dtype=torch.bool, device="cpu")
     partial = block_mask.kv_indices[b, h, m_block, : block_mask.kv_num_blocks[b, h, m_block]].long()
-    device = partial.device
+    new = {"dtype": torch.int64, "device": partial.device}
     if len(partial):
-        index = [torch.tensor(value, device=device) for value in (b, h)]
-        rows = torch.arange(m_block * size_q, (m_block + 1) * size_q, device=device)
+        index = [torch.tensor(value, **new) for value in (b, h)]
+        rows = torch.arange(m_block * size_q, (m_block + 1) * size_q, **new)
         # Keys past the end are looked at in the place of the last one and cut off below: mask_mod may index tensors of that length.
         rows = rows.clamp(max=block_mask.seq_lengths[0] - 1)
-        keys = (partial[:, None] * size_k + torch.arange(size_k, device=device)).clamp(max=seqlen_k - 1)
+        keys = (partial[:, None] * size_k + torch.arange(size_k, **new)).clamp(max=seqlen_k - 1)
         pairs = torch.vmap(torch.vmap(block_mask.mask_mod, (None, None, None, 0)), (None, None, 0, None))(*index, rows, keys.flatten())
         out[:, partial.cpu()] = pairs.reshape(size_q, len(partial), size_k).cpu()
     if block_mask.full_kv_num_blocks is not None:

@@ -45,6 +45,7 @@ class Dense(_PairByPair):
                 f"Dense: expected a strided bool tensor, got {given.dtype}, {'nested' if given.is_nested else given.layout}; "
                 "write mask > 0 (or == 0) to say what is visible, and pass scores to add as bias="
             )
+        check_values("Dense", given)
         if given.dim() not in (2, 4):
             expected = "(seqlen_q or 1, seqlen_k) or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)"
             raise ShapeError(f"Dense: expected {expected}, got shape {tuple(given.shape)}")
@@ -78,6 +79,7 @@ class Packed(_PairByPair):
             found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             expected = f"(batch or 1, heads or 1, seqlen_q, {-(-self.seqlen_k // 8)})"
             raise ShapeError(f"Packed: for seqlen_k {self.seqlen_k} expected a uint8 tensor {expected}, got {found}")
+        check_values("Packed", given)
         self._set("bitmap", None, (given.shape[0], given.shape[1]))
 
     def _write(self, tensors: list[Tensor]) -> str:
@@ -91,6 +93,13 @@ class Packed(_PairByPair):
         if seqlen_k % 8 and bool((content(self.bits).bits[..., -1] & (0xFF >> seqlen_k % 8)).any()):
             raise ShapeError(f"Packed: bits beyond seqlen_k {seqlen_k} are set; expected zeros there")
         return self._regions(self.bits, seqlen_q, seqlen_k, batch, heads)
+
+
+def check_values(name: str, given: Tensor) -> None:
+    if given.is_meta:
+        raise ShapeError(f"{name}: a mask tensor on the meta device has no values; pass one on a real device")
+    if given.layout != torch.strided or given.is_nested:
+        raise ShapeError(f"{name}: expected a strided tensor, got {'nested' if given.is_nested else given.layout}; use .to_dense()")
 
 
 def _each(extent: int) -> list[tuple[int, slice]]:

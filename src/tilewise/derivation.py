@@ -173,8 +173,8 @@ def _keys_seen(i: int, q: Tensor, k: Tensor, causal: bool) -> int:
 def _scores(q: Tensor, k: Tensor, i0: int, i1: int, j0: int, j1: int, causal: bool, scale: float | None) -> Tensor:
     s = _scale(q, scale) * q[i0:i1] @ k[j0:j1].T  # Eq. 1
     if causal:
-        i, j = torch.arange(i0, i1, device=q.device)[:, None], torch.arange(j0, j1, device=q.device)
-        s = s.masked_fill(j > i + len(k) - len(q), -INF)  # Eq. 19
+        i, j = (torch.arange(a, b, dtype=torch.int64, device=q.device) for a, b in ((i0, i1), (j0, j1)))
+        s = s.masked_fill(j > i[:, None] + len(k) - len(q), -INF)  # Eq. 19
     return s
 
 

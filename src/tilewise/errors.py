@@ -4,11 +4,15 @@ Every message names the argument, what was given, what is expected and, where th
 """
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
+_ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -20,8 +24,11 @@ class UnsupportedError(NotImplementedError):
     """The problem is well posed, but nothing here can compute it (or the backend asked for cannot)."""
 
 
-def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Refuse what is not a dense, strided tensor that holds data, has the named axes and one of `dtypes`."""
+def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES, memory: bool = True) -> None:
+    """Refuse what is not a dense, strided tensor that holds data, has the named axes and one of `dtypes`.
+
+    Whether it has memory is left to the operators where not `memory`: for what reaches them as it is.
+    """
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name} must be a torch.Tensor of shape ({', '.join(axes)}), got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
@@ -30,11 +37,32 @@ def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torc
         raise ShapeError(f"{name} must be a dense strided tensor, got {layout}; use {way_out}")
     if x.is_meta:
         raise ShapeError(f"{name} is on the meta device, which holds no data; trace shapes with torch.compile or torch.export instead")
+    if memory and not is_compiling() and _freed(x):
+        check_memory(**{name: x})
     if x.dim() != len(axes):
         raise ShapeError(f"{name} must have {len(axes)} dimensions ({', '.join(axes)}), got {x.dim()} with shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShapeError(f"{name} must be {expected}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)")
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Refuse a tensor whose memory was given back, of which there is only the shape."""
+    for name, x in tensors.items():
+        if x is not None and _freed(x):
+            raise ShapeError(
+                f"{name} of shape {tuple(x.shape)} has no memory: its storage was resized to 0, as sharded training does with weights that it does "
+                "not hold; gather it before the call, and keep it until the gradient is there"
+            )
+
+
+def _freed(x: Tensor) -> bool:
+    try:
+        return (
+            type(x) in MADE_OF_MEMORY and x.data_ptr() == 0 and x.numel() > 0 and not any(map(torch._C._dispatch_keys(x).has, _ELSEWHERE))
+        )
+    except RuntimeError:  # it never had any
+        return False
 
 
 def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True, other: str = "q") -> None:
@@ -66,9 +94,9 @@ def check_head_dim(head_dim: int, head_dim_v: int) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     """q, k, v of one call: (batch, seqlen, heads, dim), or (total, heads, dim) where sequences are packed."""
     lead = (("total_q",), ("total_k",)) if packed else (("batch", "seqlen_q"), ("batch", "seqlen_k"))
-    check_tensor("q", q, (*lead[0], "heads_q", "head_dim"))
-    check_tensor("k", k, (*lead[1], "heads_k", "head_dim"))
-    check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"))
+    check_tensor("q", q, (*lead[0], "heads_q", "head_dim"), memory=packed)
+    check_tensor("k", k, (*lead[1], "heads_k", "head_dim"), memory=packed)
+    check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"), memory=packed)
     check_like("k", k, q)
     check_like("v", v, q)
     if not packed:
@@ -79,6 +107,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     check_size("k", "head_dim", k.shape[-1], q.shape[-1], "q")
     check_heads(q.shape[-2], k.shape[-2])
     check_head_dim(q.shape[-1], v.shape[-1])
+
+
+def check_local(tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse a distributed tensor: torch knows no rule by which attention's results are distributed."""
+    for name, x in tensors.items():
+        if type(x).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"{name} is a DTensor, which attention does not take; call it on the local parts: "
+                "torch.distributed.tensor.experimental.local_map(tilewise.attention, ...), which works for parts of the batch and of the heads"
+            )
 
 
 def check_number(name: str, x: float, low: float = -math.inf, high: float = math.inf, high_open: bool = False) -> None:
@@ -102,7 +140,7 @@ def check_flag(name: str, x: bool) -> None:
 
 def check_bias(bias: Tensor, q: Tensor, seqlen_k: int) -> None:
     """bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), in q's dtype or fp32."""
-    check_tensor("bias", bias, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k"))
+    check_tensor("bias", bias, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k"), memory=False)
     check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
     batch, seqlen_q, heads_q, _ = q.shape
     for axis, got, size in zip(("batch", "heads_q", "seqlen_q"), bias.shape, (batch, heads_q, seqlen_q), strict=False):
@@ -128,6 +166,6 @@ def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int) -> None:
 
 def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:
     """sink (heads_q,): one logit a head."""
-    check_tensor("sink", sink, ("heads_q",))
+    check_tensor("sink", sink, ("heads_q",), memory=False)
     check_like("sink", sink, q, same_dtype=False)
     check_size("sink", "heads_q", sink.shape[0], heads_q, "q")

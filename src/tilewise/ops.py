@@ -1,17 +1,22 @@
-"""The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels, autograd and vmap.
+"""The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
 
-Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here. An operator receives only
-what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it chooses the backend when it runs, not when it is traced.
+Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap. An
+operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it chooses the backend when it runs, not when
+it is traced.
 An absent optional output is an empty tensor, because a schema cannot return None.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
-from tilewise import masks
+from tilewise import errors, masks, saved
 from tilewise.dispatch import choose
+from tilewise.plain import mapped, watched
 from tilewise.problem import Call, Dropout
 
 
@@ -70,6 +75,12 @@ def call_of(given: Operands) -> Call:
     )
 
 
+def _named(given: Operands) -> dict[str, Tensor | None]:
+    """The tensors among the operands by their names."""
+    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors)}
+    return dict(zip(Operands._fields, given[:TENSORS], strict=False)) | mask_tensors
+
+
 def _forward(*operands) -> tuple[Tensor, Tensor]:
     """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
     given = Operands(*operands)
@@ -81,15 +92,32 @@ def _forward(*operands) -> tuple[Tensor, Tensor]:
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
     given = Operands(*operands)
+    saved.check(*given[:3], o, lse, d_o, d_lse, given[3:7])
     call = call_of(given)
     grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
 
 
-forward = torch.library.custom_op("tilewise::forward", _forward, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
+    """`_forward` of tensors that nobody has looked at."""
+    given = _named(Operands(*operands))
+    refuse_tangents(given.values())
+    errors.check_memory(**given)
+    return _forward(*operands)
+
+
+def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
+    """`_backward` of tensors that nobody has looked at."""
+    given = _named(Operands(*operands)) | {"o": o, "lse": lse, "dO": d_o, "dLSE": d_lse}
+    refuse_tangents(given.values())
+    errors.check_memory(**given)
+    return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+
+
+forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
 backward = torch.library.custom_op(
     "tilewise::backward",
-    _backward,
+    _backward_kernel,
     mutates_args=(),
     schema=f"(Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, bool bias_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -111,26 +139,42 @@ def _(o, lse, d_o, d_lse, bias_grad, *operands):
 
 def _setup_context(ctx, inputs, output):
     given = Operands(*inputs)
-    ctx.save_for_backward(*output, *given[:TENSORS], *given.mask_tensors)
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, *output))
     ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_o, d_lse, backward=backward):
-    o, lse, *tensors = ctx.saved_tensors
-    given = Operands(*tensors[:TENSORS], tensors[TENSORS:], *ctx.settings)
+def _differentiate(ctx, d_o, d_lse, choose_way):
+    q, k, v, o, lse, *tensors = ctx.saved_tensors
+    rest = TENSORS - 3
+    given = Operands(q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings)
     bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
     grads = [None] * len(given)
-    *grads[:3], d_bias, d_sink = backward(o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given)
+    operands = o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given
+    *grads[:3], d_bias, d_sink = choose_way(operands)(*operands)
     grads[BIAS] = d_bias if bias_grad else None
     grads[SINK] = None if given.sink is None else d_sink
     return tuple(grads)
 
 
 def _differentiate_operator(ctx, d_o, d_lse):
-    grads = list(_differentiate(ctx, d_o, d_lse))
+    grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: backward))
     grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
     return tuple(grads)
+
+
+def _tensors(operands: tuple) -> list[Tensor | None]:
+    """All tensors among the operands of `backward`."""
+    first = len(operands) - len(Operands._fields)
+    return [*operands[: first - 1], *operands[first : first + TENSORS], *operands[first + TENSORS]]  # without bias_grad
+
+
+def _way_back(operands: tuple):
+    """The shortest way from the operands of `backward` to its results that all who watch allow."""
+    tensors = _tensors(operands)
+    if not watched(tensors):
+        return _Backward.apply if torch.is_grad_enabled() else _backward  # without a gradient of its own nobody needs autograd
+    return backward if mapped(tensors) else _Backward.apply
 
 
 def _refuse_second_derivative(ctx, *grads):
@@ -143,16 +187,17 @@ def refuse_forward_mode():
     raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
 
 
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors with tangents where torch would drop those: in a compiled program, or without autograd."""
+    if forward_ad._current_level < 0:
+        return
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # which a look at a tangent needs
+        if any(x is not None and not x.is_inference() and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            refuse_forward_mode()
+
+
 forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
-
-
-def watched(q: Tensor) -> bool:
-    """Whether anything beside autograd must see the operators: a transform of torch.func, a dispatch mode (fake tensors, counters), a subclass."""
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or type(q) not in PLAIN
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Forward(torch.autograd.Function):
@@ -170,7 +215,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_lse):
-        return _differentiate(ctx, d_o, d_lse, _Backward.apply)
+        return _differentiate(ctx, d_o, d_lse, _way_back)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -188,8 +233,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_lse):
-        once = not torch.is_grad_enabled() and not watched(d_lse if d_o is None else d_o)  # nobody differentiates again, or looks on
-        return _differentiate(ctx, d_o, d_lse, _backward if once else _Backward.apply)
+        return _differentiate(ctx, d_o, d_lse, _way_back)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -203,7 +247,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*operands):
-        return backward(*operands) if watched(operands[0]) else _backward(*operands)
+        return backward(*operands) if watched(_tensors(operands)) else _backward(*operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -218,47 +262,30 @@ class _Backward(torch.autograd.Function):
         refuse_forward_mode()
 
 
+def _transforms() -> set:
+    """The kinds of torch.func's transforms that are active."""
+    return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
+
+
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
     if torch.compiler.is_compiling():
         return forward(*operands)
-    if watched(operands.q):
-        return _Forward.apply(*operands)
+    tensors = *operands[:TENSORS], *operands.mask_tensors
+    if watched(tensors):
+        errors.check_local(_named(operands))
+        if TransformType.Functionalize in (transforms := _transforms()):
+            if operands.grad or transforms & {TransformType.Grad, TransformType.Jvp}:
+                raise errors.UnsupportedError(
+                    "attention has no derivative under torch.func.functionalize, because torch gives an autograd.Function none; "
+                    "leave functionalize out, or trace with torch.compile"
+                )
+            return forward(*operands)
+        return forward(*operands) if mapped(tensors) else _Forward.apply(*operands)
     return _Eager.apply(*operands) if operands.grad else _forward(*operands)
 
 
 def differentiate(o: Tensor, lse: Tensor, d_o: Tensor, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of a forward without bias or sink, by the way that all who watch allow."""
-    return _Backward.apply(o, lse, d_o, None, False, *given)[:3]
-
-
-def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """(batch, ...) mapped over `dim` becomes (size * batch, ...)."""
-    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _vmap(op, info, in_dims, args, batched: tuple[int, ...]):
-    """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
-    size = info.batch_size
-    others = (x for at, x in enumerate(args) if at not in batched)
-    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
-        folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
-        batch = args[0].shape[0] if in_dims[0] is None else args[0].movedim(in_dims[0], 0).shape[1]
-        results = tuple(y.reshape(size, batch, *y.shape[1:]) if y.dim() > 1 else y.expand(size, 0) for y in op(*folded))
-        return results, (0,) * len(results)
-    if size == 0:
-        raise ValueError("torch.vmap over a dimension of size 0 works for q, k and v alone, not with bias, sink or other tensor operands")
-    rows = [op(*(_pick(x, dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(size)]
-    return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
-
-
-def _pick(x, dim, n: int):
-    """Entry n of an operand, or of each tensor of a list, along the dimension it is mapped over."""
-    if isinstance(x, list | tuple):
-        return [_pick(y, d, n) for y, d in zip(x, dim or [None] * len(x), strict=True)]
-    return x if dim is None else x.select(dim, n)
-
-
-forward.register_vmap(lambda info, in_dims, *args: _vmap(forward, info, in_dims, args, (0, 1, 2)))
-backward.register_vmap(lambda info, in_dims, *args: _vmap(backward, info, in_dims, args, (0, 1, 2, 3, 5, 6, 7)))
+    """dQ, dK and dV of a forward without bias or sink, by the shortest way that all who watch allow."""
+    operands = o, lse, d_o, None, False, *given
+    return _way_back(operands)(*operands)[:3]

@@ -59,13 +59,14 @@ def keep(
     `batch` and `heads` are ranges or 1-D int64 tensors of indices into the whole problem; `heads_q` is the problem's number of query heads.
     """
     b, h = (_indices(x, device) for x in (batch, heads))
-    row = torch.arange(i0, i1, device=device)
-    block = torch.arange(j0 // 4, -(-j1 // 4), device=device)  # one call of the generator serves four keys
+    new = {"dtype": torch.int64, "device": device}
+    row = torch.arange(i0, i1, **new)
+    block = torch.arange(j0 // 4, -(-j1 // 4), **new)  # one call of the generator serves four keys
     counter = (
         block,
         row[:, None],
         (b[:, None] * heads_q + h)[..., None, None] & _MASK,
-        torch.tensor(dropout.offset & _MASK, device=device),
+        torch.tensor(dropout.offset & _MASK, **new),
     )
     words = torch.stack(philox(counter, (dropout.seed & _MASK, dropout.seed >> 32 & _MASK)), dim=-1)
     first = j0 % 4
@@ -74,5 +75,5 @@ def keep(
 
 def _indices(which: range | Tensor, device: torch.device | str) -> Tensor:
     if isinstance(which, range):
-        return torch.arange(which.start, which.stop, which.step, device=device)
+        return torch.arange(which.start, which.stop, which.step, dtype=torch.int64, device=device)
     return which.to(device)

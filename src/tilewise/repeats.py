@@ -3,7 +3,8 @@
 What is remembered is found by everything that those depend on (`_signature`); what a tensor holds, and how many threads there are, is no part of
 it. Only plain calls are remembered: eager, on q, k and v alone. Bad input is never remembered, so it gets its error.
 
-The call before is tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3.
+The call before is tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3. It
+aborts the process on a nested tensor, so that is asked first. The gradient asks again, because hooks on saved tensors may give back others.
 """
 
 from collections.abc import Callable
@@ -11,15 +12,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from tilewise import ops
+from tilewise import ops, plain
 from tilewise.dispatch import choose
 from tilewise.masks import Mask
 
 MOST = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Known:
     """A call that can be repeated: the backend's short way (see `backends`), and the operands of the long way but for the tensors."""
 
@@ -29,7 +32,11 @@ class Known:
     return_lse: bool
     options: tuple
     check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
-    grad_enabled: bool  # whether autograd was on, for `check`, which does not ask
+    grad_enabled: (
+        bool | None
+    )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, so it is all the same
+    layouts: tuple  # of q, k and v, as `_layout` gives them
+    check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.grad:
@@ -43,7 +50,7 @@ _last: Known | None = None
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient, of O alone."""
+    """The short way with a gradient, of O alone. It saves what the long way saves (`saved.in_order`)."""
 
     @staticmethod
     def forward(ctx, q, k, v, known):
@@ -55,10 +62,16 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_o):
         q, k, v, o, lse = ctx.saved_tensors
-        if torch.is_grad_enabled() or ops.watched(d_o) or d_o.is_neg() or not d_o.is_contiguous():
-            given = ctx.known.given._replace(q=q, k=k, v=v)
-            return *ops.differentiate(o, lse, d_o, given), None
-        return *ctx.known.short.backward(q, k, v, o, lse, d_o), None
+        known = ctx.known
+        if (
+            known.check_back is not None
+            and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
+            and known.check_back(q, k, v, o, lse, d_o)
+            and not torch.is_grad_enabled()
+            and forward_ad._current_level < 0
+        ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o)):
+            return *known.short.backward(q, k, v, o, lse, d_o), None
+        return *ops.differentiate(o, lse, d_o, known.given._replace(q=q, k=k, v=v)), None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -68,12 +81,19 @@ class _Repeated(torch.autograd.Function):
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     """What is known of calls with this signature, as a function of q, k and v."""
     global _last
-    if torch.compiler.is_compiling():
+    if is_compiling() or forward_ad._current_level >= 0:
         return None
     last = _last
-    if last is not None and last.check(q, k, v) and _same(options, last.options) and torch.is_grad_enabled() is last.grad_enabled:
-        return last
     try:
+        if (
+            last is not None
+            and q is not k  # `check` wants them apart
+            and not (q.is_nested or k.is_nested or v.is_nested)
+            and last.check(q, k, v)
+            and _same(options, last.options)
+            and (last.grad_enabled is None or torch.is_grad_enabled() is last.grad_enabled)
+        ):
+            return last
         known = _KNOWN.get(_signature(q, k, v, options))
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an option that cannot be a key: for the checks to name
         return None
@@ -85,12 +105,12 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
 
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operands) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
-    if torch.compiler.is_compiling() or given.dropout_p > 0.0 or not _plain(q, k, v):
+    if is_compiling() or given.dropout_p > 0.0 or not _plain(q, k, v):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
         return
-    if (return_lse and given.grad) or not all(x is y and type(x) in ops.PLAIN for x, y in ((q, given.q), (k, given.k), (v, given.v))):
+    if (return_lse and given.grad) or not (q is given.q and k is given.k and v is given.v):
         return
     call = ops.call_of(given)
     repeat = getattr(choose(call.problem, given.backend), "repeat", None)
@@ -98,8 +118,9 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operand
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        rest, check = given._replace(q=None, k=None, v=None), _check(q, k, v)
-        known = Known(short, rest, given.grad, return_lse, options, check, torch.is_grad_enabled())
+        rest, layouts = given._replace(q=None, k=None, v=None), tuple(map(_layout, (q, k, v)))
+        grad_enabled = torch.is_grad_enabled() if q.requires_grad or k.requires_grad or v.requires_grad else None
+        known = Known(short, rest, given.grad, return_lse, options, _check(q, k, v), grad_enabled, layouts)
         _KNOWN[_signature(q, k, v, options)] = known
 
 
@@ -117,12 +138,34 @@ def _same(options: tuple, others: tuple) -> bool:
     return a is i and b is j and c is k and d is l and e is m and f is n and g is o and h is p
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> Callable | None:
-    """Whether three tensors have the types, dtypes, devices, sizes, strides and need of gradients of these, and whether dispatch is as it is now."""
+def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
+    """Whether the short way may be taken back: the tensors lie as those of the forward did, and nothing beside autograd looks on.
+
+    Hooks on saved tensors may give back copies, and the gradient that arrives is anybody's.
+    """
+    if any(x.is_nested for x in (q, k, v, o, lse, d_o)) or not d_o.is_contiguous():
+        return False
+    if plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
+        return False
+    like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    for x, shape, dtype in ((o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)):
+        if x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous():
+            return False
+    if q is not k and k is not v:  # it wants them apart
+        known.check_back = _check(q, k, v, o, lse, d_o)
+    return True
+
+
+def _layout(x: Tensor) -> tuple:
+    return x.dtype, x.device, x.shape, x.stride()
+
+
+def _check(*tensors: Tensor) -> Callable | None:
+    """Whether tensors have the types, dtypes, devices, sizes, strides and need of gradients of these, and whether dispatch is as it is now."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        return TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (ImportError, TypeError):  # torch's own business, which another version may do otherwise
         return None
 
@@ -135,6 +178,5 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing beside autograd takes part in the call: no transform, dispatch mode, autocast or lazy negation."""
-    lazy = q.is_neg() or k.is_neg() or v.is_neg()
-    return not (lazy or ops.watched(q) or torch._C._is_any_autocast_enabled())
+    """Whether nothing beside autograd takes part in the call, autocast included."""
+    return not (plain.watched((q, k, v)) or torch._C._is_any_autocast_enabled())

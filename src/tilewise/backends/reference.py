@@ -127,7 +127,7 @@ def _scores(call: Call, visible: Tensor) -> Scores:
 
 def visibility(call: Call) -> Tensor:
     """Which pairs the mask shows: bool (batch, heads_k, group * seqlen_q, seqlen_k)."""
-    shown = torch.zeros(call.batch, call.heads_q, call.seqlen_q, call.seqlen_k, dtype=torch.bool)
+    shown = torch.zeros(call.batch, call.heads_q, call.seqlen_q, call.seqlen_k, dtype=torch.bool, device="cpu")
     for plane in call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q):
         batch, heads = (slice(r.start, r.stop, r.step) for r in (plane.batch, plane.heads))
         shown[batch, heads] = torch.from_numpy(plane.region.dense())
@@ -136,10 +136,10 @@ def visibility(call: Call) -> Tensor:
 
 def alibi(call: Call) -> Tensor:
     """-slope |i + diagonal[i] - j| in fp64: (batch or 1, heads_q, seqlen_q, seqlen_k)."""
-    device = call.q.device
+    device, new = call.q.device, {"dtype": torch.int64, "device": call.q.device}
     diagonal = call.seqlen_k - call.seqlen_q if call.diagonal is None else call.diagonal.to(device)
-    position = torch.arange(call.seqlen_q, device=device) + diagonal
-    distance = (position[:, None] - torch.arange(call.seqlen_k, device=device)).abs()
+    position = torch.arange(call.seqlen_q, **new) + diagonal
+    distance = (position[:, None] - torch.arange(call.seqlen_k, **new)).abs()
     return -call.alibi_slopes.double()[..., None, None] * distance
 
 

@@ -32,7 +32,7 @@ def ceiling(device: torch.device | str, dtype: torch.dtype) -> Ceiling:
 def _measure(device: torch.device, dtype: torch.dtype, threads: int) -> Ceiling:
     cpu_side = 1024 if threads <= 4 else 2048  # outgrows the caches, yet ends in tens of milliseconds
     side, copied = (8192, 1 << 30) if device.type == "cuda" else (cpu_side, 256 << 20)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -36,7 +36,8 @@ class Gate:
     def __init__(self, workload: Workload, seed: int, device: torch.device):
         self.workload, self.seed, self.device = workload, seed, device
         self.sample = sample_of(workload)
-        self.indices = torch.cat([torch.arange(piece.start, piece.stop) for piece in self.sample.rows]).to(device)
+        new = {"dtype": torch.int64, "device": "cpu"}
+        self.indices = torch.cat([torch.arange(piece.start, piece.stop, **new) for piece in self.sample.rows]).to(device)
         group = workload.heads_q // workload.heads_k
         self.heads_q = slice(self.sample.heads_k.start * group, self.sample.heads_k.stop * group)
 

@@ -171,8 +171,9 @@ def _mask_mod(workload: Workload, device: torch.device) -> Callable | None:
         left, right = (workload.seqlen_k if side is None else side for side in (mask.left, mask.right))
         return lambda b, h, i, j: (j >= i + diagonal - left) & (j <= i + diagonal + right)
     if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
-        ends = torch.tensor(mask.cu_seqlens_q[1:], device=device)
-        document = torch.bucketize(torch.arange(workload.seqlen_k, device=device), ends, right=True)
+        new = {"dtype": torch.int64, "device": device}
+        ends = torch.tensor(mask.cu_seqlens_q[1:], **new)
+        document = torch.bucketize(torch.arange(workload.seqlen_k, **new), ends, right=True)
         none = len(ends)  # what lies beyond the last document is in none, and sees nothing
         if mask.inner == Full():
             return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none)

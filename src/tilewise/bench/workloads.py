@@ -111,7 +111,7 @@ class Workload:
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-            return torch.randn(self.batch, seqlen, heads, dim, generator=generator, device=device)
+            return torch.randn(self.batch, seqlen, heads, dim, generator=generator, dtype=torch.float32, device=device)
 
         q = normal(self.seqlen_q, self.heads_q, self.head_dim)
         k = normal(self.seqlen_k, self.heads_k, self.head_dim)

@@ -45,6 +45,6 @@ def batch_at(text: Tensor, step: int, *, batch: int, context: int, seed: int) ->
     """
     check_context(text, context)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - context, (batch,), generator=generator)
+    starts = torch.randint(len(text) - context, (batch,), generator=generator, dtype=torch.int64, device="cpu")
     windows = torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
     return Batch(windows[:, :-1], windows[:, 1:])

@@ -42,8 +42,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def rotary_angles(config: GPTConfig) -> Tensor:
     """Angle of each pair of channels at each position, (context, 1, head_dim / 2), as in RoFormer (Su et al. 2021), Eq. 15."""
-    frequency = 10_000.0 ** -torch.arange(0, 1, 2 / config.head_dim)
-    return torch.outer(torch.arange(config.context).float(), frequency)[:, None, :]
+    new = {"dtype": torch.float32, "device": "cpu"}
+    frequency = 10_000.0 ** -torch.arange(0, 1, 2 / config.head_dim, **new)
+    return torch.outer(torch.arange(config.context, **new), frequency)[:, None, :]
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

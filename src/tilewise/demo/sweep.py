@@ -60,8 +60,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None)
     group = q.shape[2] // k.shape[2]
     q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (batch, heads_k, group, seqlen_q, head_dim)
     k, v = (x.permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))  # (batch, heads_k, 1, seqlen_k, head_dim)
-    position = torch.arange(q.shape[3], device=q.device) if rows is None else rows
-    hidden = torch.arange(k.shape[3], device=q.device) > position[:, None]
+    new = {"dtype": torch.int64, "device": q.device}
+    position = torch.arange(q.shape[3], **new) if rows is None else rows
+    hidden = torch.arange(k.shape[3], **new) > position[:, None]
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     o = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -81,7 +82,8 @@ def make_inputs(seqlen: int, config: GPTConfig, place: Place = CPU, seed: int = 
     generator = torch.Generator().manual_seed(seed + seqlen)
     heads = (config.heads_q, config.heads_k, config.heads_k, config.heads_q)
     shapes = ((1, seqlen, n, config.head_dim) for n in heads)
-    q, k, v, d_o = (torch.randn(shape, generator=generator).to(place.device, place.dtype) for shape in shapes)
+    new = {"dtype": torch.float32, "device": "cpu"}
+    q, k, v, d_o = (torch.randn(shape, generator=generator, **new).to(place.device, place.dtype) for shape in shapes)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_o)
 
 
@@ -104,7 +106,8 @@ class Yardstick:
     def __init__(self, inputs: Inputs) -> None:
         seqlen = inputs.q.shape[1]
         self.inputs = inputs
-        self.rows = torch.linspace(0, seqlen - 1, min(seqlen, CHECKED_ROWS)).round().long().unique().to(inputs.q.device)
+        rows = torch.linspace(0, seqlen - 1, min(seqlen, CHECKED_ROWS), dtype=torch.float32, device="cpu")
+        self.rows = rows.round().long().unique().to(inputs.q.device)
         self.d_o = torch.zeros_like(inputs.d_o)
         self.d_o[:, self.rows] = inputs.d_o[:, self.rows]
         self.exact = self._on_rows(torch.float64)

@@ -63,13 +63,13 @@ class Training:
     @property
     def differences(self) -> list[float]:
         """For each step the largest relative difference of any contender's loss to the first one's."""
-        losses = torch.tensor([curve.losses for curve in self.curves], dtype=torch.float64)
+        losses = torch.tensor([curve.losses for curve in self.curves], dtype=torch.float64, device="cpu")
         return ((losses[1:] - losses[0]).abs() / losses[0].abs()).amax(0).tolist()  # amax lets NaN through
 
     @property
     def worst(self) -> float:
         """The largest difference of any step; NaN where a loss was."""
-        return torch.tensor(self.differences).max().item()
+        return torch.tensor(self.differences, dtype=torch.float64, device="cpu").max().item()
 
     @property
     def same(self) -> bool:

@@ -127,16 +127,17 @@ class _Draw:
     """Random tensors of one case; drawn on the CPU, so that every device gets the same."""
 
     def __init__(self, case: Case, seed: int, device: torch.device | str) -> None:
-        self.case, self.device, self.generator = case, device, torch.Generator().manual_seed(seed)
+        self.case, self.device = case, device
+        self.new = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, **self.new)
 
     def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self.generator)
+        return torch.rand(*shape, **self.new)
 
     def integers(self, n: int) -> Tensor:
-        return torch.randint(-n, n + 1, (n,), generator=self.generator)
+        return torch.randint(-n, n + 1, (n,), **self.new | {"dtype": torch.int64})
 
     def rows(self, seqlen: int, heads: int, dim: int) -> Tensor:
         """(batch, seqlen, heads, dim) in the case's dtype and layout."""
@@ -173,7 +174,7 @@ def _bias(case: Case, draw: _Draw, dtype: torch.dtype) -> Tensor:
 def random_mask(seqlen_q: int, seqlen_k: int, batch: int | None = None, heads: int | None = None) -> Dense:
     """A seeded random boolean mask whose last row sees nothing."""
     shape = (seqlen_q, seqlen_k) if batch is None else (batch, heads, seqlen_q, seqlen_k)
-    shown = torch.rand(shape, generator=torch.Generator().manual_seed(17)) < 0.6
+    shown = torch.rand(shape, generator=torch.Generator().manual_seed(17), dtype=torch.float32, device="cpu") < 0.6
     shown[..., -1:, :] = False
     return Dense(shown)
 

@@ -132,7 +132,7 @@ def zero_queries_give_the_mean(backend: Backend, device: Device = "cpu") -> None
     """Q = 0: every visible key weighs the same, so O is the mean of the visible V and LSE the logarithm of their number."""
     for call in _calls(backend, device, seqlen_q=70, seqlen_k=70, mask=Causal()):
         call = replace(call, q=torch.zeros_like(call.q))
-        count = torch.arange(1, 71, device=device).double()
+        count = torch.arange(1, 71, dtype=torch.float64, device=device)
         v = call.v.double().repeat_interleave(call.group, dim=2)
         o, lse = backend.forward(call)
         tolerance.check("o", o, v.cumsum(1) / count[:, None, None], _naive(call)[0])
@@ -151,7 +151,7 @@ def one_hot_values_give_probabilities(backend: Backend, device: Device = "cpu") 
 def key_order_is_irrelevant(backend: Backend, device: Device = "cpu") -> None:
     """A permutation of the keys with their values changes nothing."""
     for call in _calls(backend, device, seqlen_q=40, seqlen_k=200):
-        order = torch.randperm(200, generator=torch.Generator().manual_seed(3)).to(device)
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(3), dtype=torch.int64, device="cpu").to(device)
         o, lse = backend.forward(replace(call, k=call.k[:, order], v=call.v[:, order]))
         tolerance.check_outputs(call, o, lse)
 
@@ -235,14 +235,15 @@ def huge_biases_keep_what_rounding_keeps(backend: Backend, device: Device = "cpu
             if not backend.why_not(replace(biased, grad=True).problem):
                 grads = backend.backward(replace(biased, grad=True), o, lse, d_o, None)
                 tolerance.hold("dq", grads.q[:, others], _rows_of(expect.q, 1, others))
-                _within(f"{what}: dv", grads.v.double(), torch.tensor(0.0), torch.tensor(45.0 * call.group * 1.02))
+                least, most = grads.v.new_tensor([0.0, 45.0 * call.group * 1.02], dtype=torch.float64)
+                _within(f"{what}: dv", grads.v.double(), least, most)
                 for name in ("q", "k"):
                     if not (g := getattr(grads, name)).isfinite().all():
                         raise AssertionError(f"{what}: d{name} has {int((~g.isfinite()).sum())} numbers that are not finite")
 
 
 def _rows_of(want: tolerance.Yardstick, dim: int, rows: list[int]) -> tolerance.Yardstick:
-    index = torch.tensor(rows, device=want.ref.device)
+    index = torch.tensor(rows, dtype=torch.int64, device=want.ref.device)
     return replace(want, **{name: getattr(want, name).index_select(dim, index) for name in ("ref", "naive_error", "magnitude")})
 
 

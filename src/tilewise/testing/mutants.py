@@ -174,7 +174,7 @@ class Mutant:
         return Gradients(d_q.transpose(1, 2).to(call.q.dtype), d_k, d_v, d_bias, d_sink)
 
     def operands(self, call: Call, backward: bool = False) -> Operands:
-        dtype, heads = lse_dtype(call.q.dtype), torch.arange(call.heads_q, device=call.q.device)
+        dtype, heads = lse_dtype(call.q.dtype), torch.arange(call.heads_q, dtype=torch.int64, device=call.q.device)
         owner = heads % call.heads_k if self.fault == "gqa_modulo" else heads // call.group
         q, k, v = (t.transpose(1, 2).to(dtype) for t in (call.q, call.k[:, :, owner], call.v[:, :, owner]))
         visible = visibility(call).reshape(call.batch, call.heads_q, call.seqlen_q, call.seqlen_k)

@@ -270,7 +270,7 @@ def _require(name: str, what: str, error: Tensor, tol: Tensor, got: Tensor, want
     if (error <= tol).all():
         return err / allowance
     shape = got.shape if error.numel() == got.numel() else got.shape[:-1]
-    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), shape)]
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst, dtype=torch.int64, device="cpu"), shape)]
     given = f", is {got[tuple(at)].item():.7g}, expected {want.ref[tuple(at)].item():.7g}" if len(at) == got.dim() else ""
     beyond = int((~(error <= tol)).sum())
     raise AssertionError(f"{name}{at}: {what}error {err:.3g} > {allowance:.3g}{given} ({beyond} of {error.numel()} beyond their allowance)")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.arguments import DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
+from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, problem, run
 from tilewise.backends.cpu.planes import TILE_N
@@ -70,8 +70,8 @@ class Cpu:
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
         batch, seqlen_q, heads_q, _ = call.q.shape
-        o = torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype)
-        lse = torch.empty((batch, heads_q, seqlen_q))
+        o = torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype, device=CPU)
+        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=CPU)
         if lse.numel() == 0:
             return o, lse
         found = library()
@@ -98,9 +98,10 @@ class Cpu:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
         found = library()
         args, keep = arguments_of(call, self._isa(found))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (call.q, call.k, call.v))
-        d_sink = None if call.sink is None else torch.zeros(call.heads_q)
-        d_bias = torch.zeros(call.bias.shape) if bias_grad and call.bias is not None else None
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=CPU) for x in (call.q, call.k, call.v))
+        fp32 = {"dtype": torch.float32, "device": CPU}
+        d_sink = None if call.sink is None else torch.zeros(call.heads_q, **fp32)
+        d_bias = torch.zeros(call.bias.shape, **fp32) if bias_grad and call.bias is not None else None
         o, d_o, lse = rows(o), rows(d_o), lse.contiguous()
         for field, x in ((args.o, o), (args.d_o, d_o), (args.dq, dq), (args.dk, dk), (args.dv, dv)):
             set_tensor(field, x)

@@ -12,6 +12,7 @@ from tilewise.backends.cpu.planes import planes_of
 from tilewise.philox import keep_scale, threshold
 from tilewise.problem import Call
 
+CPU = torch.device("cpu")  # torch takes the name in half a microsecond more
 DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
 _WORD = 0xFFFFFFFF
 
@@ -114,7 +115,7 @@ def workspace(size: int) -> tuple[Tensor, int]:
     """Memory of at least `size` bytes, and the address in it at which they start, 64-byte aligned."""
     memory = _kept.workspace
     if memory is None or memory.shape[0] < size + 64:
-        memory = torch.empty(size + 64, dtype=torch.uint8)
+        memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
         if size + 64 <= KEEP_BYTES:
             _kept.workspace = memory
     return memory, -(-memory.data_ptr() // 64) * 64

@@ -4,12 +4,13 @@ import ctypes
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import plain, rows, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import planes_of
+from tilewise.errors import check_memory
 from tilewise.problem import Call
 
 
@@ -28,21 +29,25 @@ class Repeat:
         for field, (_, seqlen, heads, dim) in made:  # contiguous
             field.batch, field.seq, field.head = seqlen * heads * dim, heads * dim, dim
         self.address, self.few, self.functions = ctypes.addressof(args), few, library.functions
+        self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
         self.workspace_bytes: dict[int, int] = {}  # of the backward, by number of threads
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """O, and LSE where it is wanted."""
         o = self.new_o(q)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse else None
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), None if lse is None else lse.data_ptr()
-        if status := self.functions.tw_repeat(self.address, self.few, torch.get_num_threads(), *addresses):
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not (at_q and at_k and at_v):
+            check_memory(q=q, k=k, v=v)
+        at_lse = None if lse is None else lse.data_ptr()
+        if status := self.run(self.address, self.few, get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
             raise failure(status)
         return o, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV from what `forward` returned and a contiguous dO."""
         dq, dk, dv = self.new_dq(q), self.new_dk(k), self.new_dv(v)
-        threads = torch.get_num_threads()
+        threads = get_num_threads()
         size = self.workspace_bytes.get(threads)
         if size is None:
             args = abi.Args.from_buffer_copy(self.args)
@@ -50,7 +55,9 @@ class Repeat:
             self.workspace_bytes[threads] = size = self.functions.tw_backward_workspace(ctypes.byref(args))
         memory, start = workspace(size)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), d_o.data_ptr()
-        if status := self.functions.tw_repeat_backward(self.address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
+        if 0 in inputs:
+            check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
+        if status := self.run_back(self.address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
             raise failure(status)
         del memory
         return dq, dk, dv

@@ -118,7 +118,7 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 
     def make():
-        made = on_device(torch.tensor(mask.cu_seqlens_q), torch.tensor(mask.cu_seqlens_k))
+        made = on_device(*(torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k)))
         torch.cuda.current_stream(device).synchronize()  # other streams may use them next
         return made
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.keeping import hold
+from tilewise.errors import check_memory
 from tilewise.hopper.compile import aligned
 from tilewise.problem import Call
 
@@ -45,6 +46,8 @@ class Repeat:
         if current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, with_lse)
+        if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
+            check_memory(q=q, k=k, v=v)
         stream = current_stream(self.device)
         kept = self.kept.get(stream) if stream == DEFAULT_STREAM or not capturing() else None
         lse, rest = kept or self._begin()

@@ -79,7 +79,7 @@ class Scores:
         dropout, part = self.call.dropout, self.part
         if dropout is None:
             return None
-        h, g = (torch.arange(x.start, x.stop) for x in (part.heads_k, part.group))
+        h, g = (torch.arange(x.start, x.stop, dtype=torch.int64, device="cpu") for x in (part.heads_k, part.group))
         heads = (h[:, None] * self.call.group + g).flatten()
         batch = range(part.batch.start, part.batch.stop)
         kept = philox.keep(dropout, batch, heads, i0, i1, j0, j1, self.call.heads_q, self.q.device)
@@ -89,7 +89,7 @@ class Scores:
     def _alibi(self, i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
         """Slopes (batch or 1, heads_k, 1, group, 1) and distances (queries, 1, keys)."""
         diagonal = self.call.seqlen_k - self.call.seqlen_q if self.call.diagonal is None else self.call.diagonal[i0:i1]
-        i, j = (torch.arange(a, b, device=self.q.device) for a, b in ((i0, i1), (j0, j1)))
+        i, j = (torch.arange(a, b, dtype=torch.int64, device=self.q.device) for a, b in ((i0, i1), (j0, j1)))
         distance = ((i + diagonal)[:, None] - j).abs_().to(self.dtype)
         slopes = cut(self.part.per_head(self.call.alibi_slopes), self.part.batch).to(self.dtype)
         return slopes[:, :, None, :, None], distance[:, None]

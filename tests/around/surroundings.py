@@ -1,0 +1,221 @@
+"""The public functions as a table, what a call of them gives, and cells that run apart.
+
+A cell is a call of one function in one of torch's surroundings. It is right where results and gradients are those of the plain call, or where one
+sentence refuses it. Cells of a file run in a process of their own, because a wrong one may end it; the file's test says which were wrong.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import repeats
+
+HERE = Path(__file__)
+TIME_LIMIT_S = 300
+
+
+class Function(NamedTuple):
+    """One way to call a public function on small tensors."""
+
+    make: Callable[[], dict[str, Tensor]]  # its tensors by name, in fp32, the same numbers at every call
+    call: Callable[..., tuple[Tensor, ...]]
+    grads: tuple[str, ...] = ()  # the tensors that take a gradient
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
+def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
+
+
+def qkv(batch: int = 2, seqlen_q: int = 5, seqlen_k: int = 7) -> dict[str, Tensor]:
+    """q (batch, seqlen_q, 4, 8), k and v (batch, seqlen_k, 2, 8)."""
+    k, v = normal(2, batch, seqlen_k, 2, 8, seed=1).unbind(0)
+    return {"q": normal(batch, seqlen_q, 4, 8), "k": k, "v": v}
+
+
+def _with_everything() -> dict[str, Tensor]:
+    shown = normal(5, 7, seed=2) > 0
+    shown[:, 0] = True
+    more = {"bias": normal(1, 4, 5, 7, seed=3), "slopes": normal(4, seed=4).abs(), "sink": normal(4, seed=5), "shown": shown}
+    return qkv() | more
+
+
+def _everything(q, k, v, bias, slopes, sink, shown, backend: str = "cpu") -> tuple[Tensor, ...]:
+    options = {"mask": tw.Dense(shown), "softcap": 3.0, "dropout_p": 0.25, "dropout_seed": 7, "return_lse": True, "backend": backend}
+    return tw.attention(q, k, v, bias=bias, alibi_slopes=slopes, sink=sink, **options)
+
+
+def _packed() -> dict[str, Tensor]:
+    tensors = {name: x.flatten(0, 1) for name, x in qkv().items()}
+    return tensors | {
+        "cu_q": integers(0, 4, 4, 10),
+        "cu_k": integers(0, 5, 9, 14),
+        "slopes": normal(4, seed=4).abs(),
+        "sink": normal(4, seed=5),
+    }
+
+
+def _varlen(q, k, v, cu_q, cu_k, slopes, sink) -> tuple[Tensor, ...]:
+    return tw.attention_varlen(q, k, v, cu_q, cu_k, alibi_slopes=slopes, sink=sink, return_lse=True)
+
+
+def _seeded(q, k, v) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return (tw.attention(q, k, v, dropout_p=0.5),)
+
+
+def _cache() -> dict[str, Tensor]:
+    tensors = qkv(seqlen_q=1)
+    return tensors | {"lengths": integers(3, 7), "sink": normal(4, seed=5)}
+
+
+def _decode(q, k, v, lengths, sink) -> tuple[Tensor, ...]:
+    return tw.decode(q, k, v, cache_seqlens=lengths, sink=sink, return_lse=True)
+
+
+def _parts() -> dict[str, Tensor]:
+    return {"o": normal(2, 5, 4, 8), "other": normal(2, 5, 4, 8, seed=1), "lse": normal(2, 4, 5, seed=2), "more": normal(2, 4, 5, seed=3)}
+
+
+def _merge(o, other, lse, more) -> tuple[Tensor, ...]:
+    return tw.merge([o, other], [lse, more])
+
+
+QKV = ("q", "k", "v")
+FUNCTIONS = {
+    "attention": Function(qkv, lambda q, k, v: (tw.attention(q, k, v, causal=True),), QKV),
+    "attention, lse": Function(qkv, lambda q, k, v: tw.attention(q, k, v, mask=tw.SlidingWindow(3, 0), return_lse=True), QKV),
+    "attention, every operand": Function(_with_everything, _everything, (*QKV, "bias", "sink")),
+    "attention, tiled": Function(_with_everything, partial(_everything, backend="tiled"), (*QKV, "bias", "sink")),
+    "attention, seed drawn": Function(qkv, _seeded, QKV),
+    "attention_varlen": Function(_packed, _varlen, (*QKV, "sink")),
+    "decode": Function(_cache, _decode),
+    "merge": Function(_parts, _merge, ("o", "other", "lse", "more")),
+}
+
+
+def of(function: Function, tensors: dict[str, Tensor], grad: bool = True) -> list[Tensor]:
+    """What the function gives, and with `grad` the gradients of a weighted sum of it."""
+    tensors = {name: x.detach().requires_grad_(grad and name in function.grads) for name, x in tensors.items()}
+    return with_gradients(function.call(**tensors), [tensors[name] for name in function.grads] if grad else [])
+
+
+def with_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
+    weights = [normal(*x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(outputs)]
+    if leaves:
+        torch.autograd.backward(outputs, weights)
+    return [x.detach() for x in (*outputs, *(leaf.grad for leaf in leaves))]
+
+
+def plain(name: str, grad: bool = True) -> list[Tensor]:
+    """The right results, from a first call where nothing else takes part."""
+    repeats.forget()
+    return of(FUNCTIONS[name], FUNCTIONS[name].make(), grad)
+
+
+def check_equal(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
+    """Bit for bit, dtypes included."""
+    for n, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
+            found = (
+                f"{tuple(a.shape)} {a.dtype}, expected {tuple(b.shape)} {b.dtype}"
+                if a.shape != b.shape or a.dtype != b.dtype
+                else f"{a} not {b}"
+            )
+            raise AssertionError(f"result {n} differs: {found}")
+
+
+def check_close(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
+    """Up to rounding, where sums are in another order."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def check_refused(run: Callable, *words: str) -> None:
+    """`run` must raise, in one sentence that has one of the words."""
+    try:
+        got = run()
+    except Exception as error:
+        if not any(word in str(error) for word in words):
+            raise AssertionError(f"expected a sentence with one of {words}, got {type(error).__name__}: {error}") from error
+        return
+    raise AssertionError(f"expected an error with one of {words}, got {got!r:.200}")
+
+
+def check_cells(file: str) -> None:
+    """Run CELLS of a file in processes of their own; AssertionError names those that fail, or that succeed though they are in its WAITS.
+
+    WAITS holds cells that wait for something that is not there yet.
+    """
+    module = _load(file)
+    waits, wrong, done = getattr(module, "WAITS", set()), {}, {}
+    if unknown := waits - module.CELLS.keys():
+        raise AssertionError(f"WAITS names cells that do not exist: {sorted(unknown)}")
+    while len(done) < len(module.CELLS):
+        before = len(done)
+        process = subprocess.run(
+            [sys.executable, "-W", "ignore", str(HERE), file, json.dumps(list(done))], capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
+        done |= dict(json.loads(line) for line in process.stdout.splitlines() if line.startswith("["))
+        if len(done) < len(module.CELLS):  # the process ended in the next one
+            if len(done) == before and process.returncode == 0:
+                raise AssertionError(f"no cell of {file} ran:\n{process.stderr[-2000:]}")
+            died = next(name for name in module.CELLS if name not in done)
+            done[died] = f"the process ended with {process.returncode}: {process.stderr[-300:]}"
+    for name, error in done.items():
+        if error and name not in waits:
+            wrong[name] = error
+        if not error and name in waits:
+            wrong[name] = "works now; take it out of WAITS"
+    assert not wrong, f"{len(wrong)} of {len(done)} cells:\n" + "\n".join(f"  {name}: {error}" for name, error in wrong.items())
+
+
+def _load(file: str):
+    spec = spec_from_file_location(Path(file).stem, file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(file: str, skip: list[str]) -> None:
+    torch.set_num_threads(1)
+    module = _load(file)
+    waits = getattr(module, "WAITS", set())
+    for name, cell in module.CELLS.items():
+        if name in skip:
+            continue
+        print("\n" + json.dumps([name, _apart(cell) if name in waits else _error(cell)]), flush=True)
+
+
+def _error(cell: Callable[[], None]) -> str:
+    """What was wrong; empty for nothing."""
+    try:
+        cell()
+        return ""
+    except Exception as found:
+        return f"{type(found).__name__}: {found}"[:500]
+
+
+def _apart(cell: Callable[[], None]) -> str:
+    """`_error` in a copy of this process, which the cell may end."""
+    if (child := os.fork()) == 0:
+        os._exit(1 if _error(cell) else 0)
+    status = os.waitpid(child, 0)[1]
+    return f"the process ended with {status}" if status else ""
+
+
+if __name__ == "__main__":
+    _run(sys.argv[1], json.loads(sys.argv[2]))
