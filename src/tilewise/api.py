@@ -71,7 +71,7 @@ def attention(
     alone = bias is None and alibi_slopes is None and sink is None
     if alone and (known := repeats.find(q, k, v, options)) is not None:
         return known(q, k, v)
-    q, k, v, bias = _autocast(q, k, v, bias)
+    q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)
     given = operands(
@@ -132,7 +132,7 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
-    q, k, v, _ = _autocast(q, k, v)
+    q, k, v, _ = autocast(q, k, v)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
@@ -183,7 +183,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     errors.check_flag("return_lse", wanted["return_lse"])
     seed = 0 if wanted["dropout_seed"] is None else wanted["dropout_seed"]  # nothing is drawn from torch's generator
     dropout = wanted["dropout_p"], seed, wanted["dropout_offset"]
-    q, k, v, wanted["bias"] = _autocast(q, k, v, wanted["bias"])
+    q, k, v, wanted["bias"] = autocast(q, k, v, wanted["bias"])
     errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
     given = operands(q, k, v, combine(wanted["causal"], wanted["mask"]), dropout=dropout, **{name: wanted[name] for name in names})
@@ -240,7 +240,7 @@ def operands(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         deterministic=deterministic,
-        grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
+        grad=ops.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         backend=backend,
     )
 
@@ -272,7 +272,7 @@ def _random_state(seed: int | None, offset: int) -> Tensor:
     return torch.cat((drawn, torch.tensor([offset])))
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """q, k, v and a bias that is not fp32, in the dtype of a surrounding torch.autocast region, as torch casts for its own attention."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias

@@ -68,7 +68,7 @@ class _Repeated(torch.autograd.Function):
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     """What is known of calls with this signature, as a function of q, k and v."""
     global _last
-    if torch.compiler.is_compiling():
+    if ops.traced():
         return None
     last = _last
     if last is not None and last.check(q, k, v) and _same(options, last.options) and torch.is_grad_enabled() is last.grad_enabled:
@@ -85,7 +85,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
 
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operands) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
-    if torch.compiler.is_compiling() or given.dropout_p > 0.0 or not _plain(q, k, v):
+    if ops.traced() or given.dropout_p > 0.0 or not _plain(q, k, v):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change

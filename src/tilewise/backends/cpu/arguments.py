@@ -114,7 +114,7 @@ def workspace(size: int) -> tuple[Tensor, int]:
     """Memory of at least `size` bytes, and the address in it at which they start, 64-byte aligned."""
     memory = _kept.workspace
     if memory is None or memory.shape[0] < size + 64:
-        memory = torch.empty(size + 64, dtype=torch.uint8)
+        memory = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
         if size + 64 <= KEEP_BYTES:
             _kept.workspace = memory
     return memory, -(-memory.data_ptr() // 64) * 64

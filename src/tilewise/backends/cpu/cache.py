@@ -45,8 +45,8 @@ def decode(
     """
     q, k_cache, v_cache = rows(q), rows(k_cache), rows(v_cache)
     batch, seqlen_q, heads_q, _ = q.shape
-    o = torch.empty((batch, seqlen_q, heads_q, v_cache.shape[3]), dtype=q.dtype)
-    lse = torch.empty((batch, heads_q, seqlen_q))
+    o = torch.empty((batch, seqlen_q, heads_q, v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse
     args = plain(q, k_cache, v_cache, scale, softcap, isa)
@@ -54,7 +54,7 @@ def decode(
     keep: list = [q, k_cache, v_cache]
     _add_planes(args, Causal() if mask is None else mask, lengths, keep)
     add_per_head(args, alibi_slopes, sink, keep)
-    valid = torch.tensor(lengths, dtype=torch.int32)
+    valid = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     args.seqlens_k = valid.data_ptr()
     if page_table is not None:
         table = page_table.int().contiguous()
