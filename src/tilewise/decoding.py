@@ -83,19 +83,19 @@ def decode(
     seqlens, length = _lengths(cache_seqlens, q.shape[0])
     o, lse = decode_operator.run(
         decode_operator.Operands(
-            q=given.q,
-            k_cache=given.k,
-            v_cache=given.v,
-            cache_seqlens=seqlens,
-            page_table=page_table,
-            alibi_slopes=given.alibi_slopes,
-            sink=sink,
-            mask_tensors=given.mask_tensors,
-            mask=given.mask,
-            length=length,
-            scale=given.scale,
-            softcap=given.softcap,
-            backend=backend,
+            given.q,
+            given.k,
+            given.v,
+            seqlens,
+            page_table,
+            given.alibi_slopes,
+            sink,
+            given.mask_tensors,
+            given.mask,
+            length,
+            given.scale,
+            given.softcap,
+            backend,
         )
     )
     return (o, lse) if return_lse else o

@@ -123,9 +123,7 @@ def check_no_grad(name: str, x: Tensor, reason: str) -> None:
 
 def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
     """Refuse a tensor of forward-mode differentiation, whose tangent would be lost."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
 
 
