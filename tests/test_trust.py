@@ -77,8 +77,8 @@ def test_a_group_that_is_its_owners_alone_may_write(folder, monkeypatch):
     import pwd
 
     folder.chmod(0o770)
-    name = pwd.getpwuid(os.getuid()).pw_name
-    for group, members, taken in ((name, [], True), (name, [name], True), (name, ["mallory"], False), ("staff", [], False)):
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("alice", "x", uid, uid, "", "/", "/bin/sh")))
+    for group, members, taken in (("alice", [], True), ("alice", ["alice"], True), ("alice", ["mallory"], False), ("staff", [], False)):
         monkeypatch.setattr(grp, "getgrgid", lambda _, known=(group, "x", 1, members): grp.struct_group(known))
         assert (trust.why_not(folder / "b") == "") is taken
 
