@@ -45,8 +45,8 @@ def attention(
         v: (batch, seqlen_k, heads_k, head_dim_v).
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom right). With `mask`, both must allow a pair.
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
-        scale: multiplies the scores; None is head_dim ** -0.5.
-        softcap: bound on the scaled score, at most 1e30; 0 for none.
+        scale: multiplies the scores, a number of fp32 (fp64 for fp64 inputs); None is head_dim ** -0.5.
+        softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
@@ -209,7 +209,8 @@ def operands(
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
     if scale is not None:
-        errors.check_number("scale", scale)
+        most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max  # what it is computed in
+        errors.check_number("scale", scale, low=-most, high=most)
     errors.check_number("softcap", softcap, low=0.0, high=1e30)
     dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
@@ -265,9 +266,12 @@ def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
 
 def _random_state(seed: int | None, offset: int) -> Tensor:
     """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
-    for name, x, bits in (("dropout_seed", seed, 63), ("dropout_offset", 0 if offset is None else offset, 32)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits):
-            raise ValueError(f"{name} must be an integer in [0, 2**{bits}), got {x!r}")
+    for name, x, bits, otherwise in (
+        ("dropout_seed", 0 if seed is None else seed, 63, ", or None to draw one"),
+        ("dropout_offset", offset, 32, ""),
+    ):
+        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits:
+            raise ValueError(f"{name} must be an integer in [0, 2**{bits}){otherwise}, got {x!r}")
     drawn = torch.randint(0, 2**62, (1,)) if seed is None else torch.tensor([seed])
     return torch.cat((drawn, torch.tensor([offset])))
 

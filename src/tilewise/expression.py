@@ -14,7 +14,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from tilewise.band_tables import INF, straight
+from tilewise.band_tables import INF, LONGEST, straight
 from tilewise.bands import Band, Bands
 from tilewise.bitmap import Bitmap, Recent, content
 from tilewise.errors import ShapeError
@@ -102,10 +102,12 @@ class Mask:
     def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
         """The region that each batch entry and query head uses; equal masks and lengths give the same objects back.
 
-        Raises ShapeError where the mask does not fit these lengths, batch or heads, ValueError for negative ones.
+        Raises ShapeError where the mask does not fit these lengths, batch or heads, ValueError for negative ones and beyond 2**60.
         """
         given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": heads}
         sizes = [check_count(name, value) for name, value in given.items()]
+        if sizes[0] > LONGEST or sizes[1] > LONGEST:
+            raise ValueError(f"seqlen_q and seqlen_k must be at most 2**60, got {seqlen_q} and {seqlen_k}")
         return (_BITMAPS if self.kind == "bitmap" else _BANDS).get((self._key(), *sizes), lambda: _resolved(self, *sizes))
 
     def resolve(self, seqlen_q: int, seqlen_k: int) -> Bands | Bitmap:
