@@ -391,5 +391,7 @@ def test_calls_that_no_machine_holds_are_refused_in_one_sentence(capsys):
     assert capsys.readouterr().err.startswith(said)
     assert cli.main(["explain", "--seqlen", "9" * 30]) == cli.UNUSABLE
     assert "GB, which cpu does not have" in capsys.readouterr().err
-    error = RuntimeError("[enforce fail at alloc.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 20479999997952 bytes.")
+    error = RuntimeError(
+        "[enforce fail at alloc.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 20479999997952 bytes."
+    )
     assert cli._sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"
