@@ -44,14 +44,11 @@ def missing(dotted: str) -> str:
     return ""
 
 
+FILES = (".py", ".so", ".git", ".html")
+
+
 def names_in(text: str) -> list[str]:
-    return sorted(
-        {
-            name
-            for name in re.findall(r"\btilewise(?:\.[A-Za-z_][A-Za-z_0-9]*)+", text)
-            if not name.endswith((".py", ".so", ".git", ".html"))
-        }
-    )
+    return sorted({name for name in re.findall(r"\btilewise(?:\.[A-Za-z_][A-Za-z_0-9]*)+", text) if not name.endswith(FILES)})
 
 
 def test_a_missing_name_is_found():

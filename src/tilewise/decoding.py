@@ -52,7 +52,8 @@ def decode(
         mask: as in `attention`, aligned to each sequence's own length; a Dense mask stands alone and spans the capacity,
             (batch or 1, heads or 1, seqlen_q or 1, capacity).
 
-    The other arguments are those of `attention`.
+    The other arguments are those of `attention`. What traces, exports or maps the call sees one operator, `tilewise::decode`, which reads lengths and
+    pages when it runs; torch.vmap runs it entry by entry.
 
     Returns:
         O (batch, seqlen_q, heads_q, head_dim_v), and with `return_lse` LSE (batch, heads_q, seqlen_q).
