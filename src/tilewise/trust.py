@@ -21,12 +21,9 @@ def why_not(path: Path) -> str:
     """
     if not hasattr(os, "getuid"):  # Windows, where a user's folders are the user's
         return ""
-    owners = {
-        os.getuid(),
-        0,
-        os.lstat("/").st_uid,
-    }  # whoever owns / rules the machine; in a user namespace that need not be 0
-    path = Path.cwd() / path
+    # Whoever owns / rules the machine; seen from a user namespace, that need not be 0.
+    owners = {os.getuid(), 0, os.lstat("/").st_uid}
+    path = path if path.is_absolute() else Path.cwd() / path
     at, rest, links = Path(path.anchor), list(path.parts[:0:-1]), 0
     wrong = _fault(at, os.lstat(at), owners)
     while rest and not wrong:

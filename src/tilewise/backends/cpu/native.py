@@ -123,10 +123,12 @@ def _built() -> Path | None:
     from tilewise.backends.cpu.build import target
 
     path = target()
+    if not path.exists():
+        return None
     if refused := trust.why_not(path):
         trust.warn(refused, "the CPU kernel that build.py compiles is looked for elsewhere (XDG_CACHE_HOME names another folder)")
         return None
-    return path if path.exists() else None
+    return path
 
 
 def _shared_pool() -> ctypes.c_void_p | None:
