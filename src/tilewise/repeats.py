@@ -68,7 +68,7 @@ class _Repeated(torch.autograd.Function):
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     """What is known of calls with this signature, as a function of q, k and v."""
     global _last
-    if ops.traced():
+    if torch.compiler.is_compiling():
         return None
     last = _last
     if last is not None and last.check(q, k, v) and _same(options, last.options) and torch.is_grad_enabled() is last.grad_enabled:
@@ -135,6 +135,6 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing beside autograd takes part in the call: no transform, dispatch mode, autocast or lazy negation."""
+    """Whether nothing beside autograd takes part in the call: no tracer, transform, dispatch mode, autocast or lazy negation."""
     lazy = q.is_neg() or k.is_neg() or v.is_neg()
-    return not (lazy or ops.watched(q) or torch._C._is_any_autocast_enabled())
+    return not (lazy or ops.traced() or ops.watched(q) or torch._C._is_any_autocast_enabled())
