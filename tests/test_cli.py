@@ -383,3 +383,15 @@ def test_cells_of_the_ladder_for_any_contender(capsys, monkeypatch):
     assert cli.main(["bench", "k5,sdpa:cudnn", *cell, "--device", "cpu", "--check"]) == 3
     out = capsys.readouterr().out
     assert "b1024 s16 h32 d64 Full() bf16 fwd" in out and "it runs on a Hopper GPU" in out and "torch has no cudnn kernel on a CPU" in out
+
+
+def test_calls_that_no_machine_holds_are_refused_in_one_sentence(capsys):
+    assert cli.main(["explain", "--seqlen", "9999999999"]) == cli.UNUSABLE
+    said = "tilewise explain: q, k and v of this call would take 61,440 GB, which cpu does not have; give a smaller --seqlen"
+    assert capsys.readouterr().err.startswith(said)
+    assert cli.main(["explain", "--seqlen", "9" * 30]) == cli.UNUSABLE
+    assert "GB, which cpu does not have" in capsys.readouterr().err
+    error = RuntimeError(
+        "[enforce fail at alloc.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 20479999997952 bytes."
+    )
+    assert cli._sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"

@@ -46,8 +46,8 @@ def attention(
         v: (batch, seqlen_k, heads_k, head_dim_v).
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom right). With `mask`, both must allow a pair.
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
-        scale: multiplies the scores; None is head_dim ** -0.5.
-        softcap: bound on the scaled score, at most 1e30; 0 for none.
+        scale: multiplies the scores, a number of fp32 (fp64 for fp64 inputs); None is head_dim ** -0.5.
+        softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
@@ -73,7 +73,7 @@ def attention(
     if alone and (known := repeats.find(q, k, v, options)) is not None:
         return known(q, k, v)
     tensors = q, k, v
-    q, k, v, bias = _autocast(q, k, v, bias)
+    q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.check_flag("return_lse", return_lse)
     given = operands(
@@ -134,7 +134,7 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
-    q, k, v, _ = _autocast(q, k, v)
+    q, k, v, _ = autocast(q, k, v)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
@@ -185,7 +185,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     errors.check_flag("return_lse", wanted["return_lse"])
     seed = 0 if wanted["dropout_seed"] is None else wanted["dropout_seed"]  # nothing is drawn from torch's generator
     dropout = wanted["dropout_p"], seed, wanted["dropout_offset"]
-    q, k, v, wanted["bias"] = _autocast(q, k, v, wanted["bias"])
+    q, k, v, wanted["bias"] = autocast(q, k, v, wanted["bias"])
     errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
     given = operands(q, k, v, combine(wanted["causal"], wanted["mask"]), dropout=dropout, **{name: wanted[name] for name in names})
@@ -211,7 +211,8 @@ def operands(
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
     if scale is not None:
-        errors.check_number("scale", scale)
+        most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max  # what it is computed in
+        errors.check_number("scale", scale, low=-most, high=most)
     errors.check_number("softcap", softcap, low=0.0, high=1e30)
     dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
@@ -242,7 +243,7 @@ def operands(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         deterministic=deterministic,
-        grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
+        grad=ops.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         backend=backend,
     )
 
@@ -267,15 +268,18 @@ def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
 
 def _random_state(seed: int | None, offset: int) -> Tensor:
     """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
-    for name, x, bits in (("dropout_seed", seed, 63), ("dropout_offset", 0 if offset is None else offset, 32)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits):
-            raise ValueError(f"{name} must be an integer in [0, 2**{bits}), got {x!r}")
+    for name, x, bits, otherwise in (
+        ("dropout_seed", 0 if seed is None else seed, 63, ", or None to draw one"),
+        ("dropout_offset", offset, 32, ""),
+    ):
+        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits:
+            raise ValueError(f"{name} must be an integer in [0, 2**{bits}){otherwise}, got {x!r}")
     new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
     drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
     return torch.cat((drawn, torch.tensor([offset], **new)))
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """q, k, v and a bias that is not fp32, in the dtype of a surrounding torch.autocast region, as torch casts for its own attention."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias

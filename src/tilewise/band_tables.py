@@ -3,15 +3,21 @@
 A table is canonical where every band is: see `Bands`. Functions take and give canonical tables unless they say otherwise.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy import ndarray
 
-INF = 1 << 40  # an unbounded diagonal; any length is far smaller, and sums of a few INF stay far from int64's end
+LONGEST = 1 << 60  # a sequence
+INF = 1 << 62  # an unbounded diagonal; with two lengths added it is still an int64
+FACTOR = 1 << 30  # products of three coordinates that are no larger are int64s
 Q0, Q1, K0, K1, LO, HI = range(6)
 
 
 def areas(table: ndarray) -> ndarray:
-    """The number of pairs of each canonical band, int64 (n,)."""
+    """The number of pairs of each canonical band (n,): int64, or Python's integers where those would overflow."""
+    if table[:, : K1 + 1].max(initial=0) > FACTOR:
+        table = table.astype(object)
     q0, q1, k0, k1, lo, hi = table.T
     switch = np.clip(k1 - hi - 1, q0, q1)  # from this row on the upper end is k1; before it, q + hi + 1
     upper = _sum_of_rows(q0, switch) + (switch - q0) * np.where(hi < INF, hi + 1, 0) + (q1 - switch) * k1
@@ -21,7 +27,7 @@ def areas(table: ndarray) -> ndarray:
 
 
 def areas_within(table: ndarray, frames: ndarray) -> ndarray:
-    """The number of pairs that band i has in the rectangle frames[i] = (q0, q1, k0, k1), int64 (n,)."""
+    """The number of pairs that band i has in the rectangle frames[i] = (q0, q1, k0, k1), as `areas`."""
     unbounded = np.broadcast_to(np.array([-INF, INF]), (len(frames), 2))
     return areas(canonical(meet(table, np.concatenate([frames, unbounded], axis=1)), keep_empty=True))
 
@@ -135,18 +141,18 @@ def difference(a: ndarray, b: ndarray) -> ndarray:
     piece_of, taken = straight(taken)
     owner = owner[piece_of]
 
-    span = max(a[:, Q1].max(initial=0), 0) + 1
-    own = np.flatnonzero(touched)
+    span = max(int(a[:, Q1].max(initial=0)), 0) + 1
+    own, places = np.flatnonzero(touched), _places(len(a), span)
     marks = np.unique(
-        np.concatenate([own * span + a[own, Q0], own * span + a[own, Q1], owner * span + taken[:, Q0], owner * span + taken[:, Q1]])
+        np.concatenate([places(own, a[own, Q0]), places(own, a[own, Q1]), places(owner, taken[:, Q0]), places(owner, taken[:, Q1])])
     )
     begin, end = marks[:-1], marks[1:]
     inside = begin // span == end // span
     begin, end = begin[inside], end[inside]
-    slab_of, slab_q0, slab_q1 = begin // span, begin % span, end % span
+    slab_of, slab_q0, slab_q1 = (x.astype(np.int64) for x in (begin // span, begin % span, end % span))
 
-    first = np.searchsorted(begin, owner * span + taken[:, Q0])
-    piece, place = expand(np.searchsorted(begin, owner * span + taken[:, Q1]) - first)
+    first = np.searchsorted(begin, places(owner, taken[:, Q0]))
+    piece, place = expand(np.searchsorted(begin, places(owner, taken[:, Q1])) - first)
     slab = first[piece] + place
     start = np.maximum(taken[piece, K0], slab_q0[slab] + taken[piece, LO])
 
@@ -162,6 +168,13 @@ def difference(a: ndarray, b: ndarray) -> ndarray:
     gap[:, K1] = np.where(last | (np.roll(lo, -1) > -INF), INF, np.roll(k0, -1))
     gap[:, HI] = np.where(last | (np.roll(lo, -1) == -INF), INF, np.roll(lo, -1) - 1)
     return np.concatenate([a[~touched], canonical(meet(a[slab_of[slab]], gap))])
+
+
+def _places(firsts: int, span: int) -> Callable[[ndarray, ndarray], ndarray]:
+    """What makes one number of (first, second), 0 <= first < firsts and second < span, in their order; Python's where an int64 would overflow."""
+    if firsts * span < LONGEST:
+        return lambda first, second: first * span + second
+    return lambda first, second: first.astype(object) * span + second
 
 
 def merged(table: ndarray) -> ndarray:
@@ -182,8 +195,9 @@ def _neighbours(table: ndarray) -> tuple[ndarray, ndarray, ndarray]:
     top_l, top_u = np.maximum(k0, q0 + lo), np.minimum(k1, q0 + hi + 1)  # the interval of the first row
     end_l = np.maximum(k0, q1 - 1 + lo)  # the lower end of the last row
     span = int(k1.max(initial=0)) + 2
-    sources = [q1 * span + end_l, q1 * span + end_l + 1, q0 * span + top_u]
-    links = [_equal(source, q0 * span + top_l) for source in sources]
+    places = _places(int(q1.max(initial=0)) + 1, span)
+    sources = [places(q1, end_l), places(q1, end_l + 1), places(q0, top_u)]
+    links = [_equal(source, places(q0, top_l)) for source in sources]
     i, j = (np.concatenate([link[side] for link in links]) for side in (0, 1))
 
     one, two = table[i], table[j]

@@ -101,7 +101,7 @@ class Bands:
         return flipped
 
     def pairs(self) -> int:
-        """How many pairs the set holds: exact, O(1) a band."""
+        """How many pairs the set holds: exact for any lengths, O(1) a band."""
         return int(areas(self.table).sum())
 
     def dense(self) -> ndarray:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,6 +112,8 @@ def _sentence(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
+    if too_much := re.search(r"tried to allocate (\d+) bytes", text):
+        return f"out of memory: {int(too_much[1]) / 1e9:,.1f} GB were wanted at once; give smaller lengths, batches or heads"
     unexpected = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
     return f"{text} (run it with --traceback to see where)" if unexpected else text
 

@@ -210,7 +210,14 @@ def explain(options: Namespace) -> int:
         (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim),
         (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim_v),
     )
-    q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
+    try:
+        q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
+    except (RuntimeError, TypeError):  # out of memory, or no int64
+        gigabytes = sum(map(math.prod, shapes)) * workload.dtype.itemsize / 1e9
+        raise MemoryError(
+            f"q, k and v of this call would take {gigabytes:,.0f} GB, which {options.device} does not have; "
+            "give a smaller --seqlen, --batch, --heads or --head-dim"
+        ) from None
     explanation = tilewise.explain(q, k, v, mask=mask, backend=options.backend)
     Output().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
     return OK

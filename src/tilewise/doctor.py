@@ -20,12 +20,11 @@ PACKAGES = {  # distribution: what it is for here
     "numpy": "required",
     "rich": "the command line",
     "matplotlib": "charts and pictures",
-    "triton": "the backend for any GPU",
     "nvidia-cutlass-dsl": "the backend for Hopper",
+    "apache-tvm-ffi": "the backend for Hopper",
     "flash-attn": "a peer in benchmarks",
     "flash-attn-3": "a peer in benchmarks",
     "flash-attn-4": "a peer in benchmarks",
-    "transformers": "compat.transformers",
     "hypothesis": "the tests",
     "pytest": "the tests",
 }
@@ -75,7 +74,7 @@ def devices() -> dict[str, str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            capability = f"compute capability {properties.major}.{properties.minor}"
+            capability = properties.gcnArchName if torch.version.hip else f"compute capability {properties.major}.{properties.minor}"
             found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
     return found
 

@@ -4,12 +4,17 @@ Every message names the argument, what was given, what is expected and, where th
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+# Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
+warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
@@ -152,6 +157,12 @@ def check_bias(bias: Tensor, q: Tensor, seqlen_k: int) -> None:
 def check_no_grad(name: str, x: Tensor, reason: str) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name} requires grad, but {reason}; pass {name}.detach()")
+
+
+def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
+    """Refuse a tensor of forward-mode differentiation, whose tangent would be lost."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
 
 
 def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int) -> None:

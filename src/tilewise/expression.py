@@ -14,13 +14,15 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from tilewise.band_tables import INF, straight
+from tilewise.band_tables import INF, LONGEST, straight
 from tilewise.bands import Band, Bands
 from tilewise.bitmap import Bitmap, Recent, content
 from tilewise.errors import ShapeError
 from tilewise.mask_arguments import check_count
 
-KEPT, KEPT_BYTES = 256, 1 << 30  # how many resolved masks are kept, and how many bytes of bitmaps
+KEPT = 256  # resolved masks that are kept of those of bands, and of those of bitmaps
+KEPT_BITMAP_BYTES, KEPT_BAND_BYTES = 1 << 30, 64 << 20  # and how many bytes of them
+DERIVED = 4  # times its table, about, is what a region of bands takes with all that is derived from it
 OPERATIONS = {"&": operator.and_, "|": operator.or_, "-": operator.sub}
 
 
@@ -100,11 +102,13 @@ class Mask:
     def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
         """The region that each batch entry and query head uses; equal masks and lengths give the same objects back.
 
-        Raises ShapeError where the mask does not fit these lengths, batch or heads, ValueError for negative ones.
+        Raises ShapeError where the mask does not fit these lengths, batch or heads, ValueError for negative ones and beyond 2**60.
         """
         given = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": heads}
         sizes = [check_count(name, value) for name, value in given.items()]
-        return _PLANES.get((self._key(), *sizes), lambda: _resolved(self, *sizes))
+        if sizes[0] > LONGEST or sizes[1] > LONGEST:
+            raise ValueError(f"seqlen_q and seqlen_k must be at most 2**60, got {seqlen_q} and {seqlen_k}")
+        return (_BITMAPS if self.kind == "bitmap" else _BANDS).get((self._key(), *sizes), lambda: _resolved(self, *sizes))
 
     def resolve(self, seqlen_q: int, seqlen_k: int) -> Bands | Bitmap:
         """The region of a mask that is the same for every batch entry and head; else ShapeError."""
@@ -280,8 +284,12 @@ def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) 
     return mask._planes(seqlen_q, seqlen_k, batch, heads)
 
 
-def _bytes(planes: tuple[Plane, ...]) -> int:
+def _bitmap_bytes(planes: tuple[Plane, ...]) -> int:
     return sum(plane.region.nbytes() for plane in planes if isinstance(plane.region, Bitmap))
+
+
+def _band_bytes(planes: tuple[Plane, ...]) -> int:
+    return DERIVED * sum(plane.region.table.nbytes for plane in planes)
 
 
 def _drop(planes: tuple[Plane, ...]) -> None:
@@ -293,4 +301,6 @@ def _drop(planes: tuple[Plane, ...]) -> None:
             flipped.memo.clear()
 
 
-_PLANES = Recent(KEPT, KEPT_BYTES, _bytes, _drop)  # by text and content: a key that is the mask would keep its tensors alive
+# By text and content: a key that is the mask would keep its tensors alive.
+_BITMAPS = Recent(KEPT, KEPT_BITMAP_BYTES, _bitmap_bytes, _drop)
+_BANDS = Recent(KEPT, KEPT_BAND_BYTES, _band_bytes, _drop)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+SHORT = 2000  # characters; what is made of longer texts is large, a tree of them 100 bytes a character
+
 OPERATIONS: dict[type, Callable] = {
     ast.BitAnd: lambda a, b: a & b,
     ast.BitOr: lambda a, b: a | b,
@@ -57,7 +59,7 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
         )
 
     try:
-        return value(_tree(text))
+        return value(_tree(text) if len(text) <= SHORT else _tree.__wrapped__(text))
     except RecursionError:
         raise ValueError(f"mask text of {len(text)} characters nests too deep; combine the masks from left to right") from None
     except TypeError as error:  # wrong number of arguments, an operator between things that are not masks

@@ -15,12 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.band_tables import INF, expand
 from tilewise.bands import Band, Bands
-from tilewise.bitmap import Bitmap
+from tilewise.bitmap import Bitmap, Recent
 from tilewise.dense_masks import Dense, Packed
 from tilewise.errors import ShapeError
 from tilewise.expression import Blocks, Full, Mask, Plane, Transpose, joint_extent
 from tilewise.mask_arguments import align_argument, by_heads, check_count, check_fits, cu_seqlens, integers, ranges
-from tilewise.mask_text import evaluate
+from tilewise.mask_text import SHORT, evaluate
+
+LONG_BYTES = 32 << 20  # of masks with long texts
+A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
 
 __all__ = [
     "Band",
@@ -336,7 +339,9 @@ def parse(text: str, tensors: Iterable[Tensor] = ()) -> Mask:
     Raises ValueError where the text is not a mask expression.
     """
     tensors = tuple(tensors)
-    return _evaluated(text, tensors) if tensors else _plain(text)
+    if tensors:
+        return _evaluated(text, tensors)
+    return _plain(text) if len(text) <= SHORT else _LONG.get(text, lambda: _evaluated(text, ()))
 
 
 def _evaluated(text: str, tensors: tuple[Tensor, ...]) -> Mask:
@@ -349,3 +354,7 @@ def _evaluated(text: str, tensors: tuple[Tensor, ...]) -> Mask:
 @lru_cache(maxsize=1024)
 def _plain(text: str) -> Mask:
     return _evaluated(text, ())
+
+
+# Masks with a thousand documents, which may be others in every step.
+_LONG = Recent(1024, LONG_BYTES, lambda mask: A_CHARACTER * len(mask.source))

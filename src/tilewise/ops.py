@@ -267,9 +267,19 @@ def _transforms() -> set:
     return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
 
 
+def traced() -> bool:
+    """Whether a graph is being made of the call, by torch.compile, torch.export or torch.jit.trace: what it does must be an operator of it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def gradients_on() -> bool:
+    """Whether autograd records, or may when what torch.jit.trace records now runs."""
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+
+
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
-    if torch.compiler.is_compiling():
+    if traced():
         return forward(*operands)
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if watched(tensors):

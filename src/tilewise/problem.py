@@ -9,6 +9,13 @@ from torch import Tensor
 
 from tilewise.masks import Mask
 
+LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
+
+
+def in_fp32(softcap: float) -> float:
+    """A softcap as fp32 holds it, not flushed to 0, which means none; 0 for none."""
+    return max(softcap, LEAST_SOFTCAP) if softcap > 0.0 else 0.0
+
 
 class Dropout(NamedTuple):
     """Counter-based dropout: the pair (query i, key j) of (batch b, head h) is kept by a pure function of these and (b, h, i, j)."""

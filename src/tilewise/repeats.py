@@ -105,7 +105,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
 
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: ops.Operands) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
-    if is_compiling() or given.dropout_p > 0.0 or not _plain(q, k, v):
+    if ops.traced() or given.dropout_p > 0.0 or not _plain(q, k, v):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
@@ -178,5 +178,5 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing beside autograd takes part in the call, autocast included."""
-    return not (plain.watched((q, k, v)) or torch._C._is_any_autocast_enabled())
+    """Whether nothing beside autograd takes part in the call, a tracer and autocast included."""
+    return not (ops.traced() or plain.watched((q, k, v)) or torch._C._is_any_autocast_enabled())

@@ -24,6 +24,13 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch, capability, name):
     assert taken.batch > 2 and max(taken.seqlens) > 8192
 
 
+def test_a_gpu_of_amd_s_has_bf16_whatever_its_capability(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert place.place_of().name == "bf16"
+
+
 def test_page_says_which_precision(make_report, make_training, make_sweep):
     gpu = place.Place(torch.device("cuda"), torch.bfloat16)
     training, sweep = make_training(off_by=5e-3), make_sweep()

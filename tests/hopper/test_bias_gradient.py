@@ -7,7 +7,7 @@ import torch
 
 from tilewise.backends.hopper import Hopper, bias_gradient, changes, gradients
 from tilewise.masks import Causal, Full
-from tilewise.problem import Call
+from tilewise.problem import LEAST_SOFTCAP, Call
 
 SHAPES = [(b, h, q, 70) for b in (1, 3) for h in (1, 4) for q in (1, 50)]
 
@@ -91,4 +91,6 @@ def test_a_plain_call_s_configuration_knows_of_nothing_else():
 def test_factors_are_finite():
     call = _call((1, 1, 50, 70), softcap=1e-300)
     inner, factor = changes.factors(gradients.config_of(call), 0.1, 1e-300)
-    assert inner == changes.FLOAT_MAX and factor == 1e-300
+    assert inner == 0.1 / LEAST_SOFTCAP and factor == LEAST_SOFTCAP
+    inner, _ = changes.factors(gradients.config_of(call), -1e30, 1e-300)
+    assert inner == -changes.FLOAT_MAX

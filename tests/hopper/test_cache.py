@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewise import trust
 from tilewise.backends.hopper import config
 from tilewise.hopper import cache
 from tilewise.hopper import compile as hopper
@@ -269,3 +270,61 @@ def test_processes_that_compile_one_kernel_at_once(kept, small, path):
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [json.loads(racer.communicate(timeout=300)[0]) for racer in racers]
     assert all(each["kind"].startswith("tvm_ffi") for each in said) and cache.entries() == [path]
+
+
+def refused(monkeypatch):
+    monkeypatch.setattr(trust, "_said", set())
+    return pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR names another folder")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
+@pytest.mark.parametrize("level", ["folder", "version", "ahead"])
+def test_a_folder_that_others_may_write_to_is_not_used(level, kept, small, builds, path, monkeypatch, exported):
+    hopper.compiled(*small)
+    hopper.compiled.cache_clear()
+    open_to_all = {"folder": kept, "version": path.parent, "ahead": kept.parent}[level]
+    open_to_all.chmod(0o777)
+    right = path.read_bytes()
+    with refused(monkeypatch) as said:
+        assert hopper.compiled(*small) is exported  # in memory
+        hopper.compiled.cache_clear()
+        assert hopper.compiled(*small) is exported
+    assert len(said) == 1 and str(said[0].message).startswith(f"{open_to_all} can be written to by everybody")
+    assert path.read_bytes() == right and len(builds) == 3
+    if level != "version":
+        assert cache.entries() == [] and f"every process compiles what it needs: {open_to_all} can be written to" in cache.describe()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
+def test_an_entry_that_others_may_write_to_is_replaced(kept, small, builds, path, monkeypatch):
+    hopper.compiled(*small)
+    hopper.compiled.cache_clear()
+    path.chmod(0o666)
+    with refused(monkeypatch) as said:
+        assert "launch(mQ" in said_by(hopper.compiled(*small))
+    assert len(said) == 1 and len(builds) == 2 and path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
+def test_an_entry_of_another_user_is_not_loaded(kept, small, builds, path, monkeypatch):
+    hopper.compiled(*small)
+    lstat = os.lstat
+
+    def changed(at, **options):
+        status = lstat(at, **options)
+        return os.stat_result((*status[:4], 12345, *status[5:])) if Path(at) == path else status
+
+    monkeypatch.setattr(trust.os, "lstat", changed)
+    with refused(monkeypatch) as said:
+        assert cache.load(path) is None and cache.load(path) is None
+    assert len(said) == 1 and f"{path} belongs to another user (number 12345" in str(said[0].message)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
+def test_new_folders_are_for_this_user_alone(kept, small, builds, path):
+    before = os.umask(0)
+    try:
+        hopper.compiled(*small)
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o777 for each in (kept.parent, kept, path.parent)] == [0o700] * 3

@@ -71,6 +71,15 @@ def test_without_a_hopper_gpu(monkeypatch):
     assert hopper.why_not_here((9, 0)) == [] and "this is 12.0" in hopper.why_not_here((12, 0))[0]  # another one than the current
 
 
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+def test_an_amd_gpu_is_none_whatever_its_capability(capability, monkeypatch):
+    monkeypatch.setattr(hopper, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))  # as a gfx90a says
+    assert hopper.why_not_here(capability) == ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
+
+
 @NO_GPU
 def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
     assert __main__.main([], {}) == 2

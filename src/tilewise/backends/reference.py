@@ -174,7 +174,7 @@ def linearise(call: Call, lse: Tensor, dtype: torch.dtype = torch.float64) -> Li
     scores, lse = visible_scores(call), _per_row(call, lse)
     base = lse.masked_fill(lse == -INF, 0.0)
     p = (scores.s - base).clamp(max=0.0).exp().masked_fill(~scores.visible, 0.0)  # a large LSE is rounded to below its scores
-    sink = None if call.sink is None else (_sink_column(call, scores.s) - base).exp()
+    sink = None if call.sink is None else (_sink_column(call, scores.s) - base).clamp(max=0.0).exp()
     return Linear(p, scores.visible, dropout_factor(call), scores.chain, sink, call.scale)
 
 

@@ -44,5 +44,6 @@ CPU = Place(torch.device("cpu"), torch.float32)
 def place_of(device: torch.device | None = None) -> Place:
     """The place on `device`; by default a GPU where there is one."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    halves = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    # ROCm has bf16 on every device, and numbers of its own for a capability.
+    halves = device.type == "cuda" and (bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0))
     return Place(device, torch.bfloat16 if halves else torch.float32)

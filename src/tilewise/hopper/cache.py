@@ -3,7 +3,8 @@
 An entry is a shared library that holds a kernel and what launches it. Loading one takes tvm-ffi and the DSL's runtime library, not the DSL, whose
 import and compiler take seconds. Entries lie in a folder that is named after everything besides the kernel's own identity that changes the
 code: versions, toolkit, this package's device code (`fingerprint`). They are written aside and renamed into place, and end with a digest of their
-name and content, so that what is cut short, damaged or misplaced is compiled again.
+name and content, so that what is cut short, damaged or misplaced is compiled again. A digest proves wholeness, not origin: nothing is loaded that
+another user could have written, or from a folder where one could (trust.py); it is compiled instead, and kept by this process alone.
 
 TILEWISE_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/tilewise, ~/.cache/tilewise); TILEWISE_CACHE=0 does without it.
 """
@@ -22,6 +23,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from tilewise import trust
 from tilewise.hopper import link
 
 OFF = ("0", "off", "no", "false")
@@ -33,6 +35,7 @@ APART = tuple(f"CUTE_DSL_{name}" for name in ("ARCH", "KEEP", "DUMP_DIR", "LIBS"
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("hopper", "backends/hopper", "ladder")
 IMPORTED = time.time()
+INSTEAD = "this process compiles its kernels itself (TILEWISE_CACHE_DIR names another folder for them)"
 
 
 def folder() -> Path | None:
@@ -56,9 +59,9 @@ def entry(launch: str, config, arch: str) -> Path | None:
 
 
 def load(path: Path) -> Callable | None:
-    """The function of an entry; None where there is none that is whole."""
+    """The function of an entry; None where there is none that is whole, and that this user or root wrote."""
     try:
-        if not whole(path):
+        if not _trusted(path) or not whole(path):
             return None
         import tvm_ffi
 
@@ -89,7 +92,9 @@ def store(path: Path, kernel) -> bool:
             objects = Path(aside) / "kernel.o"
             kernel.export_to_c(str(objects), FUNCTION)
             content = link.shared_library(objects.read_bytes(), lambda name: name == f"__tvm_ffi_{FUNCTION}", (RUNTIME, "libtvm_ffi.so"))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trust.make_folder(path.parent)
+        if not _trusted(path.parent):
+            return False
         handle, written = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -107,7 +112,9 @@ def store(path: Path, kernel) -> bool:
 def entries() -> list[Path]:
     """The entries of all versions, and what was left of writing some."""
     root = folder()
-    return [] if root is None else [path for path in root.glob("*/*") if path.is_file()]
+    if root is None or trust.why_not(root):  # in a folder of others', a name may lead anywhere
+        return []
+    return [path for path in root.glob("*/*") if path.is_file()]
 
 
 def clear() -> int:
@@ -133,6 +140,8 @@ def why_not() -> str:
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} cannot be written to; TILEWISE_CACHE_DIR names another folder"
+    if refused := trust.why_not(root):
+        return f"{refused}; TILEWISE_CACHE_DIR names another folder"
     return ""
 
 
@@ -208,6 +217,13 @@ def _own_source(launch: str) -> str:
 
 def _seal(path: Path, content: bytes) -> bytes:
     return MARK + hashlib.sha256(path.stem.encode() + content).digest()
+
+
+def _trusted(path: Path) -> bool:
+    """Whether nobody else could have written what is there; the first time that one could, a warning says so."""
+    if refused := trust.why_not(path):
+        trust.warn(refused, INSTEAD)
+    return not refused
 
 
 def _touch(path: Path) -> None:

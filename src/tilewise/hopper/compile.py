@@ -29,6 +29,8 @@ def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
         return missing
     if not torch.cuda.is_available():
         return ["torch sees no GPU here: run it on a machine with an H100 or H200"]
+    if torch.version.hip:  # whose devices have numbers of their own for a capability, 9.0 for MI200s
+        return ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
     capability = capability or torch.cuda.get_device_capability()
     if capability != (9, 0):
         return [f"it needs a Hopper GPU (compute capability 9.0), and this is {capability[0]}.{capability[1]}"]

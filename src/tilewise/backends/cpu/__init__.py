@@ -14,7 +14,7 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, problem, run
-from tilewise.backends.cpu.planes import TILE_N
+from tilewise.backends.cpu.planes import TILE_N, planes_of
 from tilewise.backends.cpu.repeat import Repeat
 from tilewise.problem import Call, Gradients, Problem
 
@@ -23,6 +23,7 @@ __all__ = ["Cpu"]
 # Up to so many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
 # the numbers of K and V that a head reads are NUMBERS_A_PAIR times the queries' square (measured: docs/cpu-notes.md).
 FEW_QUERIES, FEW_QUERIES_NARROW, NUMBERS_A_PAIR = 8, 4, 64
+REPEAT_BYTES = 64 << 10  # a call whose mask has larger tables takes so long that a short way saves nothing, and many such calls much memory
 NARROW = ("avx2", "generic")
 
 
@@ -91,8 +92,11 @@ class Cpu:
         modified = call.bias, call.alibi_slopes, call.sink, call.diagonal, call.dropout
         if any(x is not None for x in modified) or 0 in (*call.q.shape, *call.k.shape):
             return None
+        planes = planes_of(call.mask, call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        if planes.nbytes > REPEAT_BYTES:
+            return None
         found = library()
-        return Repeat(call, found, self._isa(found), self._few_queries(call, found))
+        return Repeat(call, planes, found, self._isa(found), self._few_queries(call, found))
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""

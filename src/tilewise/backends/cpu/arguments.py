@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.planes import planes_of
 from tilewise.philox import keep_scale, threshold
-from tilewise.problem import Call
+from tilewise.problem import Call, in_fp32
 
 CPU = torch.device("cpu")  # torch takes the name in half a microsecond more
 DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
@@ -59,7 +59,7 @@ def _template(
     """What does not change from call to call of one shape; copying it is cheaper than filling thirty fields."""
     batch, seqlen_q, heads_q, head_dim = q_shape
     args = abi.Args(
-        abi.ABI_VERSION, isa, DTYPES[dtype], 1, batch, seqlen_q, k_shape[1], heads_q, k_shape[2], head_dim, v_shape[3], scale, softcap
+        abi.ABI_VERSION, isa, DTYPES[dtype], 1, batch, seqlen_q, k_shape[1], heads_q, k_shape[2], head_dim, v_shape[3], scale, in_fp32(softcap)
     )  # fmt: skip
     for field, stride in ((args.q, q_stride), (args.k, k_stride), (args.v, v_stride)):
         field.batch, field.seq, field.head, _ = stride

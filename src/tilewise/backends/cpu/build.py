@@ -1,15 +1,19 @@
 """Compiles the kernel on this machine: `python -m tilewise.backends.cpu.build`. A wheel brings it compiled; this is for development.
 
-The result goes to the user's cache directory, named after a digest of the sources, so that changed sources never meet an old library.
+The result goes to the user's cache directory, named after a digest of the sources, so that changed sources never meet an old library. It is no
+place for it where others may write (trust.py).
 """
 
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tilewise import trust
 
 SOURCES = Path(__file__).parent / "csrc"
 DEFINITIONS = Path(__file__).parent / "CMakeLists.txt"
@@ -37,6 +41,10 @@ def build(*options: str, to: Path | None = None) -> Path:
     Raises BuildError with the compiler's last words.
     """
     result = to or target()
+    if to is None:
+        trust.make_folder(result.parent)
+        if refused := trust.why_not(result):
+            raise BuildError(f"the kernel is not kept where others may write: {refused}; XDG_CACHE_HOME names another folder")
     if result.exists():
         return result
     if shutil.which("cmake") is None:
@@ -45,9 +53,10 @@ def build(*options: str, to: Path | None = None) -> Path:
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         _run("cmake", "-S", str(DEFINITIONS.parent), "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *generator, *options)
         _run("cmake", "--build", folder, "--parallel", "2")
-        result.parent.mkdir(parents=True, exist_ok=True)
+        result.parent.mkdir(parents=True, exist_ok=True)  # where a special build goes
         finished = result.with_name(f"{result.name}.{os.getpid()}")  # moved into place whole, as others may be building too
         shutil.copy2(Path(folder) / result.name if to is None else next(Path(folder).glob("*.so")), finished)
+        finished.chmod(finished.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # whatever the umask says
         finished.replace(result)
     return result
 

@@ -2,6 +2,10 @@
 
 Looked for, in this order: the file that TILEWISE_CPU_LIBRARY names; next to this module (put there by `pip install`); what `build.py`
 compiled from exactly these sources. Where none is found the library works without it, and `problem()` says why.
+
+The file that is named, and what build.py left in the user's cache, are loaded only where no other user could have written them (trust.py). The
+cache is then passed over with a warning; the named file, which somebody asked for, is a reason why there is no kernel. What lies next to this
+module is as trustworthy as this module.
 """
 
 import ctypes
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from tilewise import trust
 from tilewise.backends.cpu import abi
 
 NAME = "libtilewise_cpu.so"
@@ -74,7 +79,9 @@ def failure(status: int) -> Exception:
 def _load() -> Library | str:
     """The library, or the reason why there is none. The environment is read once, when the first call loads it."""
     path, isa = os.environ.get("TILEWISE_CPU_LIBRARY"), os.environ.get("TILEWISE_CPU_ISA", "auto")
-    found = Path(path) if path else next((p for p in _candidates() if p.exists()), None)
+    if path and (refused := trust.why_not(Path(path))):
+        return f"TILEWISE_CPU_LIBRARY={path} is not loaded, as others may have written it: {refused}"
+    found = Path(path) if path else _installed() or _built()
     if found is None:
         return (
             "its compiled kernel is not installed: reinstall tilewise where a C++ compiler (GCC 12 or Clang 14, or later) is found, "
@@ -104,11 +111,24 @@ def _load() -> Library | str:
     return Library(found, best if isa == "auto" else isa, isa != "auto", isas, pool is not None, functions)
 
 
-def _candidates() -> list[Path]:
+def _installed() -> Path | None:
+    """The library that lies next to this module."""
     from tilewise.backends import cpu
+
+    return next((path for place in cpu.__path__ if (path := Path(place) / NAME).exists()), None)
+
+
+def _built() -> Path | None:
+    """The library that build.py compiled from these sources, where nobody else could have put it there."""
     from tilewise.backends.cpu.build import target
 
-    return [*(Path(place) / NAME for place in cpu.__path__), target()]
+    path = target()
+    if not path.exists():
+        return None
+    if refused := trust.why_not(path):
+        trust.warn(refused, "the CPU kernel that build.py compiles is looked for elsewhere (XDG_CACHE_HOME names another folder)")
+        return None
+    return path
 
 
 def _shared_pool() -> ctypes.c_void_p | None:

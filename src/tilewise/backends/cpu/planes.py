@@ -34,6 +34,10 @@ class Planes:
     plane_of: int | None
     kept: list = field(repr=False)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.kept if isinstance(each, ndarray))
+
 
 def planes_of(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads_q: int) -> Planes:
     """The mask's planes; made once for each mask and lengths, and kept as long as the region that they come from.

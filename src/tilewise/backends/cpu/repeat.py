@@ -9,7 +9,7 @@ from torch import Tensor, get_num_threads
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import plain, rows, workspace
 from tilewise.backends.cpu.native import Library, failure
-from tilewise.backends.cpu.planes import planes_of
+from tilewise.backends.cpu.planes import Planes
 from tilewise.errors import check_memory
 from tilewise.problem import Call
 
@@ -17,9 +17,9 @@ from tilewise.problem import Call
 class Repeat:
     """Forward and backward of q, k and v like those of `call`, which has no other tensors."""
 
-    def __init__(self, call: Call, library: Library, isa: int, few: bool) -> None:
+    def __init__(self, call: Call, planes: Planes, library: Library, isa: int, few: bool) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.planes = planes_of(call.mask, seqlen_q, call.seqlen_k, batch, heads_q)
+        self.planes = planes
         self.args = plain(rows(call.q), rows(call.k), rows(call.v), call.scale, call.softcap, isa)
         self.args.planes, self.args.plane_of = self.planes.planes, self.planes.plane_of
         args, o_shape, self.lse_shape = self.args, (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)

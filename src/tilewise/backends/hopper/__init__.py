@@ -22,6 +22,7 @@ from tilewise.problem import Call, Gradients, Problem
 __all__ = ["Hopper"]
 
 SECTION_BYTES, MOST_SECTION_BYTES = 16 << 20, 40 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
+REPEAT_BYTES = 256 << 10  # of a mask's tables: who repeats a call keeps them, and calls with larger ones take long
 MORE_HEADS = 16  # than fit into the one that are considered
 
 
@@ -107,9 +108,12 @@ class Hopper:
             return None
         if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(hopper.strided, tensors)):
             return None
+        rest = _rest(call, config, call.scale)
+        if sum(x.nbytes for x in rest if isinstance(x, Tensor)) > REPEAT_BYTES:
+            return None
         kernel = hopper.compiled(_launch(), arguments, config)
         device = call.q.device
-        return Repeat(call, kernel, _rest(call, config, call.scale), lambda: _workspace(device, config), self.backward)
+        return Repeat(call, kernel, rest, lambda: _workspace(device, config), self.backward)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `compile.compiled` takes, for every kernel that the call launches."""

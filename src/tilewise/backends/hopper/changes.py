@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.hopper import compile as hopper
-from tilewise.problem import Call
+from tilewise.problem import Call, in_fp32
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
@@ -34,13 +34,13 @@ def fields(call: Call) -> dict:
 
 def factors(config, scale: float, softcap: float) -> tuple[float | None, float | None]:
     """inner and factor of scores.py, as finite fp32."""
-    inner = max(-FLOAT_MAX, min(scale / softcap, FLOAT_MAX)) if config.softcap else None
+    inner = max(-FLOAT_MAX, min(scale / in_fp32(softcap), FLOAT_MAX)) if config.softcap else None
     return inner, outer(config, scale, softcap) if config.natural else None
 
 
 def outer(config, scale: float, softcap: float) -> float:
     """What multiplies a product of Q and K, or its tanh."""
-    return softcap if config.softcap else scale
+    return in_fp32(softcap) if config.softcap else scale
 
 
 def outer_log2(config, scale: float, softcap: float) -> float:

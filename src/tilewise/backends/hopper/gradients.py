@@ -277,7 +277,9 @@ def _evenly(heads: int, most: int) -> int:
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
     sink_of_row = sink.float()[:, None]
-    weights = torch.exp(sink_of_row - lse) if natural else torch.exp2(sink_of_row / math.log(2) - lse)
+    below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
+    below.clamp_(max=0.0)  # a large L may be rounded to below its sink
+    weights = torch.exp(below) if natural else torch.exp2(below)
     return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
 
 

@@ -96,15 +96,15 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
             p.mul_(keep)
         accumulate(acc_o.mul_(rescale), p, v[:, j0:j1], _visible(scores, predicate))  # Eq. 16
         m = m_new
-    m, l, acc_o = scores.split(m), scores.split(l), scores.split(acc_o)
-    if scores.call.sink is not None:
-        sink = scores.part.per_head(scores.call.sink).to(scores.dtype)[:, None, :, None] / scores.unit
-        m_new = torch.maximum(m, sink)
-        rescale = scores.exp(m - m_new)
-        m, l, acc_o = m_new, l * rescale + scores.exp(sink - m_new), acc_o * rescale  # Eq. 33
     wide = _statistics_dtype(l.device)
-    lse = m.to(wide) * scores.unit + l.to(wide).log()  # Eq. 18
-    return acc_o / l.masked_fill(l == 0.0, 1.0), lse.squeeze(-1)  # Eq. 17
+    m, l, acc_o = (scores.split(m).to(wide) * scores.unit), scores.split(l).to(wide), scores.split(acc_o)
+    if scores.call.sink is not None:
+        sink = scores.part.per_head(scores.call.sink).to(wide)[:, None, :, None]
+        m_new = torch.maximum(m, sink).clamp_(min=torch.finfo(scores.dtype).min)  # no difference of infinities
+        rescale = torch.exp(m - m_new)
+        m, l, acc_o = m_new, l * rescale + torch.exp(sink - m_new), acc_o * rescale.to(acc_o.dtype)  # Eq. 33
+    lse = m + l.log()  # Eq. 18
+    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1)  # Eq. 17
 
 
 class Rows:
@@ -124,7 +124,8 @@ class Rows:
             delta -= part.statistics(d_lse)[..., None]  # Eq. 28
         delta.masked_fill_(nothing, 0.0)
         if sink is not None:
-            p_sink = torch.exp(part.per_head(sink)[:, None, :, None] - lse).masked_fill_(nothing, 0.0)
+            below = (part.per_head(sink)[:, None, :, None] - lse).clamp_(max=0.0)  # a large LSE may be rounded to below its sink
+            p_sink = torch.exp(below).masked_fill_(nothing, 0.0)
             self.d_sink = -(p_sink * delta).sum(dim=(0, 2, 4))  # Eq. 34
         # exp(s - inf) is 0 for every score, -inf included
         shift = part.pack(lse.masked_fill(nothing, math.inf) / scores.unit, wide)

@@ -8,9 +8,10 @@ from torch import Tensor
 from tilewise import philox
 from tilewise.backends.tiled.parts import ALL, Part, Predicate, cut
 from tilewise.backends.tiled.products import Care
+from tilewise.problem import in_fp32
 
 _LOG2_E = math.log2(math.e)
-_LEAST_UNIT = 1e-6  # a sink or LSE is divided by it
+_LEAST_UNIT = 1e-6  # an LSE is divided by it
 
 
 class Scores:
@@ -22,6 +23,8 @@ class Scores:
         # Where nothing but the mask follows q.k, the scale is left to the exponential, which multiplies anyway: a tile holds score / unit.
         bare = not call.softcap and call.bias is None and call.alibi_slopes is None and call.scale > _LEAST_UNIT
         self.unit = call.scale if bare else 1.0
+        self.softcap, most = in_fp32(call.softcap), torch.finfo(dtype).max
+        self.factor = min(max(call.scale / (self.softcap or 1.0), -most), most)  # 0 times infinity is no score
         q = part.queries(call.q)
         self.lanes = q.shape[:2]  # (batch, heads_k)
         self.width = q.shape[3]  # query heads a lane serves
@@ -51,11 +54,11 @@ class Scores:
     def tile(self, i0: int, i1: int, j0: int, j1: int, predicate: Predicate | None, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """Scores / unit of queries [i0, i1) and keys [j0, j1), -inf where hidden; with `slope`, also the softcap's derivative."""
         q = self.q[:, self.rows(i0, i1)]
-        softcap, derivative = self.call.softcap, None
+        softcap, derivative = self.softcap, None
         s = self.buffer("scores", q.shape[1], j1 - j0)
         torch.bmm(q, self.k[:, j0:j1].mT, out=s)
         if self.unit == 1.0:
-            s.mul_(self.call.scale / (softcap or 1.0))  # Eq. 1
+            s.mul_(self.factor)  # Eq. 1
         if softcap:
             s.tanh_()  # Eq. 29
             if slope:

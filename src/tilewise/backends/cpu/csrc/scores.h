@@ -24,8 +24,13 @@ struct Head {
   bool adjusts() const { return args.softcap > 0 || args.bias.data || args.alibi_slopes; }
 };
 
-// The factor that Q is multiplied with: tanh wants scale / softcap.
-TW_INLINE float score_factor(const tw_args& args) { return args.softcap > 0 ? args.scale / args.softcap : args.scale; }
+// The factor that Q is multiplied with: tanh wants scale / softcap. Beyond 1e30 all scores but 0 are at the cap, and 0 times infinity is none.
+constexpr float kMostFactor = 1e30f;
+TW_INLINE float score_factor(const tw_args& args) {
+  if (!(args.softcap > 0)) return args.scale;
+  const float factor = args.scale / args.softcap;
+  return factor > kMostFactor ? kMostFactor : factor < -kMostFactor ? -kMostFactor : factor;
+}
 
 // s = softcap tanh(s); ds[key][lane] = 1 - tanh^2 where the backward wants the derivative.
 static void apply_softcap(float* s, float* ds, int64_t lds, float softcap, int64_t keys, int vectors) {
@@ -138,7 +143,7 @@ static void dropout_factors(float* factor, int64_t lds, const Head& h, const Cro
   }
 }
 
-// dsink = -sum exp(sink - lse) delta over all rows of a head, of all batches.
+// dsink = -sum exp(sink - lse) delta over all rows of a head, of all batches. Lanes without a row have an lse of 0, and the sink may be far above it.
 static void sum_sink_gradient(const tw_args& a, const float* delta_rows, int64_t head) {
   double dsink = 0;
   for (int64_t batch = 0; batch < a.batch; batch++) {
@@ -146,7 +151,8 @@ static void sum_sink_gradient(const tw_args& a, const float* delta_rows, int64_t
     for (int64_t i = 0; i < a.seqlen_q; i += L) {
       const int64_t at = h.statistics(i), n = a.seqlen_q - i;
       const vf lse = load_first<TW_FP32>((const char*)(a.lse + at), n), delta = load_first<TW_FP32>((const char*)(delta_rows + at), n);
-      dsink -= sum_lanes(lse == splat(-kInf) ? vf{} : exp_of(splat(a.sink[head]) - lse) * delta);
+      const vf below = splat(a.sink[head]) - lse;
+      dsink -= sum_lanes(lse == splat(-kInf) ? vf{} : exp_of(below > splat(0.f) ? vf{} : below) * delta);
     }
   }
   a.dsink[head] = (float)dsink;
