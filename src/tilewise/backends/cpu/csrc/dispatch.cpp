@@ -163,6 +163,9 @@ int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, cons
   return tw_backward(&a);
 }
 
+int64_t tw_careful = 0;
+int64_t tw_careful_tiles() { return __atomic_load_n(&tw_careful, __ATOMIC_RELAXED); }
+
 void tw_set_pool(void* gomp_parallel) { tw_set_gomp_parallel(gomp_parallel); }
 
 void tw_info(tw_info_t* info) {
