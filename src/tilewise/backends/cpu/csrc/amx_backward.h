@@ -316,7 +316,7 @@ struct GradPipeline {
   Rows<T> keys_of(const GradStep& s, const char* data, const tw_tensor& t, int64_t dim) const {
     return {data, t.seq, min_of((int64_t)32, h.args.seqlen_k - s.crop.key_begin), dim};
   }
-  __attribute__((noinline)) void add_odd_queries(const GradStep& s, const TileGradBuffers& b) const {
+  TW_APART void add_odd_queries(const GradStep& s, const TileGradBuffers& b) const {
     const tw_args& a = h.args;
     for (int64_t first = 0; first < queries.rows; first += 32) {
       const uint32_t odd_q = queries.odd_q.at(first), odd_d_o = queries.odd_d_o.at(first);
@@ -328,7 +328,7 @@ struct GradPipeline {
       add_odd_rows<T>(keys.dk.from(at(s), 0), b.ds.from(0, first / 32), odd_q, shown, rows_of(h.q(row), a.q, a.head_dim, first));
     }
   }
-  __attribute__((noinline)) void mend_scores(const GradStep& s, const TileGradBuffers& b) const {
+  TW_APART void mend_scores(const GradStep& s, const TileGradBuffers& b) const {
     const tw_args& a = h.args;
     const int64_t key = s.crop.key_begin;
     for (int64_t first = 0; first < queries.rows; first += 32) {
@@ -446,7 +446,7 @@ static void store_dq(const TileBackward& plan, const Head& h, int64_t block, flo
 
 // What keys of a crop that were packed as zeros give to dQ.
 template <int T>
-static __attribute__((noinline)) void add_odd_keys_to_dq(const Cells& dq, const TileBackwardScratch<T>& scratch, const Head& h, const BandList& bands,
+static TW_APART void add_odd_keys_to_dq(const Cells& dq, const TileBackwardScratch<T>& scratch, const Head& h, const BandList& bands,
                                                          int64_t x, const Crop& all) {
   const tw_args& a = h.args;
   const TileQueries& queries = scratch.queries;

@@ -258,7 +258,7 @@ struct TilePipeline {
   Rows<T> group(const char* data, const tw_tensor& t, int64_t first, int64_t dim) const {
     return {data, t.seq, min_of((int64_t)32, h.args.seqlen_k - first), dim};
   }
-  __attribute__((noinline)) void add_odd_values(const TileStep& s, const Cells& p) const {
+  TW_APART void add_odd_values(const TileStep& s, const Cells& p) const {
     const tw_args& a = h.args;
     for (int64_t at = s.crop.key_begin; at < s.crop.key_end; at += 32) {
       const uint32_t odd = odd_v.at(at - key);
@@ -268,7 +268,7 @@ struct TilePipeline {
                       group(h.v(at), a.v, at, a.head_dim_v));
     }
   }
-  __attribute__((noinline)) void mend_scores(const TileStep& s, const Cells& scores) const {
+  TW_APART void mend_scores(const TileStep& s, const Cells& scores) const {
     const tw_args& a = h.args;
     for (int64_t at = s.crop.key_begin; at < s.crop.key_end; at += 32) {
       const uint32_t odd = odd_k.at(at - key);

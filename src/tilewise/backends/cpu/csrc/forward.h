@@ -41,7 +41,7 @@ struct KeyBlock {
   }
   // Whether a crop that hides pairs needs finite_v.
   bool needs_care(const Crop& c) {
-    odd.look(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);
+    if (odd.count < 0) odd.look(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);
     return odd.any_of(c.key_begin - key, c.key_end - key);
   }
   const Operand& finite_v() {
@@ -118,6 +118,16 @@ struct ForwardBuffers {
   float *s, *pairs, *factors;
 };
 
+// What keys whose values are not finite add to O.
+template <class Op>
+static TW_APART void add_odd_values(const Panel& p, const Head& h, const KeyBlock<Op>& block, const BandList& bands, int64_t x, const Crop& c,
+                                    const float* weights) {
+  count_careful_tile();
+  const tw_args& a = h.args;
+  add_keys_seen(p.o, round_up(a.head_dim_v, kPad), a.head_dim_v, a.dtype, block.odd, block.key, bands, x, c, ~(uint64_t)0,
+                [&](int64_t i, int64_t j) { return Op::weight(weights + i, kPanel, j); }, [&](int64_t j) { return h.v(c.key_begin + j); });
+}
+
 // One online-softmax step: a panel with W vectors of rows in use, against the keys of a crop, which `left` panels want, with this one.
 template <class Op, int W>
 static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, const BandList& bands, int64_t x, const Crop& c,
@@ -170,10 +180,7 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
   const int64_t columns = round_up(a.head_dim_v, kPad);
   const Operand& v = careful ? block.finite_v() : block.v;
   update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, v.from(first / Op::kPack), keys / Op::kPack, rescale_rows, 1.f);
-  if (!careful) return;
-  count_careful_tile();
-  add_keys_seen(p.o, columns, a.head_dim_v, a.dtype, block.odd, block.key, bands, x, c, ~(uint64_t)0,
-                [&](int64_t i, int64_t j) { return Op::weight(weights + i, kPanel, j); }, [&](int64_t j) { return h.v(c.key_begin + j); });
+  if (careful) add_odd_values<Op>(p, h, block, bands, x, c, weights);
 }
 
 // O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).

@@ -28,8 +28,8 @@ struct KeyChunk {
 
   // Whether a crop that hides pairs needs finite_k, which is made then.
   template <class Op>
-  bool needs_care(const Head& h, const Crop& c) {
-    odd.look(h.k(key), h.args.k.seq, keys, h.args.head_dim, h.args.dtype);
+  TW_APART bool needs_care(const Head& h, const Crop& c) {
+    if (odd.count < 0) odd.look(h.k(key), h.args.k.seq, keys, h.args.head_dim, h.args.dtype);
     if (!odd.any_of(c.key_begin - key, c.key_end - key)) return false;
     if (!finite_k.words) finite_k = without<Op>(odd, finite_scratch, k_vectors, keys, round_up(h.args.head_dim, kPad));
     return true;
@@ -49,7 +49,7 @@ struct QueryBlock {
 
   // Whether a step that hides pairs needs finite_q and finite_d_o, which are made then.
   template <class Op>
-  bool needs_care(const Head& h) {
+  TW_APART bool needs_care(const Head& h) {
     const tw_args& a = h.args;
     if (odd_q.count < 0) {
       odd_q.look(h.q(row), a.q.seq, rows, a.head_dim, a.dtype);
@@ -92,8 +92,9 @@ struct GradTile {
   GradBuffers b;  // already at this tile's panel
   bool keep_uncapped;
 
+  // A function of its own: inlined several times into a large one, its loop loses registers to whatever else is there.
   template <int M>
-  TW_INLINE void run(const GradTile& t, int64_t r) {
+  static TW_APART void run(const GradTile& t, int64_t r) {
     tile_product<Op, M, W>(t.v.words + r * t.v.stride, t.v.stride, 1, t.d_o, kPanel, t.depth, [&](vf(&acc)[M][W]) {
       TW_UNROLL for (int x = 0; x < M; x++) {
         const int64_t at = (r + x) * kQueryBlock;
@@ -109,7 +110,7 @@ struct GradTile {
             p[w] = hidden ? vf{} : p[w] * kept;
             acc[x][w] = ds;
             if (t.b.cap) {
-              acc[x][w] = hidden ? vf{} : ds * load(t.b.cap + at + w * L);
+              acc[x][w] *= load(t.b.cap + at + w * L);
               if (t.keep_uncapped) store(t.b.cap + at + w * L, ds);
             }
           } else {
@@ -131,6 +132,16 @@ struct GradTile {
     });
   }
 };
+
+// The softcap's derivative where the score is NaN: 0, as dS of a hidden pair is 0 times it, and that of others is NaN without it.
+static TW_APART void clear_nan(float* cap, int64_t keys, int vectors) {
+  for (int64_t j = 0; j < keys; j++)
+    for (int w = 0; w < vectors; w++) {
+      float* p = cap + j * kQueryBlock + w * L;
+      const vf x = load(p);
+      store(p, x == x ? x : vf{});
+    }
+}
 
 // P and dS of a panel with W vectors of rows in use, for the keys of a crop; `first` is the crop's first key counted from the buffers' first.
 template <class Op, int W>
@@ -157,6 +168,7 @@ static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int pan
   const bool general = h.adjusts() || c.partial || b.dropout;
   if (h.adjusts()) adjust_scores(b.p, b.cap, kQueryBlock, h, c, W);
   if (c.partial) hide(b.p, kQueryBlock, bands, x, c, W, (vf)splat(kHiddenBits));
+  if (c.partial && b.cap) clear_nan(b.cap, n, W);
   if (b.dropout) dropout_factors(b.dropout, kQueryBlock, h, c, W);
   const float* d_o = queries.d_o + panel * kPanel * dim_v;
   const bool keep_uncapped = a.dbias.data && b.cap;
@@ -191,8 +203,9 @@ TW_INLINE float grad_weight(const float* words, int64_t first, int panel, int64_
 
 // What rows of Q and dO that are not finite add to dK and dV.
 template <class Op>
-static void add_odd_queries(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x, const Crop& c,
-                            int64_t first, const GradBuffers& b) {
+static TW_APART void add_odd_queries(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
+                                     const Crop& c, int64_t first, const GradBuffers& b) {
+  count_careful_tile();
   const tw_args& a = h.args;
   const float *p = Op::kPack == 2 ? b.p_rows : b.p, *ds = Op::kPack == 2 ? b.ds_rows : b.ds;
   const int64_t key = c.key_begin - keys.key;
@@ -202,6 +215,16 @@ static void add_odd_queries(const KeyChunk& keys, const QueryBlock& queries, int
   add_rows_seen(keys.dk.row(key), keys.dk.stride, a.head_dim, a.dtype, queries.alive(panel, queries.odd_q), bands, x, c,
                 [&](int64_t i, int64_t j) { return keys.dk_factor * grad_weight<Op>(ds, first, panel, i, j); },
                 [&](int64_t i) { return h.q(c.row + i); });
+}
+
+// What keys that are not finite add to dQ; ds: from the crop's first key and the panel's first row on.
+template <class Op>
+static TW_APART void add_odd_keys(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
+                                  const Crop& c, const float* ds, RowsF32 dq) {
+  count_careful_tile();
+  const tw_args& a = h.args;
+  add_keys_seen(dq.data, dq.stride, a.head_dim, a.dtype, keys.odd, keys.key, bands, x, c, queries.alive(panel),
+                [&](int64_t i, int64_t j) { return a.scale * Op::weight(ds + i, kQueryBlock, j); }, [&](int64_t j) { return h.k(c.key_begin + j); });
 }
 
 // One block of rows against one block of the chunk's keys, for one band.
@@ -236,10 +259,7 @@ static void grad_step(KeyChunk& keys, QueryBlock& queries, const Head& h, const 
   }
   for (int p = 0; p < panels; p++) {
     if (c[p].empty()) continue;
-    if (careful) {
-      count_careful_tile();
-      add_odd_queries<Op>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
-    }
+    if (careful) add_odd_queries<Op>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
     turns.wait(step);
     const bool careful_k = c[p].partial && keys.needs_care<Op>(h, c[p]);
     const Operand& k = careful_k ? keys.finite_k : keys.k_vectors;
@@ -247,10 +267,7 @@ static void grad_step(KeyChunk& keys, QueryBlock& queries, const Head& h, const 
     const float* ds = (Op::kPack == 2 ? buffers.ds_keys : buffers.ds) + begin[p] / Op::kPack * kQueryBlock + p * kPanel;
     update_rows<Op, Update::kAccumulate>(rows, dq.stride, c[p].rows, round_up(a.head_dim, kPad), ds, 1, kQueryBlock,
                                          k.from((offset + begin[p]) / Op::kPack), (end[p] - begin[p]) / Op::kPack, nullptr, a.scale);
-    if (!careful_k) continue;
-    count_careful_tile();
-    add_keys_seen(rows, dq.stride, a.head_dim, a.dtype, keys.odd, keys.key, bands, x, c[p], queries.alive(p),
-                  [&](int64_t i, int64_t j) { return a.scale * Op::weight(ds + i, kQueryBlock, j); }, [&](int64_t j) { return h.k(c[p].key_begin + j); });
+    if (careful_k) add_odd_keys<Op>(keys, queries, p, h, bands, x, c[p], ds, {rows, dq.stride});
   }
 }
 

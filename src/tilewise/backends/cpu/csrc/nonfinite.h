@@ -20,8 +20,7 @@ struct NonFinite {
   int count = -1;  // -1: not looked yet
   int16_t rows[kMost];
 
-  void look(const char* in, int64_t stride, int64_t n, int64_t dim, int dtype) {
-    if (count >= 0) return;
+  TW_APART void look(const char* in, int64_t stride, int64_t n, int64_t dim, int dtype) {
     count = 0;
     if (rows_finite(in, stride, n, dim, dtype)) return;
     for (int64_t r = 0; r < n; r++)
@@ -36,7 +35,7 @@ struct NonFinite {
 
 // A copy of vector rows with zeros in place of those that are not finite. `rows` of them, `columns` words long.
 template <class Op>
-static Operand without(const NonFinite& odd, float* scratch, const Operand& in, int64_t rows, int64_t columns) {
+static TW_APART Operand without(const NonFinite& odd, float* scratch, const Operand& in, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r * Op::kPack < rows; r++) memcpy(scratch + r * columns, in.words + r * in.stride, (size_t)columns * 4);
   for (int x = 0; x < odd.count; x++) {
     const int64_t row = odd.rows[x];
@@ -106,7 +105,7 @@ struct RowSum {
 // out[i] += sum_j weight(i, j) row(j) over the keys j that are not finite, for the rows i of a panel that see them; both counted from the crop's first.
 // odd: counted from key `origin`; alive: a bit for each row that sees anything.
 template <class Weight, class Row>
-static void add_keys_seen(float* out, int64_t stride, int64_t dim, int dtype, const NonFinite& odd, int64_t origin, const BandList& bands, int64_t x,
+static TW_APART void add_keys_seen(float* out, int64_t stride, int64_t dim, int dtype, const NonFinite& odd, int64_t origin, const BandList& bands, int64_t x,
                           const Crop& c, uint64_t alive, const Weight& weight, const Row& row) {
   int16_t keys[NonFinite::kMost];
   uint64_t seen[NonFinite::kMost], any = 0;
@@ -132,7 +131,7 @@ static void add_keys_seen(float* out, int64_t stride, int64_t dim, int dtype, co
 
 // out[j] += sum_i weight(i, j) row(i) over the rows i of `odd` (bits) that see key j of the crop.
 template <class Weight, class Row>
-static void add_rows_seen(float* out, int64_t stride, int64_t dim, int dtype, uint64_t odd, const BandList& bands, int64_t x, const Crop& c,
+static TW_APART void add_rows_seen(float* out, int64_t stride, int64_t dim, int dtype, uint64_t odd, const BandList& bands, int64_t x, const Crop& c,
                           const Weight& weight, const Row& row) {
   for (int64_t j = 0; j < c.key_end - c.key_begin && odd; j++) {
     uint64_t seen = rows_seeing(bands, x, c, c.key_begin + j) & odd;

@@ -13,6 +13,7 @@
 
 #define TW_INLINE static inline __attribute__((always_inline))
 #define TW_MEMBER inline __attribute__((always_inline))
+#define TW_APART __attribute__((noinline))  // rare work, whose code would change how what is around it is compiled
 #define TW_UNROLL _Pragma("GCC unroll 32")
 
 namespace TW_NAMESPACE {
