@@ -2,14 +2,10 @@
 
 Each row is the time of a call on poisoned operands over that of the same call on finite ones: one thread, process time, the calls in turns in one
 process, the shortest of many. 2,048 tokens, 2 heads, head_dim 64; `few` is 4 queries.
-  hidden      64 keys in the middle that the mask hides from everybody are NaN in K and V; for `few`, every 16th key
-  edge        keys that only later queries see, and queries that only earlier keys ... : K and V beyond the last key that a query sees
+  hidden      64 keys in the middle that the mask hides from everybody are NaN, or infinite, in K and V
   dead        64 queries that see nothing are NaN in Q and dO
-  seen        64 keys in the middle are NaN in K and V, and seen
-  scattered   one number of a thousand is NaN: in V alone; in Q, K, V and dO
-  q, d_o      one row of Q; of dO
-  inf         infinities in 64 keys' V, seen
-  subnormal   all of V
+  seen        what the mask shows to some: 64 keys; one number of a thousand, in V or in all four; one row of Q or dO; all of V
+  subnormal   all of V is below the smallest normal number
 """
 
 import argparse

@@ -188,7 +188,9 @@ struct OddKeys {
 
   template <int DT>
   void look(const RowList& rows, int64_t keys, int64_t dim) {
-    for (int64_t j = 0; j < keys; j++) {
+    bool finite = true;
+    for (int64_t j = 0; finite && j < keys; j++) finite = rows_finite<DT>(rows[j], 0, 1, dim);
+    for (int64_t j = 0; !finite && j < keys; j++) {
       if (rows_finite<DT>(rows[j], 0, 1, dim)) offsets[rest] = rows.offsets[j], rest_keys[rest++] = (uint8_t)j;
       else odd_keys[odd++] = (uint8_t)j;
     }
