@@ -6,7 +6,7 @@ import pytest
 
 from tilewise.masks import Causal, Documents, Full
 from tilewise.testing.cases import FEATURES, QUICK, Case
-from tilewise.testing.conformance import run_case, run_hidden, run_spoiled
+from tilewise.testing.conformance import run_case, run_hidden, run_scattered, run_spoiled
 from tilewise.testing.mutants import FAULTS, Mutant, first_failure
 
 BASE = Case(seqlen_q=45, seqlen_k=70, head_dim=32, head_dim_v=24)
@@ -27,6 +27,8 @@ def test_the_healthy_kernel_passes(case):
 def test_the_healthy_kernel_is_safe_from_poison(case):
     assert run_hidden(Mutant(), case) <= 1.0
     assert run_spoiled(Mutant(), case) <= 1.0
+    if not case.bias_hides:
+        assert run_scattered(Mutant(), case) <= 1.0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -86,6 +86,24 @@ def run_overflown(backend: Backend, case: Case, seed: int = 0, device: Device = 
     return _check(call, _run(backend, call, d_o, d_lse), d_o, d_lse)
 
 
+def run_scattered(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """As `run_hidden`, and NaN in what is seen, too: here and there in V, in two rows of Q, in one key, and in two numbers of dO.
+
+    Not for a bias of -inf, of which the contract does not say what it hides of a NaN.
+    """
+    call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
+    q, k, v, d_o = (x.clone() for x in (call.q, call.k, call.v, d_o))
+    v[torch.rand(v.shape, generator=torch.Generator().manual_seed(seed)).to(device) < 2e-3] = torch.nan
+    if call.seqlen_q and call.seqlen_k:
+        for row in (call.seqlen_q // 7, call.seqlen_q * 2 // 3):
+            q[:, row, -1] = torch.nan
+        k[:, call.seqlen_k * 7 // 8, 0, 0] = torch.nan
+        d_o[0, call.seqlen_q // 4, 0, 0], d_o[-1, call.seqlen_q // 2, -1, -1] = torch.nan, torch.nan
+    call = replace(call, q=q, k=k, v=v)
+    poisoned, poisoned_d_o, poisoned_d_lse = poison.hide(call, d_o, d_lse)
+    return _check(call, _run(backend, poisoned, poisoned_d_o, poisoned_d_lse), d_o, d_lse)
+
+
 def _require_support(backend: Backend, call: Call) -> None:
     if reasons := backend.why_not(call.problem):
         raise UnsupportedError(f"{backend.name} cannot run this: {'; '.join(reasons)}")

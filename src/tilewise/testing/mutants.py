@@ -38,6 +38,7 @@ FAULTS = {
     "one_bad_row": "one row of O is 10 % too large",
     "one_bad_head": "the last head of O is 10 % too large",
     "nan_times_zero": "what the mask hides is multiplied by zero instead of left out",
+    "nan_as_zero": "a value that is NaN or infinite counts as 0 for those who see it, too",
     "uninitialised": "the accumulator of O starts from whatever is in memory",
     "alibi_top_left": "ALiBi counts distances from the top left corner",
     "bias_of_first_head": "every head uses the bias of head 0",
@@ -108,6 +109,7 @@ class Mutant:
             acc_o = acc_o * (skipped if stuck else rescale)
             stale = self.fault == "stale_stage" and n0 > 0 and keys.stop - n0 == TILE
             rows = x.v[:, :, n0 - TILE : n0] if stale else x.v[:, :, keys]
+            rows = rows.nan_to_num(0.0, 0.0, 0.0) if self.fault == "nan_as_zero" else rows
             acc_o = acc_o + (dropped @ rows if self.fault == "nan_times_zero" else weigh(dropped, rows, visible))
             m = m_new
         return self.finish(call, acc_o, m, l)
@@ -214,9 +216,9 @@ class Mutant:
 
 
 def first_failure(backend: Backend, cases: Iterable[Case]) -> str | None:
-    """The first sentence with which the gate (`run_case` and `run_hidden`) fails the backend on these cases; None where it passes all."""
+    """The first sentence with which the gate (`run_case`, `run_hidden`, `run_scattered`) fails the backend on these cases; None where it passes."""
     for case in cases:
-        for run in (conformance.run_case, conformance.run_hidden):
+        for run in (conformance.run_case, conformance.run_hidden, conformance.run_scattered):
             try:
                 run(backend, case)
             except UnsupportedError:

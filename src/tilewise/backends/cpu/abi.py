@@ -3,7 +3,7 @@
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)

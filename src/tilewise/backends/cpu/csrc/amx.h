@@ -8,6 +8,9 @@
 // fp32 result notices: 1 of 1, 4 of 4, 6 of 9, smallest first (Henry, Tang and Heinecke, arXiv:1904.06376).
 #pragma once
 #include "elementary.h"
+#if defined(TW_EMULATED_TILES)
+#include "emulated_tiles.h"
+#endif
 
 namespace TW_NAMESPACE {
 

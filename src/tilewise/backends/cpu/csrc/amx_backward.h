@@ -24,13 +24,13 @@ struct TileBackward {
   float* dq;                         // (batch, heads_q, row_blocks) of kTileColumns columns of round_up(head_dim, 16) cells
   int64_t* turns;
   int64_t bytes;
-  int32_t* finite;
+  int32_t* splits;  // 0 once a finite number did not
 };
 
 template <int T>
-static TileBackward plan_tile_backward(const tw_args& a, int32_t* finite) {
+static TileBackward plan_tile_backward(const tw_args& a, int32_t* splits) {
   const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32);
-  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, false, nullptr, false, nullptr, nullptr, 0, finite};
+  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, false, nullptr, false, nullptr, nullptr, 0, splits};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -73,6 +73,7 @@ struct TileKeys {
   int64_t key, keys;
   Cells k, v, k_columns;  // A: keys are rows, twice; head_dim is rows
   Cells dk, dv;           // C: keys are cells
+  OddRows odd_k, odd_v;
 };
 
 // Where delta = rowsum(dO O) of 32 rows is found, as the diagonal of a product.
@@ -85,13 +86,20 @@ static DeltaCells delta_cells(Arena& arena, const tw_args& a) {
 }
 
 // delta = rowsum(dO O) - dlse of at most 32 rows, whose dO is packed as columns. It is added up in the tiles in which dP will be, so that the two
-// cancel to the last bit where a row sees one key. Rows without lse count as 0.
+// cancel to the last bit where a row sees one key. Rows without lse count as 0. odd: rows of dO that were packed as zeros.
 template <int T>
-static void find_tile_delta(float* delta, const DeltaCells& cells, const Cells& d_o, const Head& h, int64_t row, int64_t rows, Finite<T>& finite) {
+static void find_tile_delta(float* delta, const DeltaCells& cells, const Cells& d_o, const Head& h, int64_t row, int64_t rows, uint32_t odd,
+                            char* scratch, bool& splits) {
   const tw_args& a = h.args;
-  pack_rows<T>(cells.o, {h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v}, 32, finite);
+  uint32_t odd_o = 0;
+  OddRows odd_rows = {&odd_o};
+  pack_finite<T>({h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v}, odd_rows, scratch, splits,
+                 [&](const Rows<T>& in, Finite<T>& finite) { pack_rows<T>(cells.o, in, 32, finite); });
   for (int64_t w = 0; w < 2; w++)
     matrix_product<T>(cells.product.from(16 * w, w), cells.o.from(16 * w, 0), d_o.from(0, w), 1, 1, (a.head_dim_v + 31) / 32, false);
+  for_bits(odd | odd_o, [&](int64_t i) {
+    floats(cells.product, i, i / L)[i % L] = dot_of<T, true>(h.out(a.o, row + i, h.head), h.out(a.d_o, row + i, h.head), a.head_dim_v);
+  });
   for (int64_t i = 0; i < rows; i++) {
     const int64_t at = h.statistics(row + i);
     delta[i] = a.lse[at] == -kInf ? 0.f : floats(cells.product, i, i / L)[i % L] - (a.d_lse ? a.d_lse[at] : 0.f);
@@ -105,6 +113,13 @@ struct TileQueries {
   float *lse, *delta;          // lse is +inf where the row saw nothing, so that P = 0
   DeltaCells delta_cells;
   bool dead_rows, fused;  // some row saw nothing; no LSE is above kFusedScores
+  OddRows odd_q, odd_d_o;
+  // Of 32 rows, those that saw anything.
+  uint32_t alive(int64_t first) const {
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < 32; i++) bits |= (uint32_t)(lse[first + i] != kInf) << i;
+    return bits;
+  }
 };
 
 struct TileGradBuffers {
@@ -120,6 +135,7 @@ struct TileBackwardScratch {
   TileQueries queries;
   TileGradBuffers buffers[kOverlaps<T> ? 2 : 1] = {};
   float* dq;
+  char* finite;  // rows without those that are not
   TileBackwardScratch(Arena& arena, const TileBackward& plan) {
     const tw_args& a = plan.args;
     const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32), pairs = kTileGradRows / 2;
@@ -145,11 +161,16 @@ struct TileBackwardScratch {
       if (a.dropout_rescale > 0) b.kept = arena_cells(arena, 32, kTileColumns, 1);
       if (a.softcap > 0) b.cap = arena_cells(arena, 32, kTileColumns, 1);
     }
+    keys.odd_k.words = (uint32_t*)arena.floats(plan.chunk / 32);
+    keys.odd_v.words = (uint32_t*)arena.floats(plan.chunk / 32);
+    queries.odd_q.words = (uint32_t*)arena.floats(kTileGradRows / 32);
+    queries.odd_d_o.words = (uint32_t*)arena.floats(kTileGradRows / 32);
+    finite = (char*)arena.floats(max_of(plan.chunk, kTileGradRows) * max_of(a.head_dim, a.head_dim_v));
   }
 };
 
 template <int T>
-static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, bool first, Finite<T>& finite) {
+static void load_tile_queries(TileQueries& queries, const TileBackward& plan, const Head& h, int64_t row, bool first, char* scratch, bool& splits) {
   const tw_args& a = plan.args;
   const int64_t rows = min_of(kTileGradRows, a.seqlen_q - row), padded = round_up(rows, 32);
   queries.row = row;
@@ -157,16 +178,21 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
   queries.columns = padded / L;
   queries.dead_rows = false, queries.fused = true;
   const Rows<T> q = {h.q(row), a.q.seq, rows, a.head_dim}, d_o = {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v};
-  pack_rows_transposed<T>(queries.q, q, padded, finite);
-  pack_rows_transposed<T>(queries.d_o, d_o, padded, finite);
-  pack_pairs<T>(queries.q_pairs, q, padded);
-  pack_pairs<T>(queries.d_o_pairs, d_o, padded);
+  const Rows<T> finite_q = pack_finite<T>(
+      q, queries.odd_q, scratch, splits, [&](const Rows<T>& in, Finite<T>& finite) { pack_rows_transposed<T>(queries.q, in, padded, finite); });
+  pack_pairs<T>(queries.q_pairs, finite_q, padded);
+  const Rows<T> finite_d_o = pack_finite<T>(
+      d_o, queries.odd_d_o, scratch, splits, [&](const Rows<T>& in, Finite<T>& finite) { pack_rows_transposed<T>(queries.d_o, in, padded, finite); });
+  pack_pairs<T>(queries.d_o_pairs, finite_d_o, padded);
   for (int64_t i = 0; first && i < rows; i += 32)
-    find_tile_delta<T>(queries.delta + i, queries.delta_cells, queries.d_o.from(0, i / L), h, row + i, min_of(rows - i, (int64_t)32), finite);
+    find_tile_delta<T>(queries.delta + i, queries.delta_cells, queries.d_o.from(0, i / L), h, row + i, min_of(rows - i, (int64_t)32),
+                       queries.odd_d_o.at(i), scratch, splits);
   if (plan.delta) {
     float* kept = plan.delta + h.statistics(row);
     memcpy(first ? kept : queries.delta, first ? queries.delta : kept, (size_t)rows * sizeof(float));
   }
+  for (int64_t i = 0; T > 1 && i < rows; i++)
+    if (__builtin_isinf(queries.delta[i])) splits = false;  // nor will dS
   for (int64_t i = rows; i < padded; i++) queries.delta[i] = 0.f;
   for (int64_t i = 0; i < padded; i++) {
     const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
@@ -263,6 +289,7 @@ struct GradPipeline {
   const BandList& bands;
   const TileGradBuffers* buffers;  // in turns
   Ahead& ahead;
+  bool& splits;
   GradStep last, now;              // last: wants its gradients added; now: has S and dP
   int turn = 0;                    // now's buffers
 
@@ -276,6 +303,46 @@ struct GradPipeline {
   void gradients(const GradStep& s, const TileGradBuffers& b, Other& other) const {
     matrix_product<T>(keys.dv.from(at(s), 0), b.p, queries.d_o_pairs, 2, (h.args.head_dim_v + 15) / 16, queries.columns / 2, true, other);
     matrix_product<T>(keys.dk.from(at(s), 0), b.ds, queries.q_pairs, 2, (h.args.head_dim + 15) / 16, queries.columns / 2, true, other);
+    if (queries.odd_q.any || queries.odd_d_o.any) add_odd_queries(s, b);
+  }
+  // Of rows [first, first + 32) of the block.
+  Crop part(const GradStep& s, int64_t first) const {
+    return {queries.row + first, min_of((int64_t)32, queries.rows - first), s.crop.key_begin, s.crop.key_end, false};
+  }
+  SeenRows seen(const GradStep& s, int64_t first) const { return {bands, s.x, 1, part(s, first), s.crop.key_begin, queries.alive(first)}; }
+  Rows<T> rows_of(const char* data, const tw_tensor& t, int64_t dim, int64_t first) const {
+    return {data, t.seq, min_of((int64_t)32, queries.rows - first), dim};
+  }
+  Rows<T> keys_of(const GradStep& s, const char* data, const tw_tensor& t, int64_t dim) const {
+    return {data, t.seq, min_of((int64_t)32, h.args.seqlen_k - s.crop.key_begin), dim};
+  }
+  TW_APART void add_odd_queries(const GradStep& s, const TileGradBuffers& b) const {
+    const tw_args& a = h.args;
+    for (int64_t first = 0; first < queries.rows; first += 32) {
+      const uint32_t odd_q = queries.odd_q.at(first), odd_d_o = queries.odd_d_o.at(first);
+      if (!(odd_q | odd_d_o)) continue;
+      count_careful_tile();
+      const SeenRows shown = seen(s, first);
+      const int64_t row = queries.row + first;
+      add_odd_rows<T>(keys.dv.from(at(s), 0), b.p.from(0, first / 32), odd_d_o, shown, rows_of(h.out(a.d_o, row, h.head), a.d_o, a.head_dim_v, first));
+      add_odd_rows<T>(keys.dk.from(at(s), 0), b.ds.from(0, first / 32), odd_q, shown, rows_of(h.q(row), a.q, a.head_dim, first));
+    }
+  }
+  TW_APART void mend_scores(const GradStep& s, const TileGradBuffers& b) const {
+    const tw_args& a = h.args;
+    const int64_t key = s.crop.key_begin;
+    for (int64_t first = 0; first < queries.rows; first += 32) {
+      const uint32_t k = keys.odd_k.at(at(s)), v = keys.odd_v.at(at(s)), q = queries.odd_q.at(first), d_o = queries.odd_d_o.at(first);
+      if (!(k | v | q | d_o)) continue;
+      count_careful_tile();
+      const SeenRows shown = seen(s, first);
+      const int64_t row = queries.row + first;
+      if (k | q)
+        mend_products<T>(b.s.from(0, first / L), k, q, shown, keys_of(s, h.k(key), a.k, a.head_dim), rows_of(h.q(row), a.q, a.head_dim, first));
+      const bool infinite = mend_products<T>(b.dp.from(0, first / L), v, d_o, shown, keys_of(s, h.v(key), a.v, a.head_dim_v),
+                                             rows_of(h.out(a.d_o, row, h.head), a.d_o, a.head_dim_v, first));
+      if (T > 1 && infinite) splits = false;  // nor does dS
+    }
   }
   int64_t steps(bool next) const {
     const int64_t dim = h.args.head_dim, dim_v = h.args.head_dim_v, columns = queries.columns;
@@ -289,6 +356,7 @@ struct GradPipeline {
     const tw_args& a = h.args;
     const bool general = h.adjusts() || s.crop.partial || b.kept.base || queries.dead_rows, fused = T < 3 && queries.fused;
     float factor = score_factor(a);
+    if (keys.odd_k.at(at(s)) | keys.odd_v.at(at(s)) || queries.odd_q.any || queries.odd_d_o.any) mend_scores(s, b);
     if (general) {
       finish_scores(b.s, queries.columns, factor, h, bands, s.x, s.crop, (vf)splat(kHiddenBits), b.cap.base ? &b.cap : nullptr);
       factor = 1.f;
@@ -376,10 +444,28 @@ static void store_dq(const TileBackward& plan, const Head& h, int64_t block, flo
   }
 }
 
+// What keys of a crop that were packed as zeros give to dQ.
+template <int T>
+static TW_APART void add_odd_keys_to_dq(const Cells& dq, const TileBackwardScratch<T>& scratch, const Head& h, const BandList& bands,
+                                                         int64_t x, const Crop& all) {
+  const tw_args& a = h.args;
+  const TileQueries& queries = scratch.queries;
+  for (int64_t key = all.key_begin; key < all.key_end; key += 32) {
+    const uint32_t odd = scratch.keys.odd_k.at(key - scratch.keys.key);
+    for (int64_t first = 0; odd && first < queries.rows; first += 32) {
+      count_careful_tile();
+      const Crop part = {queries.row + first, min_of((int64_t)32, queries.rows - first), key, key + 32, false};
+      add_odd_keys<T>(dq.from(0, first / L), scratch.buffers[0].ds_keys.from((key - all.key_begin) / 2, first / L), odd,
+                      SeenRows(bands, x, 1, part, key, queries.alive(first)),
+                      {h.k(key), a.k.seq, min_of((int64_t)32, a.seqlen_k - key), a.head_dim});
+    }
+  }
+}
+
 // All the rows of one query head against a chunk, last rows first; see walk_queries in backward.h.
 template <int T>
 static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& scratch, const Head& h, Turns& turns, int64_t first_step,
-                              Finite<T>& finite) {
+                              bool& splits) {
   const tw_args& a = plan.args;
   const TileKeys& keys = scratch.keys;
   const RowRange seen = rows_that_see(h.plane, keys.key, keys.key + keys.keys, a.seqlen_q);
@@ -400,11 +486,11 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
         if (all.empty()) continue;
         if (!loaded) {
           turns.publish(step);
-          load_tile_queries<T>(scratch.queries, plan, h, row, first, finite);
+          load_tile_queries<T>(scratch.queries, plan, h, row, first, scratch.finite, splits);
           if (first && !plan.local_dq) clear_dq(plan, h, block);
           loaded = true;
         }
-        GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, ahead, {}, {}};
+        GradPipeline<T> pipeline = {h, keys, scratch.queries, bands, scratch.buffers, ahead, splits, {}, {}};
         for (int64_t from = all.key_begin; from < all.key_end; from += 32) {
           pipeline.add({key_group(bands, x, row, rows, from, min_of((int64_t)32, key + n - from)), x, (from - all.key_begin) / 2,
                         max_of((last_key - from) / 32, (int64_t)1), true});
@@ -413,6 +499,7 @@ static void walk_tile_queries(const TileBackward& plan, TileBackwardScratch<T>& 
         turns.wait(step);
         matrix_product<T>(dq_cells(plan, h, block, scratch.dq), keys.k_columns.from(0, (all.key_begin - keys.key) / 32), scratch.buffers[0].ds_keys,
                           (a.head_dim + 15) / 16, scratch.queries.columns, (all.key_end - all.key_begin) / 32, true);
+        if (keys.odd_k.any) add_odd_keys_to_dq<T>(dq_cells(plan, h, block, scratch.dq), scratch, h, bands, x, all);
       }
     }
     if (loaded) turns.publish(step + 1);
@@ -427,7 +514,7 @@ static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t
   Arena arena = {memory};
   TileBackwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
-  Finite<T> finite;
+  bool splits = true;
   Looked looked;
   const int64_t head_groups = a.heads_k / plan.head_step, per_kv = a.heads_q / a.heads_k;
   const int64_t batch0 = group / head_groups * plan.batch_step, head0 = group % head_groups * plan.head_step;
@@ -441,22 +528,23 @@ static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t
     for (int64_t kv_head = head0; kv_head < head0 + plan.head_step; kv_head++) {
       const Head any(a, batch, kv_head * per_kv);
       const Rows<T> k = {any.k(key), a.k.seq, n, a.head_dim}, v = {any.v(key), a.v.seq, n, a.head_dim_v};
-      pack_rows<T>(keys.k, k, padded, finite);
-      pack_rows<T>(keys.v, v, padded, finite);
-      pack_pairs_transposed<T>(keys.k_columns, k, padded, looked);
+      const Rows<T> finite_k = pack_finite<T>(
+          k, keys.odd_k, scratch.finite, splits, [&](const Rows<T>& in, Finite<T>& finite) { pack_rows<T>(keys.k, in, padded, finite); });
+      pack_pairs_transposed<T>(keys.k_columns, finite_k, padded, looked);
+      pack_finite<T>(v, keys.odd_v, scratch.finite, splits, [&](const Rows<T>& in, Finite<T>& finite) { pack_rows<T>(keys.v, in, padded, finite); });
       memset(keys.dk.base, 0, (size_t)(keys.dk.rows * round_up(a.head_dim, 16) * 4));
       memset(keys.dv.base, 0, (size_t)(keys.dv.rows * round_up(a.head_dim_v, 16) * 4));
       for (int64_t g = 0; g < per_kv; g++, step += plan.row_blocks) {
         const Head h(a, batch, kv_head * per_kv + g);
         if (plan.local_dq) memset(scratch.dq, 0, (size_t)(plan.row_blocks * kTileGradRows * round_up(a.head_dim, 16)) * 4);
-        walk_tile_queries<T>(plan, scratch, h, turns, step, finite);
+        walk_tile_queries<T>(plan, scratch, h, turns, step, splits);
         for (int64_t block = 0; plan.local_dq && block < plan.row_blocks; block++) store_dq(plan, h, block, scratch.dq);
       }
       store_cells<T>(any.out(a.dk, key, kv_head), a.dk.seq, keys.dk, n, a.head_dim, a.scale);
       store_cells<T>(any.out(a.dv, key, kv_head), a.dv.seq, keys.dv, n, a.head_dim_v, 1.f);
     }
   turns.publish(INT64_MAX);
-  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+  if (!splits) __atomic_store_n(plan.splits, 0, __ATOMIC_RELAXED);
 }
 
 // One chunk of one group, or all of some groups; chunks are added to dQ in ascending order either way.
@@ -477,18 +565,22 @@ static void prepare_rows(const void* context, int64_t item, char* memory) {
   const Head h(a, head / a.heads_q, head % a.heads_q);
   if (plan.alone && visits_of(plan, h, block).first >= 0) return;
   const TileUnit unit;
-  Finite<T> finite;
+  bool splits = true;
+  uint32_t odd_d_o = 0;
+  OddRows odd = {&odd_d_o};
   Arena arena = {memory};
   const DeltaCells cells = delta_cells<T>(arena, a);
   const Cells d_o = bf16_cells<T>(arena, round_up(a.head_dim_v, 32) / 2, 2);
+  char* scratch = (char*)arena.floats(32 * a.head_dim_v);
   const int64_t end = plan.delta ? min_of((block + 1) * kTileGradRows, a.seqlen_q) : 0;
   for (int64_t row = block * kTileGradRows; row < end; row += 32) {
     const int64_t rows = min_of((int64_t)32, a.seqlen_q - row);
-    pack_rows_transposed<T>(d_o, {h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, 32, finite);
-    find_tile_delta<T>(plan.delta + h.statistics(row), cells, d_o, h, row, rows, finite);
+    pack_finite<T>({h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, odd, scratch, splits,
+                   [&](const Rows<T>& in, Finite<T>& finite) { pack_rows_transposed<T>(d_o, in, 32, finite); });
+    find_tile_delta<T>(plan.delta + h.statistics(row), cells, d_o, h, row, rows, odd.at(0), scratch, splits);
   }
   if (!plan.local_dq) clear_dq(plan, h, block);
-  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+  if (!splits) __atomic_store_n(plan.splits, 0, __ATOMIC_RELAXED);
 }
 
 static void finish_dq(const void* context, int64_t item, char*) {
@@ -505,8 +597,8 @@ static void tile_sink_gradient(const void* context, int64_t head, char*) {
 
 // See forward_on_tiles.
 template <int T>
-static int backward_on_tiles(const tw_args& a, int32_t* finite) {
-  const TileBackward plan = plan_tile_backward<T>(a, finite);
+static int backward_on_tiles(const tw_args& a, int32_t* splits) {
+  const TileBackward plan = plan_tile_backward<T>(a, splits);
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t blocks = a.batch * a.heads_q * plan.row_blocks;
   const tw_phase phases[4] = {
@@ -518,7 +610,7 @@ static int backward_on_tiles(const tw_args& a, int32_t* finite) {
   Arena size = {nullptr}, rows_size = {nullptr};
   const TileBackwardScratch<T> measure(size, plan);
   (void)measure;
-  delta_cells<T>(rows_size, a), bf16_cells<T>(rows_size, round_up(a.head_dim_v, 32) / 2, 2);
+  delta_cells<T>(rows_size, a), bf16_cells<T>(rows_size, round_up(a.head_dim_v, 32) / 2, 2), rows_size.floats(32 * a.head_dim_v);
   return tw_run(phases, 4, useful_threads(a, 3), max_of(size.used, rows_size.used), &plan);
 }
 

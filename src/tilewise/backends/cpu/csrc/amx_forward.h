@@ -4,7 +4,7 @@
 // modifiers are the same code, a column at a time.
 #pragma once
 #include "ahead.h"
-#include "amx_operands.h"
+#include "amx_nonfinite.h"
 #include "plan.h"
 #include "scores.h"
 #include "threads.h"
@@ -72,6 +72,7 @@ struct TilePanel {
   int64_t row, rows;
   Cells q, o;  // B; C, cells are head_dim_v
   RowState* state;
+  uint32_t odd;  // rows of Q that were packed as zeros
 };
 
 // Scores of at most so much lose less to a fused 2^(scale S - center) than to their own rounding; larger ones, and fp32, have the rounded center
@@ -189,7 +190,7 @@ constexpr bool kOverlaps = T > 1;
 struct TileForward {
   const tw_args& args;
   int64_t panels, tiles, block;  // panels of a tile, tiles of a head, keys of a block
-  int32_t* finite;               // 0 once something was not
+  int32_t* splits;               // 0 once a finite number did not
 };
 
 template <int T>
@@ -197,6 +198,8 @@ struct TileForwardScratch {
   Cells q, o, k, v;
   TileBuffers buffers[kOverlaps<T> ? 2 : 1];
   RowState* states;
+  uint32_t* odd;   // of a block's K, then V
+  char* finite;    // rows without those
   TileForwardScratch(Arena& arena, const TileForward& plan) {
     const int64_t dim = round_up(plan.args.head_dim, 32), dim_v = round_up(plan.args.head_dim_v, 16);
     q = bf16_cells<T>(arena, dim / 2, 2 * plan.panels);
@@ -209,6 +212,8 @@ struct TileForwardScratch {
       b.kept = arena.floats(plan.args.dropout_rescale > 0 ? plan.block * 2 * L : 0);
     }
     states = (RowState*)arena.floats(plan.panels * (int64_t)(sizeof(RowState) / 4));
+    odd = (uint32_t*)arena.floats(2 * kTileKeys / 32);
+    finite = (char*)arena.floats(max_of(plan.block, kTileRows) * max_of(plan.args.head_dim, plan.args.head_dim_v));
   }
 };
 
@@ -232,6 +237,8 @@ struct TilePipeline {
   Ahead& ahead;
   TileStep last, now;          // last: wants its values added; now: has its scores
   int turn = 0;                // now's buffers
+  int64_t key = 0;             // the block's first
+  OddRows odd_k = {}, odd_v = {};
 
   int64_t columns(const TileStep& s) const { return (s.panel->rows + L - 1) / L; }
   int64_t keys(const TileStep& s) const { return s.crop.key_end - s.crop.key_begin; }
@@ -244,6 +251,32 @@ struct TilePipeline {
   template <class Other>
   void values(const TileStep& s, int from, Other& other) const {
     matrix_product<T>(s.panel->o, s.v, buffers[from].p, dim_v() / 16, columns(s), keys(s) / 32, true, other);
+    if (odd_v.any) add_odd_values(s, buffers[from].p);
+  }
+  Crop rows_of(const TileStep& s) const { return {s.panel->row, s.panel->rows, s.crop.key_begin, s.crop.key_end, false}; }
+  // A crop's keys, 32 at a time, of K or V.
+  Rows<T> group(const char* data, const tw_tensor& t, int64_t first, int64_t dim) const {
+    return {data, t.seq, min_of((int64_t)32, h.args.seqlen_k - first), dim};
+  }
+  TW_APART void add_odd_values(const TileStep& s, const Cells& p) const {
+    const tw_args& a = h.args;
+    for (int64_t at = s.crop.key_begin; at < s.crop.key_end; at += 32) {
+      const uint32_t odd = odd_v.at(at - key);
+      if (!odd) continue;
+      count_careful_tile();
+      add_odd_keys<T>(s.panel->o, p.from((at - s.crop.key_begin) / 2, 0), odd, SeenRows(s.bands, s.x, s.joint, rows_of(s), at),
+                      group(h.v(at), a.v, at, a.head_dim_v));
+    }
+  }
+  TW_APART void mend_scores(const TileStep& s, const Cells& scores) const {
+    const tw_args& a = h.args;
+    for (int64_t at = s.crop.key_begin; at < s.crop.key_end; at += 32) {
+      const uint32_t odd = odd_k.at(at - key);
+      if (!(odd | s.panel->odd)) continue;
+      count_careful_tile();
+      mend_products<T>(scores.from(at - s.crop.key_begin, 0), odd, s.panel->odd, SeenRows(s.bands, s.x, s.joint, rows_of(s), at),
+                       group(h.k(at), a.k, at, a.head_dim), {h.q(s.panel->row), a.q.seq, s.panel->rows, a.head_dim});
+    }
   }
   int64_t steps(const TileStep* next) const {
     int64_t n = next ? product_steps<T>(keys(*next) / 16, columns(*next), (h.args.head_dim + 31) / 32) : 0;
@@ -255,6 +288,7 @@ struct TilePipeline {
   Softmax<T> softmax(const TileStep& s, const TileBuffers& b) const {
     const bool dropout = h.args.dropout_rescale > 0;
     float factor = score_factor(h.args);
+    if (odd_k.any || s.panel->odd) mend_scores(s, b.s);
     if (h.adjusts() || s.crop.partial) {
       finish_scores(b.s, columns(s), factor, h, s.bands, s.x, s.crop, splat(-kInf), nullptr, s.joint);
       factor = 1.f;
@@ -332,7 +366,7 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   Arena arena = {memory};
   const TileForwardScratch<T> scratch(arena, plan);
   const TileUnit unit;
-  Finite<T> finite;
+  bool splits = true;
   const int64_t tile_rows = plan.panels * kTileRows, items = a.batch * a.heads_q * plan.tiles;
   const Tile tile = tile_of(a, item, plan.tiles, tile_rows);
   const Head h(a, tile.batch, tile.head);
@@ -342,8 +376,10 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   for (int64_t x = 0; x < panels; x++) {
     TilePanel& p = panel[x];
     const int64_t row = tile.row + x * kTileRows;
-    p = {row, min_of(kTileRows, a.seqlen_q - row), scratch.q.from(0, 2 * x), scratch.o.from(0, 2 * x), scratch.states + x};
-    pack_rows_transposed<T>(p.q, {h.q(row), a.q.seq, p.rows, a.head_dim}, p.rows, finite);
+    p = {row, min_of(kTileRows, a.seqlen_q - row), scratch.q.from(0, 2 * x), scratch.o.from(0, 2 * x), scratch.states + x, 0};
+    OddRows odd = {&p.odd};
+    pack_finite<T>({h.q(row), a.q.seq, p.rows, a.head_dim}, odd, scratch.finite, splits,
+                   [&](const Rows<T>& in, Finite<T>& finite) { pack_rows_transposed<T>(p.q, in, p.rows, finite); });
     memset(p.o.base, 0, (size_t)(2 * dim_v * kCell));
     for (int64_t i = 0; i < kTileRows; i++) p.state->m[i] = -kInf, p.state->l[i] = 0.f;
   }
@@ -365,8 +401,12 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
         joint = all.bands;
         if (c.empty()) continue;
         if (!packed) {
-          pack_rows<T>(scratch.k, {h.k(key), a.k.seq, keys, a.head_dim}, round_up(keys, 32), finite);
-          pack_pairs_transposed<T>(scratch.v, {h.v(key), a.v.seq, keys, a.head_dim_v}, keys, finite);
+          pipeline.key = key;
+          pipeline.odd_k = {scratch.odd}, pipeline.odd_v = {scratch.odd + kTileKeys / 32};
+          pack_finite<T>({h.k(key), a.k.seq, keys, a.head_dim}, pipeline.odd_k, scratch.finite, splits,
+                         [&](const Rows<T>& in, Finite<T>& finite) { pack_rows<T>(scratch.k, in, round_up(keys, 32), finite); });
+          pack_finite<T>({h.v(key), a.v.seq, keys, a.head_dim_v}, pipeline.odd_v, scratch.finite, splits,
+                         [&](const Rows<T>& in, Finite<T>& finite) { pack_pairs_transposed<T>(scratch.v, in, keys, finite); });
           packed = true;
         }
         pipeline.add({&p, scratch.k.from(c.key_begin - key, 0), scratch.v.from(0, (c.key_begin - key) / 32), bands, b, c, joint, panels - x});
@@ -376,7 +416,7 @@ static void tile_forward(const void* context, int64_t item, char* memory) {
   }
   for (int64_t x = 0; x < panels; x++)
     for (int64_t w = 0; w * L < panel[x].rows; w++) finish_column<T>(panel[x], w, h);
-  if (!finite.all()) __atomic_store_n(plan.finite, 0, __ATOMIC_RELAXED);
+  if (!splits) __atomic_store_n(plan.splits, 0, __ATOMIC_RELAXED);
 }
 
 // How long `panels` panels a tile take, in passes of a panel over the keys: equal shares, and half of the longest tile, for which the last threads wait
@@ -389,20 +429,19 @@ static double span_of(const tw_args& a, int64_t all, int64_t panels) {
 }
 
 // Tiles of as many panels as there are, but enough tiles for the threads.
-static TileForward plan_tiles(const tw_args& a, int32_t* finite) {
+static TileForward plan_tiles(const tw_args& a, int32_t* splits) {
   const int64_t all = (a.seqlen_q + kTileRows - 1) / kTileRows, most = min_of(kMostPanels, max_of(all, (int64_t)1));
   const auto enough = [&](int64_t panels) { return a.threads <= 1 || a.batch * a.heads_q * ((all + panels - 1) / panels) >= 4 * a.threads; };
   int64_t panels = most;
   for (int64_t fewer = most - 1; fewer > 0 && !enough(fewer + 1); fewer--)
     if (span_of(a, all, fewer) < span_of(a, all, panels)) panels = fewer;
-  return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kTileKeys, 32), finite};
+  return {a, panels, (all + panels - 1) / panels, even_blocks(a.seqlen_k, kTileKeys, 32), splits};
 }
 
-// Hidden pairs count 0 times what they hold, which is not nothing where that is NaN or infinite, and such numbers do not split into planes: a call
-// that met one (`finite` says 0) is to be computed again by kernels that know them.
+// A call that met a finite number that does not split into planes (`splits` says 0) is to be computed again by kernels that need none.
 template <int T>
-static int forward_on_tiles(const tw_args& a, int32_t* finite) {
-  const TileForward plan = plan_tiles(a, finite);
+static int forward_on_tiles(const tw_args& a, int32_t* splits) {
+  const TileForward plan = plan_tiles(a, splits);
   Arena size = {nullptr};
   const TileForwardScratch<T> measure(size, plan);
   (void)measure;

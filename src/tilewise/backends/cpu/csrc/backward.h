@@ -11,6 +11,7 @@ namespace TW_NAMESPACE {
 
 constexpr int64_t kGradKeys = 192;  // most keys in flight
 constexpr int kMaxChunkBlocks = 3;  // of so many keys, in a chunk
+static_assert(kMaxChunkBlocks * kGradKeys <= NonFinite::kMost, "a chunk's keys have room in its list");
 
 struct BackwardPlan {
   const tw_args& args;
@@ -68,7 +69,7 @@ static void clear_dq(const BackwardPlan& p, const Head& h, int64_t row, int64_t 
 template <class Op>
 struct BackwardScratch {
   GradBuffers buffers = {};
-  float *k, *v, *k_vectors, *dk, *dv, *q, *d_o, *q_vectors, *d_o_vectors, *o, *lse, *delta, *dq;
+  float *k, *v, *k_vectors, *dk, *dv, *q, *d_o, *q_vectors, *d_o_vectors, *o, *lse, *delta, *dq, *finite_k, *finite_q, *finite_d_o;
   BackwardScratch(Arena& arena, const BackwardPlan& plan) {
     const tw_args& a = plan.args;
     const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), scores = plan.block * kQueryBlock;
@@ -94,6 +95,9 @@ struct BackwardScratch {
     }
     if (a.dropout_rescale > 0) buffers.dropout = arena.floats(scores);
     if (a.softcap > 0) buffers.cap = arena.floats(scores);
+    finite_k = arena.floats(plan.chunk * dim);
+    finite_q = arena.floats(kQueryBlock * dim);
+    finite_d_o = arena.floats(kQueryBlock * dim_v);
   }
 };
 
@@ -131,7 +135,8 @@ static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const Ba
   const int64_t rows = min_of(kQueryBlock, a.seqlen_q - row), dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
   const char *q = h.q(row), *d_o = h.out(a.d_o, row, h.head);
   queries = {row, rows, scratch.q, scratch.d_o, Op::vector_rows(scratch.q_vectors, q, a.q.seq, rows, a.head_dim, a.dtype),
-             Op::vector_rows(scratch.d_o_vectors, d_o, a.d_o.seq, rows, a.head_dim_v, a.dtype), scratch.lse, scratch.delta, false, -1};
+             Op::vector_rows(scratch.d_o_vectors, d_o, a.d_o.seq, rows, a.head_dim_v, a.dtype), scratch.lse, scratch.delta, false, scratch.finite_q,
+             scratch.finite_d_o};
   for (int64_t i = 0; i < rows; i += kPanel) {
     const int64_t n = min_of((int64_t)kPanel, rows - i);
     Op::panel(scratch.q + i * dim, h.q(row + i), a.q.seq, n, a.head_dim, a.dtype);
@@ -196,7 +201,7 @@ static void backward_chunk(const BackwardPlan& plan, int64_t chunk, int64_t grou
       KeyChunk keys = {key, n, Op::broadcast_rows(scratch.k, any.k(key), a.k.seq, n, a.head_dim, a.dtype),
                        Op::broadcast_rows(scratch.v, any.v(key), a.v.seq, n, a.head_dim_v, a.dtype),
                        Op::vector_rows(scratch.k_vectors, any.k(key), a.k.seq, n, a.head_dim, a.dtype, brief), {scratch.dk, dim}, {scratch.dv, dim_v},
-                       1.f, -1};
+                       1.f, scratch.finite_k};
       if (in_place) {
         keys.dk = {(float*)any.out(a.dk, key, kv_head), a.dk.seq}, keys.dv = {(float*)any.out(a.dv, key, kv_head), a.dv.seq};
         keys.dk_factor = a.scale;

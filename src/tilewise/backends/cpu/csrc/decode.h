@@ -108,13 +108,11 @@ static void decode_block(const DecodePlan& plan, const DecodeScratch& scratch, c
     if (rescale != 1.f)
       for (int64_t c = 0; c < dim_v; c += L) store(o + r * dim_v + c, load(o + r * dim_v + c) * rescale);
   }
-  bool finite = true;
-  for (int64_t j = 0; any_hides && finite && j < keys; j++) finite = rows_finite<DT>(v[j], 0, 1, a.head_dim_v);
-  if (finite) return add_values<DT, R>(o, scratch.s, v, keys, a.head_dim_v);
-  for (int r = 0; r < R; r++)  // 0 times a hidden NaN or infinity must not be added
-    for (int64_t j = 0; j < keys; j++)
-      if (!hides[r] || scratch.seen[r * kDecodeKeys + j])
-        add_values<DT, 1>(o + r * dim_v, scratch.s + r * kDecodeKeys + j, {v.base, v.offsets + j}, 1, a.head_dim_v);
+  OddKeys odd;
+  if (any_hides) odd.look<DT>(v, keys, a.head_dim_v);
+  if (odd.odd == 0) return add_values<DT, R>(o, scratch.s, v, keys, a.head_dim_v);
+  count_careful_tile();
+  add_seen_values<DT, R>(o, scratch.s, v, odd, a.head_dim_v, scratch.seen, hides);
 }
 
 // decode_block of n <= R rows.

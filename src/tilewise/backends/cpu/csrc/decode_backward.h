@@ -98,9 +98,9 @@ static void weigh_few(const FewPlan& plan, const FewScratch& s, int64_t row, int
   }
 }
 
-// Rows of a gradient: out[j] = factor * sum_r weights[r][j] x[r], over all rows or those that see the key.
+// Rows of a gradient: out[j] = factor * sum_r weights[r][j] x[r], over all rows or those that are not left out.
 template <int DT, int J>
-TW_INLINE void write_key(char* const (&out)[J], const float* weights, const float* x, int64_t rows, int64_t dim, float factor, const uint8_t* seen) {
+TW_INLINE void write_key(char* const (&out)[J], const float* weights, const float* x, int64_t rows, int64_t dim, float factor, const bool* left_out) {
   constexpr int N = 4;
   const int64_t dim_padded = round_up(dim, kPad);
   for (int64_t c = 0; c < dim; c += N * L) {
@@ -108,7 +108,7 @@ TW_INLINE void write_key(char* const (&out)[J], const float* weights, const floa
     const int vectors = (int)min_of((dim_padded - c) / L, (int64_t)N);
     TW_UNROLL for (int j = 0; j < J; j++) TW_UNROLL for (int n = 0; n < N; n++) acc[j][n] = vf{};
     for (int64_t r = 0; r < rows; r++) {
-      if (J == 1 && seen && !seen[r * kDecodeKeys]) continue;
+      if (left_out && left_out[r]) continue;
       vf y[N];
       TW_UNROLL for (int n = 0; n < N; n++) y[n] = n < vectors ? load(x + r * dim_padded + c + n * L) : vf{};
       TW_UNROLL for (int j = 0; j < J; j++) TW_UNROLL for (int n = 0; n < N; n++) acc[j][n] += splat(weights[r * kDecodeKeys + j]) * y[n];
@@ -117,34 +117,58 @@ TW_INLINE void write_key(char* const (&out)[J], const float* weights, const floa
       if (n < vectors) store_first<DT>(element(out[j], c + n * L, DT), acc[j][n] * factor, dim - c - n * L);
   }
 }
+// odd: rows of x that are not finite, which keys must not meet that they do not see; null: there are none.
 template <int DT>
 static void write_keys(char* out, int64_t stride, int64_t keys, const float* weights, const float* x, int64_t rows, int64_t dim, float factor,
-                       const uint8_t* seen) {
-  int64_t j = 0;
-  for (; !seen && j + 4 <= keys; j += 4) {
-    char* const four[4] = {element(out, j * stride, DT), element(out, (j + 1) * stride, DT), element(out, (j + 2) * stride, DT),
-                           element(out, (j + 3) * stride, DT)};
-    write_key<DT, 4>(four, weights + j, x, rows, dim, factor, nullptr);
-  }
-  for (; j < keys; j++) {
+                       const bool* odd, const uint8_t* seen) {
+  bool left_out[kFewRows];
+  // Which rows to leave out of keys [j, j + n); false where those keys differ in that.
+  const auto choose = [&](int64_t j, int64_t n) {
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t count = 0;
+      for (int64_t x = 0; odd[r] && x < n; x++) count += !seen[r * kDecodeKeys + j + x];
+      if (count != 0 && count != n) return false;
+      left_out[r] = count != 0;
+    }
+    return true;
+  };
+  for (int64_t j = 0; j < keys;) {
+    if (j + 4 <= keys && (!odd || choose(j, 4))) {
+      char* const four[4] = {element(out, j * stride, DT), element(out, (j + 1) * stride, DT), element(out, (j + 2) * stride, DT),
+                             element(out, (j + 3) * stride, DT)};
+      write_key<DT, 4>(four, weights + j, x, rows, dim, factor, odd ? left_out : nullptr);
+      j += 4;
+      continue;
+    }
+    if (odd) choose(j, 1);
     char* const one[1] = {element(out, j * stride, DT)};
-    write_key<DT, 1>(one, weights + j, x, rows, dim, factor, seen ? seen + j : nullptr);
+    write_key<DT, 1>(one, weights + j, x, rows, dim, factor, odd ? left_out : nullptr);
+    j++;
   }
 }
 
-// S and dP of n <= R rows, then P, dS and, where nothing of it is hidden and not finite, what they add to dQ.
+// Which of some fp32 rows hold a NaN or an infinity; null where none does.
+static const bool* odd_rows(bool* odd, const float* x, int64_t rows, int64_t dim) {
+  bool any = false;
+  for (int64_t r = 0; r < rows; r++) any |= odd[r] = !rows_finite<TW_FP32>((const char*)(x + r * round_up(dim, kPad)), 0, 1, dim);
+  return any ? odd : nullptr;
+}
+
+// S and dP of n <= R rows, then P, dS and what they add to dQ. odd: of K; none where nothing is hidden.
 template <int DT, int R>
 static void grad_few(int64_t n, const FewPlan& plan, const FewScratch& s, int64_t row, int64_t keys, const RowList& k, const RowList& v,
-                     const bool* hides, float* dq) {
+                     const bool* hides, const OddKeys& odd, float* dq) {
   if constexpr (R > 1) {
-    if (n < R) return grad_few<DT, R - 1>(n, plan, s, row, keys, k, v, hides, dq);
+    if (n < R) return grad_few<DT, R - 1>(n, plan, s, row, keys, k, v, hides, odd, dq);
   }
   const tw_args& a = plan.parts.args;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), at = row * kDecodeKeys;
   dot_rows<DT, R>(s.p + at, s.q + row * dim, k, keys, a.head_dim);
   dot_rows<DT, R>(s.ds + at, s.d_o + row * dim_v, v, keys, a.head_dim_v);
   weigh_few<R>(plan, s, row, keys, hides);
-  if (dq) add_values<DT, R>(dq + row * dim, s.ds + at, {k.base, k.offsets}, keys, a.head_dim);
+  const RowList here = {k.base, k.offsets};
+  if (odd.odd) add_seen_values<DT, R>(dq + row * dim, s.ds + at, here, odd, a.head_dim, s.seen + at, hides + row);
+  else add_values<DT, R>(dq + row * dim, s.ds + at, here, keys, a.head_dim);
 }
 
 // A block of keys of one head: dK and dV, and what it adds to dQ.
@@ -153,8 +177,7 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
                           float* dq) {
   const tw_args& a = plan.parts.args;
   const Head any = decode_head(a, batch, kv_head, 0);
-  const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  bool hides[kFewRows], any_hides = false, any_seen = false, finite = true;
+  bool hides[kFewRows], any_hides = false, any_seen = false;
   for (int64_t r = 0; r < plan.rows; r++) {
     uint8_t* seen = s.seen + r * kDecodeKeys;
     const bool dead = s.lse[r] == kInf;
@@ -171,23 +194,23 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
     }
     return;
   }
+  OddKeys odd;
+  bool flags[2][kFewRows];
+  const bool *odd_q = nullptr, *odd_d_o = nullptr;
   if (any_hides) {
-    finite = rows_finite<TW_FP32>((const char*)s.q, dim, plan.rows, a.head_dim) &&
-             rows_finite<TW_FP32>((const char*)s.d_o, dim_v, plan.rows, a.head_dim_v);
-    for (int64_t j = 0; finite && j < keys; j++) finite = rows_finite<DT>(k[j], 0, 1, a.head_dim);
+    odd.look<DT>(k, keys, a.head_dim);
+    odd_q = odd_rows(flags[0], s.q, plan.rows, a.head_dim);
+    odd_d_o = odd_rows(flags[1], s.d_o, plan.rows, a.head_dim_v);
+    if (odd.odd || odd_q || odd_d_o) count_careful_tile();
   }
   int64_t passes = (plan.rows + kDecodeRows - 1) / kDecodeRows;
   for (int64_t row = 0; row < plan.rows; passes--, k.next = v.next = 0) {
     const int64_t n = (plan.rows - row + passes - 1) / passes;
-    grad_few<DT, kDecodeRows>(n, plan, s, row, keys, k, v, hides, finite ? dq : nullptr);
+    grad_few<DT, kDecodeRows>(n, plan, s, row, keys, k, v, hides, odd, dq);
     row += n;
   }
-  for (int64_t r = 0; !finite && r < plan.rows; r++)  // 0 times a hidden NaN or infinity must not be added
-    for (int64_t j = 0; j < keys; j++)
-      if (s.seen[r * kDecodeKeys + j]) add_values<DT, 1>(dq + r * dim, s.ds + r * kDecodeKeys + j, {k.base, k.offsets + j}, 1, a.head_dim);
-  const uint8_t* seen = finite ? nullptr : s.seen;
-  write_keys<DT>(any.out(a.dk, key, kv_head), a.dk.seq, keys, s.ds, s.q, plan.rows, a.head_dim, a.scale, seen);
-  write_keys<DT>(any.out(a.dv, key, kv_head), a.dv.seq, keys, s.p, s.d_o, plan.rows, a.head_dim_v, 1.f, seen);
+  write_keys<DT>(any.out(a.dk, key, kv_head), a.dk.seq, keys, s.ds, s.q, plan.rows, a.head_dim, a.scale, odd_q, s.seen);
+  write_keys<DT>(any.out(a.dv, key, kv_head), a.dv.seq, keys, s.p, s.d_o, plan.rows, a.head_dim_v, 1.f, odd_d_o, s.seen);
 }
 
 // dQ of a head, from its splits in order.

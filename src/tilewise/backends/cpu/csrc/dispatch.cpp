@@ -48,6 +48,9 @@ uint32_t detect() {
   isas |= 1u << TW_ISA_AVX512;
   const bool amx = (d & (1u << 22)) && (d & (1u << 24)) && (low & 0x60000) == 0x60000;  // AMX_BF16, AMX_TILE, and the system saves tiles
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5))) isas |= 1u << TW_ISA_AVX512_BF16;
+#if defined(TW_EMULATED_TILES)
+  if (isas & 1u << TW_ISA_AVX512_BF16) return isas | 1u << TW_ISA_AMX;
+#endif
   if (amx && (isas & 1u << TW_ISA_AVX512_BF16) && tiles_permitted()) isas |= 1u << TW_ISA_AMX;
 #endif
   return isas;
@@ -162,6 +165,9 @@ int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, cons
   a.workspace = workspace;
   return tw_backward(&a);
 }
+
+int64_t tw_careful = 0;
+int64_t tw_careful_tiles() { return __atomic_load_n(&tw_careful, __ATOMIC_RELAXED); }
 
 void tw_set_pool(void* gomp_parallel) { tw_set_gomp_parallel(gomp_parallel); }
 

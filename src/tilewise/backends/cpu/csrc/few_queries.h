@@ -2,6 +2,7 @@
 //
 // Lanes = head dimension here: memory is the limit, and a panel's lanes would be empty. The keys are split over threads, the same way for any number.
 #pragma once
+#include "nonfinite.h"
 #include "plan.h"
 #include "scores.h"
 
@@ -177,6 +178,41 @@ static void add_values(float* o, const float* p, const RowList& v, int64_t keys,
       store(out, load(out) + acc[r][n]);
     }
   }
+}
+
+// The keys of a block whose rows hold a NaN or an infinity, and the others.
+struct OddKeys {
+  int64_t odd = 0, rest = 0;
+  uint8_t odd_keys[kDecodeKeys], rest_keys[kDecodeKeys];
+  int64_t offsets[kDecodeKeys];  // of the others
+
+  template <int DT>
+  void look(const RowList& rows, int64_t keys, int64_t dim) {
+    bool finite = true;
+    for (int64_t j = 0; finite && j < keys; j++) finite = rows_finite<DT>(rows[j], 0, 1, dim);
+    for (int64_t j = 0; !finite && j < keys; j++) {
+      if (rows_finite<DT>(rows[j], 0, 1, dim)) offsets[rest] = rows.offsets[j], rest_keys[rest++] = (uint8_t)j;
+      else odd_keys[odd++] = (uint8_t)j;
+    }
+  }
+};
+
+// o[r] += sum_j p[r][j] v[j] over the keys that row r sees, of which some are not finite: 0 times a hidden NaN or infinity must not be added.
+// seen[r][j] matters where hides[r].
+template <int DT, int R>
+static void add_seen_values(float* o, const float* p, const RowList& v, const OddKeys& keys, int64_t dim, const uint8_t* seen, const bool* hides) {
+  const int64_t dim_padded = round_up(dim, kPad);
+  float weights[R * kDecodeKeys];
+  for (int r = 0; r < R; r++) {
+    for (int64_t x = 0; x < keys.odd; x++) {
+      const int64_t j = keys.odd_keys[x];
+      if (!hides[r] || seen[r * kDecodeKeys + j]) add_values<DT, 1>(o + r * dim_padded, p + r * kDecodeKeys + j, {v.base, v.offsets + j}, 1, dim);
+    }
+    for (int64_t x = 0; x < keys.rest; x++) weights[r * kDecodeKeys + x] = p[r * kDecodeKeys + keys.rest_keys[x]];
+  }
+  RowList rest = v;
+  rest.offsets = keys.offsets;
+  add_values<DT, R>(o, weights, rest, keys.rest, dim);
 }
 
 // Which keys of a block a row sees; false where it sees them all, and then `seen` is not written.

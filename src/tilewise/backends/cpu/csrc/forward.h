@@ -6,6 +6,7 @@
 // result does not depend on how rows are shared out.
 #pragma once
 #include "ahead.h"
+#include "nonfinite.h"
 #include "plan.h"
 #include "products.h"
 #include "scores.h"
@@ -18,17 +19,18 @@ constexpr int64_t kKeyBlock = 128;  // most keys of a block
 template <class Op>
 struct KeyBlock {
   const Head& head;
-  float *k_scratch, *v_scratch;
+  float *k_scratch, *v_scratch, *finite_scratch;
   int64_t key = 0, keys = 0;
   bool loaded = false;
-  int finite = -1;  // of V; -1: not looked yet
-  Operand k = {}, v = {};
+  Operand k = {}, v = {}, finite = {};
+  NonFinite odd = {};  // rows of V
 
   void move_to(int64_t first, int64_t most) {
     key = first;
     keys = min_of(most, head.args.seqlen_k - first);
     loaded = false;
-    finite = -1;
+    finite = {};
+    odd.count = -1;
   }
   void load() {
     if (loaded) return;
@@ -37,8 +39,13 @@ struct KeyBlock {
     k = Op::broadcast_rows(k_scratch, head.k(key), a.k.seq, keys, a.head_dim, a.dtype);
     v = Op::vector_rows(v_scratch, head.v(key), a.v.seq, keys, a.head_dim_v, a.dtype, a.seqlen_q <= kPanel);
   }
-  bool v_finite() {
-    if (finite < 0) finite = rows_finite(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);
+  // Whether a crop that hides pairs needs finite_v.
+  bool needs_care(const Crop& c) {
+    if (odd.count < 0) odd.look(head.v(key), head.args.v.seq, keys, head.args.head_dim_v, head.args.dtype);
+    return odd.any_of(c.key_begin - key, c.key_end - key);
+  }
+  const Operand& finite_v() {
+    if (!finite.words) finite = without<Op>(odd, finite_scratch, v, keys, round_up(head.args.head_dim_v, kPad));
     return finite;
   }
 };
@@ -107,21 +114,19 @@ TW_INLINE void exp_block(float* s, float* pairs, int64_t keys, const vf* center,
   }
 }
 
-// O += P V pair by pair, over what is visible only: where V holds a NaN or an infinity, 0 * V of a hidden key must not be added.
-static void add_visible_values(const Panel& p, const Head& h, const BandList& bands, int64_t x, const Crop& c, const float* s, const float* rescale) {
-  const tw_args& a = h.args;
-  const int64_t ldo = round_up(a.head_dim_v, kPad);
-  for (int64_t i = 0; i < p.rows; i++) {
-    float* o = p.o + i * ldo;
-    for (int64_t e = 0; e < a.head_dim_v; e++) o[e] *= rescale[i];
-    add_visible(o, a.head_dim_v, c.key_end - c.key_begin, a.dtype, [&](int64_t j) { return visible(bands, x, p.row + i, c.key_begin + j); },
-                [&](int64_t j) { return s[j * kPanel + i]; }, [&](int64_t j) { return h.v(c.key_begin + j); });
-  }
-}
-
 struct ForwardBuffers {
   float *s, *pairs, *factors;
 };
+
+// What keys whose values are not finite add to O.
+template <class Op>
+static TW_APART void add_odd_values(const Panel& p, const Head& h, const KeyBlock<Op>& block, const BandList& bands, int64_t x, const Crop& c,
+                                    const float* weights) {
+  count_careful_tile();
+  const tw_args& a = h.args;
+  add_keys_seen(p.o, round_up(a.head_dim_v, kPad), a.head_dim_v, a.dtype, block.odd, block.key, bands, x, c, ~(uint64_t)0,
+                [&](int64_t i, int64_t j) { return Op::weight(weights + i, kPanel, j); }, [&](int64_t j) { return h.v(c.key_begin + j); });
+}
 
 // One online-softmax step: a panel with W vectors of rows in use, against the keys of a crop, which `left` panels want, with this one.
 template <class Op, int W>
@@ -149,9 +154,9 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
     store(p.m + w * L, m_new);
     store(rescale_rows + w * L, rescale[w]);
   }
-  const bool exact = c.partial && !block.v_finite(), dropout = a.dropout_rescale > 0;
+  const bool careful = c.partial && block.needs_care(c), dropout = a.dropout_rescale > 0;
   const float* weights = s;
-  if (Op::kPack == 2 && !exact && !dropout) {
+  if (Op::kPack == 2 && !dropout) {
     exp_block<Op, W, Op::kPack == 1>(s, buffer.pairs, keys, center, sum);
     weights = buffer.pairs;
   } else {
@@ -172,10 +177,10 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
     }
   }
   TW_UNROLL for (int w = 0; w < W; w++) store(p.l + w * L, load(p.l + w * L) * rescale[w] + sum[w]);
-  if (exact) return add_visible_values(p, h, bands, x, c, s, rescale_rows);
   const int64_t columns = round_up(a.head_dim_v, kPad);
-  update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, block.v.from(first / Op::kPack), keys / Op::kPack,
-                                    rescale_rows, 1.f);
+  const Operand& v = careful ? block.finite_v() : block.v;
+  update_rows<Op, Update::kRescale>(p.o, columns, p.rows, columns, weights, 1, kPanel, v.from(first / Op::kPack), keys / Op::kPack, rescale_rows, 1.f);
+  if (careful) add_odd_values<Op>(p, h, block, bands, x, c, weights);
 }
 
 // O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).
@@ -218,7 +223,7 @@ static ForwardPlan plan_forward(const tw_args& a) {
 template <class Op>
 struct ForwardScratch {
   ForwardBuffers buffers;
-  float *k, *v, *q, *o, *m, *l;
+  float *k, *v, *q, *o, *m, *l, *finite_v;
   ForwardScratch(Arena& arena, const ForwardPlan& plan) {
     const int64_t dim = round_up(plan.args.head_dim, kPad), dim_v = round_up(plan.args.head_dim_v, kPad);
     q = arena.floats(plan.panels * kPanel * dim);
@@ -230,6 +235,7 @@ struct ForwardScratch {
     buffers.s = arena.floats(kKeyBlock * kPanel);
     buffers.pairs = arena.floats(kKeyBlock * kPanel / 2);
     buffers.factors = arena.floats(plan.args.dropout_rescale > 0 ? kKeyBlock * kPanel : 0);
+    finite_v = arena.floats(kKeyBlock * dim_v);
   }
 };
 
@@ -256,7 +262,7 @@ static void forward_tile(const void* context, int64_t item, char* memory) {
     memset(p.l, 0, kPanel * 4);
     for (int i = 0; i < kPanel; i++) p.m[i] = -kInf;
   }
-  KeyBlock<Op> block = {h, scratch.k, scratch.v};
+  KeyBlock<Op> block = {h, scratch.k, scratch.v, scratch.finite_v};
   for (int64_t key = seen.begin / plan.block * plan.block; key < seen.end; key += plan.block) {
     block.move_to(key, plan.block);
     Ahead ahead;

@@ -22,7 +22,18 @@ struct KeyChunk {
   Operand k_vectors;   // vector rows
   RowsF32 dk, dv;      // keys x padded dims
   float dk_factor;     // of what is added to dk
-  int k_finite;        // -1: not looked yet
+  float* finite_scratch;
+  Operand finite_k = {};  // k_vectors without the rows that are not finite
+  NonFinite odd = {};     // rows of K
+
+  // Whether a crop that hides pairs needs finite_k, which is made then.
+  template <class Op>
+  TW_APART bool needs_care(const Head& h, const Crop& c) {
+    if (odd.count < 0) odd.look(h.k(key), h.args.k.seq, keys, h.args.head_dim, h.args.dtype);
+    if (!odd.any_of(c.key_begin - key, c.key_end - key)) return false;
+    if (!finite_k.words) finite_k = without<Op>(odd, finite_scratch, k_vectors, keys, round_up(h.args.head_dim, kPad));
+    return true;
+  }
 };
 
 // kQueryBlock rows of one query head as operands.
@@ -32,7 +43,36 @@ struct QueryBlock {
   Operand q_vectors, d_o_vectors;
   float *lse, *delta;  // lse is +inf where the row saw nothing, so that P = 0
   bool dead_rows;      // some row saw nothing
-  int finite;          // of Q and dO; -1: not looked yet
+  float *finite_q_scratch, *finite_d_o_scratch;
+  Operand finite_q = {}, finite_d_o = {};  // q_vectors and d_o_vectors without the rows that are not finite
+  NonFinite odd_q = {}, odd_d_o = {};
+
+  // Whether a step that hides pairs needs finite_q and finite_d_o, which are made then.
+  template <class Op>
+  TW_APART bool needs_care(const Head& h) {
+    const tw_args& a = h.args;
+    if (odd_q.count < 0) {
+      odd_q.look(h.q(row), a.q.seq, rows, a.head_dim, a.dtype);
+      odd_d_o.look(h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
+      if (odd_q.count + odd_d_o.count) {
+        finite_q = without<Op>(odd_q, finite_q_scratch, q_vectors, rows, round_up(a.head_dim, kPad));
+        finite_d_o = without<Op>(odd_d_o, finite_d_o_scratch, d_o_vectors, rows, round_up(a.head_dim_v, kPad));
+      }
+    }
+    return odd_q.count + odd_d_o.count > 0;
+  }
+  // Of a panel, a bit each: the rows that saw anything; of those, the ones of `odd`.
+  uint64_t alive(int panel) const {
+    uint64_t bits = 0;
+    for (int64_t i = panel * kPanel; i < min_of((panel + 1) * (int64_t)kPanel, rows); i++) bits |= (uint64_t)(lse[i] != kInf) << (i - panel * kPanel);
+    return bits;
+  }
+  uint64_t alive(int panel, const NonFinite& odd) const {
+    uint64_t bits = 0;
+    for (int x = 0; x < odd.count; x++)
+      if (odd.rows[x] / kPanel == panel) bits |= (uint64_t)1 << (odd.rows[x] % kPanel);
+    return bits & alive(panel);
+  }
 };
 
 // [key][kQueryBlock]: S then P, and dS; for Pairs also as bf16, P and dS paired along rows and dS along keys.
@@ -52,8 +92,9 @@ struct GradTile {
   GradBuffers b;  // already at this tile's panel
   bool keep_uncapped;
 
+  // A function of its own: inlined several times into a large one, its loop loses registers to whatever else is there.
   template <int M>
-  TW_INLINE void run(const GradTile& t, int64_t r) {
+  static TW_APART void run(const GradTile& t, int64_t r) {
     tile_product<Op, M, W>(t.v.words + r * t.v.stride, t.v.stride, 1, t.d_o, kPanel, t.depth, [&](vf(&acc)[M][W]) {
       TW_UNROLL for (int x = 0; x < M; x++) {
         const int64_t at = (r + x) * kQueryBlock;
@@ -92,6 +133,16 @@ struct GradTile {
   }
 };
 
+// The softcap's derivative where the score is NaN: 0, as dS of a hidden pair is 0 times it, and that of others is NaN without it.
+static TW_APART void clear_nan(float* cap, int64_t keys, int vectors) {
+  for (int64_t j = 0; j < keys; j++)
+    for (int w = 0; w < vectors; w++) {
+      float* p = cap + j * kQueryBlock + w * L;
+      const vf x = load(p);
+      store(p, x == x ? x : vf{});
+    }
+}
+
 // P and dS of a panel with W vectors of rows in use, for the keys of a crop; `first` is the crop's first key counted from the buffers' first.
 template <class Op, int W>
 static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x, const Crop& c,
@@ -117,6 +168,7 @@ static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int pan
   const bool general = h.adjusts() || c.partial || b.dropout;
   if (h.adjusts()) adjust_scores(b.p, b.cap, kQueryBlock, h, c, W);
   if (c.partial) hide(b.p, kQueryBlock, bands, x, c, W, (vf)splat(kHiddenBits));
+  if (c.partial && b.cap) clear_nan(b.cap, n, W);
   if (b.dropout) dropout_factors(b.dropout, kQueryBlock, h, c, W);
   const float* d_o = queries.d_o + panel * kPanel * dim_v;
   const bool keep_uncapped = a.dbias.data && b.cap;
@@ -129,52 +181,50 @@ static void grad_scores(const KeyChunk& keys, const QueryBlock& queries, int pan
 
 // dV += P dO and dK += dS Q for keys [begin, end) of the buffers and the rows of panels [from, to).
 template <class Op>
-static void update_key_gradients(const tw_args& a, const KeyChunk& keys, const QueryBlock& queries, int64_t offset, int64_t begin, int64_t end,
-                                 int from, int to, const GradBuffers& b) {
+static void update_key_gradients(const tw_args& a, const KeyChunk& keys, const QueryBlock& queries, bool careful, int64_t offset, int64_t begin,
+                                 int64_t end, int from, int to, const GradBuffers& b) {
   if (begin >= end) return;
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad), row = from * kPanel;
   const int64_t depth = (min_of(to * (int64_t)kPanel, queries.rows) - row + Op::kPack - 1) / Op::kPack;
   const int64_t ld = kQueryBlock / Op::kPack, at = begin * ld + row / Op::kPack;
   const float *p = (Op::kPack == 2 ? b.p_rows : b.p) + at, *ds = (Op::kPack == 2 ? b.ds_rows : b.ds) + at;
-  update_rows<Op, Update::kAccumulate>(keys.dv.row(offset + begin), keys.dv.stride, end - begin, dim_v, p, ld, 1,
-                                       queries.d_o_vectors.from(row / Op::kPack), depth, nullptr, 1.f);
-  update_rows<Op, Update::kAccumulate>(keys.dk.row(offset + begin), keys.dk.stride, end - begin, dim, ds, ld, 1, queries.q_vectors.from(row / Op::kPack),
-                                       depth, nullptr, keys.dk_factor);
+  const Operand &d_o = careful ? queries.finite_d_o : queries.d_o_vectors, &q = careful ? queries.finite_q : queries.q_vectors;
+  update_rows<Op, Update::kAccumulate>(keys.dv.row(offset + begin), keys.dv.stride, end - begin, dim_v, p, ld, 1, d_o.from(row / Op::kPack), depth,
+                                       nullptr, 1.f);
+  update_rows<Op, Update::kAccumulate>(keys.dk.row(offset + begin), keys.dk.stride, end - begin, dim, ds, ld, 1, q.from(row / Op::kPack), depth, nullptr,
+                                       keys.dk_factor);
 }
 
-// The three products pair by pair, over visible pairs only: where Q, K or dO holds a NaN or an infinity, 0 times it must not be added.
-static void add_visible_gradients(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
-                                  const Crop& c, int64_t first, const GradBuffers& b, RowsF32 dq) {
+// P or dS of a panel's row i and the key j of its crop, as update_key_gradients multiplies them.
+template <class Op>
+TW_INLINE float grad_weight(const float* words, int64_t first, int panel, int64_t i, int64_t j) {
+  return Op::weight(words + (first + j) * (kQueryBlock / Op::kPack) + panel * kPanel / Op::kPack, 1, i);
+}
+
+// What rows of Q and dO that are not finite add to dK and dV.
+template <class Op>
+static TW_APART void add_odd_queries(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
+                                     const Crop& c, int64_t first, const GradBuffers& b) {
+  count_careful_tile();
   const tw_args& a = h.args;
-  const int64_t keys_here = c.key_end - c.key_begin;
-  const auto seen = [&](int64_t i, int64_t j) {
-    return queries.lse[panel * kPanel + i] != kInf && visible(bands, x, c.row + i, c.key_begin + j);
-  };
-  const auto at = [&](int64_t i, int64_t j) { return (first + j) * kQueryBlock + panel * kPanel + i; };
-  for (int64_t j = 0; j < keys_here; j++) {
-    const int64_t key = c.key_begin + j - keys.key;
-    const auto row_sees = [&](int64_t i) { return seen(i, j); };
-    add_visible(keys.dv.row(key), a.head_dim_v, c.rows, a.dtype, row_sees, [&](int64_t i) { return b.p[at(i, j)]; },
+  const float *p = Op::kPack == 2 ? b.p_rows : b.p, *ds = Op::kPack == 2 ? b.ds_rows : b.ds;
+  const int64_t key = c.key_begin - keys.key;
+  add_rows_seen(keys.dv.row(key), keys.dv.stride, a.head_dim_v, a.dtype, queries.alive(panel, queries.odd_d_o), bands, x, c,
+                [&](int64_t i, int64_t j) { return grad_weight<Op>(p, first, panel, i, j); },
                 [&](int64_t i) { return h.out(a.d_o, c.row + i, h.head); });
-    add_visible(keys.dk.row(key), a.head_dim, c.rows, a.dtype, row_sees, [&](int64_t i) { return keys.dk_factor * b.ds[at(i, j)]; },
+  add_rows_seen(keys.dk.row(key), keys.dk.stride, a.head_dim, a.dtype, queries.alive(panel, queries.odd_q), bands, x, c,
+                [&](int64_t i, int64_t j) { return keys.dk_factor * grad_weight<Op>(ds, first, panel, i, j); },
                 [&](int64_t i) { return h.q(c.row + i); });
-  }
-  for (int64_t i = 0; i < c.rows; i++)
-    add_visible(dq.data + i * dq.stride, a.head_dim, keys_here, a.dtype, [&](int64_t j) { return seen(i, j); },
-                [&](int64_t j) { return a.scale * b.ds[at(i, j)]; }, [&](int64_t j) { return h.k(c.key_begin + j); });
 }
 
-static bool queries_finite(QueryBlock& queries, const Head& h) {
+// What keys that are not finite add to dQ; ds: from the crop's first key and the panel's first row on.
+template <class Op>
+static TW_APART void add_odd_keys(const KeyChunk& keys, const QueryBlock& queries, int panel, const Head& h, const BandList& bands, int64_t x,
+                                  const Crop& c, const float* ds, RowsF32 dq) {
+  count_careful_tile();
   const tw_args& a = h.args;
-  if (queries.finite < 0)
-    queries.finite = rows_finite(h.q(queries.row), a.q.seq, queries.rows, a.head_dim, a.dtype) &&
-                     rows_finite(h.out(a.d_o, queries.row, h.head), a.d_o.seq, queries.rows, a.head_dim_v, a.dtype);
-  return queries.finite;
-}
-
-static bool keys_finite(KeyChunk& keys, const Head& h) {
-  if (keys.k_finite < 0) keys.k_finite = rows_finite(h.k(keys.key), h.args.k.seq, keys.keys, h.args.head_dim, h.args.dtype);
-  return keys.k_finite;
+  add_keys_seen(dq.data, dq.stride, a.head_dim, a.dtype, keys.odd, keys.key, bands, x, c, queries.alive(panel),
+                [&](int64_t i, int64_t j) { return a.scale * Op::weight(ds + i, kQueryBlock, j); }, [&](int64_t j) { return h.k(c.key_begin + j); });
 }
 
 // One block of rows against one block of the chunk's keys, for one band.
@@ -184,41 +234,40 @@ static void grad_step(KeyChunk& keys, QueryBlock& queries, const Head& h, const 
   const tw_args& a = h.args;
   const int panels = (int)((queries.rows + kPanel - 1) / kPanel);
   Crop c[2];
-  int64_t begin[2] = {0, 0}, end[2] = {0, 0};  // of each panel's fast updates, counted from `key`
-  bool exact[2] = {false, false};
+  int64_t begin[2] = {0, 0}, end[2] = {0, 0};  // of each panel's keys, counted from `key`
+  bool partial = false;
   for (int p = 0; p < panels; p++) {
     const int64_t rows = min_of((int64_t)kPanel, queries.rows - p * kPanel);
     c[p] = crop(bands, x, queries.row + p * kPanel, rows, key, n, Op::kPack);
     if (c[p].empty()) continue;
     c[p].partial |= queries.dead_rows;
-    exact[p] = c[p].partial && !(queries_finite(queries, h) && keys_finite(keys, h));
-    const int64_t first = c[p].key_begin - key;
+    partial |= c[p].partial;
+    begin[p] = c[p].key_begin - key, end[p] = c[p].key_end - key;
     const int vectors = (int)((rows + L - 1) / L);
-    if (vectors == 1) grad_scores<Op, 1>(keys, queries, p, h, bands, x, c[p], first, buffers);
-    if (vectors == 2) grad_scores<Op, 2>(keys, queries, p, h, bands, x, c[p], first, buffers);
-    if (vectors == 3) grad_scores<Op, 3>(keys, queries, p, h, bands, x, c[p], first, buffers);
-    if (!exact[p]) begin[p] = first, end[p] = c[p].key_end - key;
+    if (vectors == 1) grad_scores<Op, 1>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
+    if (vectors == 2) grad_scores<Op, 2>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
+    if (vectors == 3) grad_scores<Op, 3>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
   }
   // Keys that both panels see take their rows in one go; the rest panel by panel.
+  const bool careful = partial && queries.needs_care<Op>(h);
   const int64_t offset = key - keys.key, both_begin = max_of(begin[0], begin[1]), both_end = min_of(end[0], end[1]);
   const bool both = both_begin < both_end;
-  if (both) update_key_gradients<Op>(a, keys, queries, offset, both_begin, both_end, 0, 2, buffers);
+  if (both) update_key_gradients<Op>(a, keys, queries, careful, offset, both_begin, both_end, 0, 2, buffers);
   for (int p = 0; p < panels; p++) {
-    update_key_gradients<Op>(a, keys, queries, offset, begin[p], both ? both_begin : end[p], p, p + 1, buffers);
-    if (both) update_key_gradients<Op>(a, keys, queries, offset, both_end, end[p], p, p + 1, buffers);
+    update_key_gradients<Op>(a, keys, queries, careful, offset, begin[p], both ? both_begin : end[p], p, p + 1, buffers);
+    if (both) update_key_gradients<Op>(a, keys, queries, careful, offset, both_end, end[p], p, p + 1, buffers);
   }
   for (int p = 0; p < panels; p++) {
     if (c[p].empty()) continue;
+    if (careful) add_odd_queries<Op>(keys, queries, p, h, bands, x, c[p], begin[p], buffers);
     turns.wait(step);
-    const RowsF32 rows = {dq.data + p * kPanel * dq.stride, dq.stride};
-    const int64_t first = c[p].key_begin - key;
-    if (exact[p]) {
-      add_visible_gradients(keys, queries, p, h, bands, x, c[p], first, buffers, rows);
-      continue;
-    }
-    const float* ds = (Op::kPack == 2 ? buffers.ds_keys : buffers.ds) + first / Op::kPack * kQueryBlock + p * kPanel;
-    update_rows<Op, Update::kAccumulate>(rows.data, rows.stride, c[p].rows, round_up(a.head_dim, kPad), ds, 1, kQueryBlock,
-                                         keys.k_vectors.from((offset + first) / Op::kPack), (end[p] - begin[p]) / Op::kPack, nullptr, a.scale);
+    const bool careful_k = c[p].partial && keys.needs_care<Op>(h, c[p]);
+    const Operand& k = careful_k ? keys.finite_k : keys.k_vectors;
+    float* rows = dq.data + p * kPanel * dq.stride;
+    const float* ds = (Op::kPack == 2 ? buffers.ds_keys : buffers.ds) + begin[p] / Op::kPack * kQueryBlock + p * kPanel;
+    update_rows<Op, Update::kAccumulate>(rows, dq.stride, c[p].rows, round_up(a.head_dim, kPad), ds, 1, kQueryBlock,
+                                         k.from((offset + begin[p]) / Op::kPack), (end[p] - begin[p]) / Op::kPack, nullptr, a.scale);
+    if (careful_k) add_odd_keys<Op>(keys, queries, p, h, bands, x, c[p], ds, {rows, dq.stride});
   }
 }
 

@@ -3,6 +3,8 @@
 #include "threads.h"
 #include "tilewise_cpu.h"
 
+extern int64_t tw_careful;  // see nonfinite.h
+
 struct tw_kernels {
   int (*forward)(const tw_args&);
   int64_t (*backward_workspace)(const tw_args&);

@@ -1,5 +1,5 @@
-// Compiled once, for processors with AMX: bf16, fp16 and fp32 as sums of one, two and three bf16 numbers. What tiles cannot do, NaN and infinities,
-// the AVX-512 kernels do; see forward_on_tiles.
+// Compiled once, for processors with AMX: bf16, fp16 and fp32 as sums of one, two and three bf16 numbers. Calls with finite numbers that are no such
+// sums the AVX-512 kernels do, and backwards of fp16 and fp32 in which an infinity reaches dS; see forward_on_tiles.
 #include "amx_backward.h"
 #include "kernels.h"
 
@@ -10,11 +10,11 @@ extern const tw_kernels kernels;
 namespace TW_NAMESPACE {
 
 static int forward(const tw_args& a) {
-  int32_t finite = 1;
-  const int status = a.dtype == TW_BF16   ? forward_on_tiles<1>(a, &finite)
-                     : a.dtype == TW_FP16 ? forward_on_tiles<2>(a, &finite)
-                                          : forward_on_tiles<3>(a, &finite);
-  return status || finite ? status : tw_avx512::kernels.forward(a);
+  int32_t splits = 1;
+  const int status = a.dtype == TW_BF16   ? forward_on_tiles<1>(a, &splits)
+                     : a.dtype == TW_FP16 ? forward_on_tiles<2>(a, &splits)
+                                          : forward_on_tiles<3>(a, &splits);
+  return status || splits ? status : tw_avx512::kernels.forward(a);
 }
 
 static int64_t backward_workspace(const tw_args& a) {
@@ -34,11 +34,11 @@ static void clear_dbias(const tw_args& a) {
 }
 
 static int backward(const tw_args& a) {
-  int32_t finite = 1;
-  const int status = a.dtype == TW_BF16   ? backward_on_tiles<1>(a, &finite)
-                     : a.dtype == TW_FP16 ? backward_on_tiles<2>(a, &finite)
-                                          : backward_on_tiles<3>(a, &finite);
-  if (status || finite) return status;
+  int32_t splits = 1;
+  const int status = a.dtype == TW_BF16   ? backward_on_tiles<1>(a, &splits)
+                     : a.dtype == TW_FP16 ? backward_on_tiles<2>(a, &splits)
+                                          : backward_on_tiles<3>(a, &splits);
+  if (status || splits) return status;
   clear_dbias(a);
   return tw_avx512::kernels.backward(a);
 }

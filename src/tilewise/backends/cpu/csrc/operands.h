@@ -33,6 +33,7 @@ TW_INLINE vf load_bytes(const char* p, int64_t n) {
 struct Single {
   static constexpr int kPack = 1;
   TW_INLINE vf multiply_add(vf acc, vf a, vf b) { return acc + a * b; }
+  TW_INLINE float weight(const float* words, int64_t stride, int64_t k) { return words[k * stride]; }  // of depth k
 
   static Operand broadcast_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
     if (dtype == TW_FP32) return {(const float*)in, stride};
@@ -72,6 +73,9 @@ struct Single {
 struct Pairs {
   static constexpr int kPack = 2;
   TW_INLINE vf multiply_add(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+  TW_INLINE float weight(const float* words, int64_t stride, int64_t k) {
+    return load_one<TW_BF16>((const char*)(words + k / 2 * stride) + k % 2 * 2);
+  }
 
   // An odd number of rows is followed by a row of zeros, so that keys can be taken two by two.
   static Operand broadcast_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int) {

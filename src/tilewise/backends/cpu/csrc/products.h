@@ -87,26 +87,6 @@ static void update_rows(float* c, int64_t ldc, int64_t rows, int64_t columns, co
 #undef TW_COLUMNS
 }
 
-// out += sum of weight(i) * row(i) over the i in [0, n) that are `seen`; each kVisible of them are added up by themselves first.
-// For operands that hold a NaN or an infinity, of which a hidden pair must not see even 0 times.
-constexpr int64_t kVisible = 16;
-
-template <class Seen, class Weight, class Row>
-static void add_visible(float* out, int64_t dim, int64_t n, int dtype, const Seen& seen, const Weight& weight, const Row& row) {
-  for (int64_t begin = 0; begin < n; begin += kVisible)
-    for (int64_t column = 0; column < dim; column += kPad) {
-      const int64_t end = min_of(begin + kVisible, n), columns = min_of(kPad, dim - column);
-      float sum[kPad] = {0};
-      for (int64_t i = begin; i < end; i++) {
-        if (!seen(i)) continue;
-        const float w = weight(i);
-        const char* in = element(row(i), column, dtype);
-        for (int64_t e = 0; e < columns; e++) sum[e] += w * load_one(element(in, e, dtype), dtype);
-      }
-      for (int64_t e = 0; e < columns; e++) out[column + e] += sum[e];
-    }
-}
-
 // Runs a tile over `rows` rows: full register tiles, then ever smaller ones, whose sums wait for their own latency alone and so take as long as large
 // ones. With kPack 2 the number of rows is even, and so is every tile.
 template <class Op, int W, class Tile>

@@ -13,6 +13,7 @@
 
 #define TW_INLINE static inline __attribute__((always_inline))
 #define TW_MEMBER inline __attribute__((always_inline))
+#define TW_APART __attribute__((noinline))  // rare work, whose code would change how what is around it is compiled
 #define TW_UNROLL _Pragma("GCC unroll 32")
 
 namespace TW_NAMESPACE {
@@ -33,7 +34,7 @@ constexpr int tile_rows(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 
 constexpr int kColumnVectors = 2;
 constexpr int tile_rows(int vectors) { return vectors == 3 ? 4 : vectors == 2 ? 6 : 8; }
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(TW_EMULATED_TILES)
 constexpr int kPanelVectors = 1;  // a column of tiles
 #else
 constexpr int kPanelVectors = 3;

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 3
+#define TW_ABI_VERSION 4
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -90,6 +90,8 @@ typedef struct {
 TW_EXPORT void tw_info(tw_info_t* info);
 // Hands over GOMP_parallel of the OpenMP runtime that the process already uses, so that both share one pool of threads. Null: own threads.
 TW_EXPORT void tw_set_pool(void* gomp_parallel);
+// Tiles that computed around NaN or infinities (nonfinite.h), of all calls so far; for tests.
+TW_EXPORT int64_t tw_careful_tiles(void);
 TW_EXPORT int tw_forward(const tw_args* args);
 // The instruction set whose kernels a forward, backward or decode of these arguments runs, or -1 where it is not to be had.
 enum { TW_RUN_FORWARD = 0, TW_RUN_BACKWARD = 1, TW_RUN_DECODE = 2 };

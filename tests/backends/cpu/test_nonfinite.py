@@ -1,0 +1,138 @@
+"""NaN and infinities: they reach what the formula has them reach, and only the tiles that hold them and hide pairs take the careful way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.backends.cpu import Cpu, abi, native
+from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow
+from tilewise.problem import Call
+from tilewise.testing.cases import Case, make, random_mask, upstream
+from tilewise.testing.conformance import run_hidden, run_scattered, run_spoiled
+
+NAN, INF = float("nan"), float("inf")
+SEQLEN, PANEL, KEY_BLOCK, ROW_BLOCK, GRAD_KEYS = 960, 48, 120, 96, 192  # AVX-512's tiles of so many keys
+ISAS = pytest.mark.parametrize("isa", abi.ISAS[1:])
+
+
+def _backend(isa: str) -> Cpu:
+    if isa not in native.library().isas:
+        pytest.skip(f"this processor has no {isa}")
+    return Cpu(isa)
+
+
+def _careful(run) -> int:
+    functions = native.library().functions
+    before = functions.tw_careful_tiles()
+    run()
+    return functions.tw_careful_tiles() - before
+
+
+def _counts(backend: Cpu, mask, dtype=torch.float32, rows=SEQLEN, **poison) -> tuple[int, int]:
+    """Careful tiles of forward and backward with NaN in slices of rows of the operands that are named."""
+    generator = torch.Generator().manual_seed(3)
+    q, d_o = (torch.randn(1, rows, 1, 32, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(1, SEQLEN, 1, 32, generator=generator).to(dtype) for _ in range(2))
+    operands = {"q": q, "k": k, "v": v, "d_o": d_o}
+    for name, where in poison.items():
+        operands[name][:, where] = NAN
+    call = Call(q=q, k=k, v=v, mask=mask, scale=0.2)
+    o, lse = backend.forward(call)
+    return _careful(lambda: backend.forward(call)), _careful(lambda: backend.backward(call, o, lse, d_o, None))
+
+
+@ISAS
+@pytest.mark.parametrize(
+    "mask", (Full(), Causal(), SlidingWindow(100, 0), random_mask(SEQLEN, SEQLEN)), ids=("full", "causal", "window", "dense")
+)
+def test_finite_numbers_need_no_care(isa, mask):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert _counts(_backend(isa), mask, dtype) == (0, 0)
+
+
+@ISAS
+def test_keys_of_no_tile_cost_nothing(isa):
+    """Padding that a length hides, from a multiple of every block on."""
+    assert _counts(_backend(isa), FirstKeys(720) & Causal(), k=slice(768, None), v=slice(768, None)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_nan_sends_only_its_own_tiles_the_careful_way(dtype):
+    """Of AVX-512's tiles, 48 rows by 120 or 192 keys, two keys touch those that hold them and hide pairs, whatever else is in the call."""
+    backend, middle = _backend("avx512"), slice(500, 502)
+    panels, diagonal = SEQLEN // PANEL, KEY_BLOCK // PANEL + 1
+    forward, backward = _counts(backend, Causal(), dtype, v=middle)
+    assert 0 < forward <= diagonal and backward == 0  # V's rows are only multiplied with single rows of dO in the backward
+    forward, backward = _counts(backend, Causal(), dtype, k=middle)  # scores of hidden pairs are overwritten
+    # Every later row sees NaN, so the forward's O is NaN; of the backward, K is only added up in dQ.
+    assert forward == 0 and 0 < backward <= GRAD_KEYS // PANEL + 1
+    hidden = FirstKeys(502) - FirstKeys(500)
+    assert _counts(backend, Causal() - hidden, dtype, k=middle, v=middle) == (0, 0)  # one band ends before them, another begins after them
+    assert _counts(backend, random_mask(SEQLEN, SEQLEN) - hidden, dtype, k=middle, v=middle) == (panels, panels)
+    forward, backward = _counts(backend, random_mask(SEQLEN, SEQLEN), dtype, v=middle, k=middle)
+    assert (forward, backward) == (panels, panels)  # one block of keys
+    forward, backward = _counts(backend, Causal(), dtype, q=slice(500, 501), d_o=slice(500, 501))
+    assert forward == 0 and 0 < backward <= 2 * (ROW_BLOCK // GRAD_KEYS + 2)
+    assert _counts(backend, Full(), dtype, q=middle, k=middle, v=middle, d_o=middle) == (0, 0)
+
+
+def test_few_queries_send_only_blocks_with_nan_the_careful_way():
+    window = SlidingWindow(None, 700)  # the first rows do not see the last keys
+    assert _counts(Cpu("avx512"), window, rows=3) == (0, 0)
+    blocks = (SEQLEN + 127) // 128
+    forward, backward = _counts(Cpu("avx512"), Causal(), rows=3, k=slice(-2, None), v=slice(-2, None))
+    assert (forward, backward) == (1, 1) and blocks > 1
+
+
+CASES = [
+    Case(seqlen_q=150, seqlen_k=300, head_dim=40, mask=Causal()),
+    Case(seqlen_q=201, seqlen_k=201, head_dim=64, head_dim_v=48, mask=SlidingWindow(60, 3), lse_grad=True),
+    Case(seqlen_q=230, seqlen_k=230, head_dim=32, mask=Documents((0, 40, 41, 130, 230)), softcap=3.0),
+    Case(seqlen_q=150, seqlen_k=260, head_dim=72, mask=random_mask(150, 260), bias="hq"),
+    Case(seqlen_q=150, seqlen_k=260, head_dim=16, mask=random_mask(150, 260) & Causal(), dropout=0.3, sink=True),
+    Case(seqlen_q=130, seqlen_k=130, head_dim=24, mask=Full(), bias="q"),
+    Case(seqlen_q=4, seqlen_k=700, head_dim=64, mask=SlidingWindow(500, 0)),
+    Case(seqlen_q=5, seqlen_k=400, heads_q=6, head_dim=33, mask=Causal() - (FirstKeys(60) - FirstKeys(50))),
+]
+
+
+@ISAS
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_scattered_and_hidden_nan_against_the_oracle(isa, case):
+    backend = _backend(isa)
+    for dtype in ("fp32", "bf16", "fp16"):
+        for run in (run_hidden, run_spoiled, run_scattered):
+            run(backend, replace(case, dtype=dtype))
+
+
+@ISAS
+@pytest.mark.parametrize("value", (NAN, INF))
+def test_a_block_of_keys_under_a_mask_that_hides_them_from_some(isa, value):
+    """Rows before the block are as they are without it, bit for bit; of those that see it, O is NaN or infinite."""
+    call = make(Case(seqlen_q=300, seqlen_k=300, head_dim=64, mask=Causal()))
+    v = call.v.clone()
+    v[:, 100:164] = value
+    backend = _backend(isa)
+    o, without = backend.forward(replace(call, v=v))[0], backend.forward(call)[0]
+    assert torch.equal(o[:, :100], without[:, :100]) and not o[:, 100:].isfinite().any()
+
+
+@ISAS
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: case.id)
+def test_the_bits_do_not_depend_on_the_number_of_threads(isa, case, threads):
+    backend, call, (d_o, d_lse) = _backend(isa), make(case), upstream(case)
+    q, k, v = (x.clone() for x in (call.q, call.k, call.v))
+    q[:, 20, 1], k[:, 100:103], v[:, 90:94, :, 1], d_o[:, 110, 0, 0] = NAN, NAN, INF, NAN
+    call = replace(call, q=q, k=k, v=v)
+
+    def everything() -> list[torch.Tensor]:
+        o, lse = backend.forward(call)
+        gradients = backend.backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
+        return [x.nan_to_num(7.0, 8.0, 9.0) for x in (o, lse, *gradients) if x is not None]
+
+    threads(1)
+    once = everything()
+    for n in (2, 3, 8):
+        threads(n)
+        assert all(torch.equal(x, y) for x, y in zip(once, everything(), strict=True)), f"{n} threads"
