@@ -72,7 +72,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 workers=$((13 * gpus < $(nproc) * 13 / 16 ? 13 * gpus : $(nproc) * 13 / 16)) # most of a test's time is a kernel's compilation
 suite=("$PYTHON" -m pytest -n "$((workers > 1 ? workers : 1))" --dist worksteal -rfE)
 if chosen tests; then
-  alone=(tests/gpu/test_hopper_large.py tests/gpu/test_bench.py) # one takes most of an H100's memory, the other times what a dozen workers would slow down
+  alone=(tests/gpu/test_hopper_large.py tests/gpu/test_bench.py tests/gpu/test_hopper_hard_inputs.py) # one takes most of a GPU's memory, the others time what a dozen workers would slow down
   "${suite[@]}" tests/gpu "${alone[@]/#/--ignore=}"
   "$PYTHON" -m pytest -rfEs "${alone[@]}"
 fi

@@ -175,7 +175,7 @@ def check_shipped(shipped, compile_and_inspect, capfd):
     check_registers(found, shipped)
     check_descriptors(found)
     at_both_ends = shipped.sees in ("interval", "rows") and not shipped.pingpong
-    loops = 1 if shipped.sees == "all" else 2 + at_both_ends
+    loops = 1 + shipped.from_zero if shipped.sees == "all" else 2 + at_both_ends
     assert found.count("HGMMA.*gsb0") == found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * (1 + loops)
     assert found.count("HGMMA") == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and found.count("UTMALDG") > 0
 
