@@ -353,7 +353,7 @@ def attend(
     block, span = schedule.told(queue, done, config), None
     if const_expr(config.shares):
         span = schedule.span(queue, done)
-    cleared = hidden.was_cleared(screen, done) if const_expr(config.hides) else None
+    cleared = hidden.cleared_tiles(screen, done) if const_expr(config.hides) else None
     schedule.forget(queue, done, config)
     store(copies, tensors, found, sm, tile, lse, block, span, cleared, config)
     if const_expr(config.pieces_of_O == 0):
@@ -469,7 +469,7 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 @cute.jit
 def store(
     copies: Copies, tensors: Tensors, found: Partials, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, span: schedule.Span | None,
-    cleared: Boolean | None, config: Constexpr[Config],
+    cleared: Int32 | None, config: Constexpr[Config],
 ):  # fmt: skip
     thread = arch.thread_idx()[0] - THREADS
     if const_expr(config.pieces_of_O == 0):
@@ -481,16 +481,17 @@ def store(
 
 @cute.jit
 def store_rows(
-    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, cleared: Boolean | None,
+    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, cleared: Int32 | None,
     config: Constexpr[Config],
 ):  # fmt: skip
     """A warp's."""
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.hides) and arch.vote_any_sync(cleared):
-        warp = arch.make_warp_uniform(thread // WARP)
-        hidden.restore(tensors, block, tile.band, tile.changes, warp, config)
+    if const_expr(config.hides):  # noqa: SIM102 - `and` would call what comes behind it all the same
+        if arch.vote_any_sync(cleared != 0):
+            warp = arch.make_warp_uniform(thread // WARP)
+            hidden.restore(tensors, block, tile.band, tile.changes, cleared, warp, config)
 
 
 @cute.jit

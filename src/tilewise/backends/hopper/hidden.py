@@ -31,7 +31,9 @@ from tilewise.hopper.dsl import (
 WARP, ROWS = 32, 16  # of a tile that a warp holds
 WARPS = 3  # that screen: those of the loader's warpgroup that do not load
 WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time
-SLOT = WORDS  # words, of which WARPS are used
+SLOT = 2 * WORDS  # words for a unit, of which 2 * WARPS are used
+TILES = 32  # bits of a word: tile n of the keys has bit n % TILES
+AT_ONCE = 4  # reads that do not wait for each other
 NONE = 0
 
 
@@ -81,15 +83,15 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
     block = schedule.told(queue, done, config)
     while block.m0 >= 0:
         walk = visible.walk_of(block, band, seqlen_q, seqlen_k, config)
-        found = made.found.iterator + tma.after(done, AHEAD).index * SLOT + warp
+        found, tiles = made.found.iterator + tma.after(done, AHEAD).index * SLOT + warp, Int32(NONE)
         if const_expr(config.sees == "runs"):
             for r in cutlass.range(walk.first, walk.last, unroll=1):
                 run = visible.run_of(r, band)
                 free = (run.first, run.last) if r >= walk.free_first else (run.last, run.last)
-                state = screen_tiles(sV, pipe, state, made, found, done, warp, (run.first, run.last), free, config)
+                state, tiles = screen_tiles(sV, pipe, state, made, found, tiles, done, warp, (run.first, run.last), free, config)
         else:
             loaded, free = (walk.loaded_first, walk.loaded_last), (walk.free_first, walk.free_last)
-            state = screen_tiles(sV, pipe, state, made, found, done, warp, loaded, free, config)
+            state, tiles = screen_tiles(sV, pipe, state, made, found, tiles, done, warp, loaded, free, config)
         schedule.forget(queue, done, config)
         done += 1
         block = schedule.told(queue, done, config)
@@ -97,18 +99,22 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
 
 @cute.jit
 def screen_tiles(
-    sV: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, made: Screen, found: cute.Pointer, done: Int32,
-    warp: Int32, tiles: tuple[Int32, Int32], free: tuple[Int32, Int32], config: Constexpr,
-) -> pipeline.PipelineState:  # fmt: skip
-    """The tiles [first, last), the last one first; those that are free are seen whole, and left as they are."""
-    first, last = tiles
+    sV: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, made: Screen, found: cute.Pointer, tiles: Int32,
+    done: Int32, warp: Int32, loaded: tuple[Int32, Int32], free: tuple[Int32, Int32], config: Constexpr,
+):  # fmt: skip
+    """The tiles [first, last) that are loaded, the last one first; those that are free are seen whole, and left as they are.
+
+    Returns the ring's state and the bits of the unit's tiles where this warp has found something: `tiles`, and more.
+    """
+    first, last = loaded
     for i in cutlass.range(last - first, unroll=1):
         n_block = last - 1 - i
         pipe.consumer_wait(state)
         if n_block < free[0] or n_block >= free[1]:
-            cleared = clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config)
-            if cleared:  # noqa: SIM102 - `and` would call `clear` in one lane
+            if clear(sV[None, None, state.index].iterator.toint(), warp, sV.element_type, config):
+                tiles = tiles | 1 << n_block % TILES
                 if arch.lane_idx() == 0:
+                    (found + WORDS).store(tiles)
                     found.store(done + 1)
             arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
@@ -116,7 +122,7 @@ def screen_tiles(
             arch.mbarrier_arrive(made.done + state.index)
         pipe.consumer_release(state)
         state.advance()
-    return state
+    return state, tiles
 
 
 @cute.jit
@@ -163,11 +169,13 @@ def wait(made: Screen, state: pipeline.PipelineState):
 
 
 @cute.jit
-def was_cleared(made: Screen, done: Int32) -> Boolean:
-    """Whether something was taken out of the unit after `done` others; once its last tile was waited for."""
-    address = (made.found.iterator + tma.after(done, AHEAD).index * SLOT).toint()
-    words = read(address, "volatile.")
-    return words[0] == done + 1 or words[1] == done + 1 or words[2] == done + 1
+def cleared_tiles(made: Screen, done: Int32) -> Int32:
+    """Bits of the tiles out of which something was taken, of the unit after `done` others; once its last tile was waited for."""
+    address, tiles = (made.found.iterator + tma.after(done, AHEAD).index * SLOT).toint(), Int32(NONE)
+    units, found = read(address, "volatile."), read(address + 4 * WORDS, "volatile.")
+    for w in range_constexpr(WARPS):
+        tiles = tiles | (found[w] if units[w] == done + 1 else Int32(NONE))
+    return tiles
 
 
 class Unit(NamedTuple):
@@ -188,8 +196,8 @@ def lanes_a_key(config) -> int:
 
 
 @cute.jit
-def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, warp: Int32, config: Constexpr):
-    """To O of this warp's 16 rows, which has been stored, what they see of V's NaN and infinities in tiles that were screened.
+def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, tiles: Int32, warp: Int32, config: Constexpr):
+    """To O of this warp's 16 rows, which has been stored, what they see of V's NaN and infinities in the `tiles` that were cleared, a bit each.
 
     A lane has WIDE columns, and for each of them a bit for every row that sees +inf there, or NaN, and another 16 bits up for -inf, or NaN.
     """
@@ -204,12 +212,12 @@ def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, 
     if const_expr(config.sees == "runs"):
         for r in cutlass.range(walk.first, walk.free_first, unroll=1):
             run = visible.run_of(r, band)
-            mark(marks, run.first, run.last, run, unit, config)
+            mark_tiles(marks, run.first, run.last, tiles, run, unit, config)
     else:
         for end in cutlass.range(2, unroll=1):
             first = walk.first if end == 0 else walk.free_last
             last = walk.free_first if end == 0 else walk.last
-            mark(marks, first, last, None, unit, config)
+            mark_tiles(marks, first, last, tiles, None, unit, config)
     lanes = const_expr(lanes_a_key(config))
     for i in range_constexpr(WIDE):
         for step in range_constexpr((WARP // lanes).bit_length() - 1):
@@ -218,26 +226,64 @@ def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, 
 
 
 @cute.jit
-def mark(marks: cute.Tensor, first: Int32, last: Int32, run: Run | None, unit: Unit, config: Constexpr):
-    """What rows see of the tiles [first, last), which may be none."""
-    lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
+def mark_tiles(marks: cute.Tensor, first: Int32, last: Int32, tiles: Int32, run: Run | None, unit: Unit, config: Constexpr):
+    """What rows see of those of the tiles [first, last) that were cleared."""
+    lanes, column = const_expr(lanes_a_key(config)), arch.lane_idx() % lanes_a_key(config) * WIDE
     keys = const_expr(WARP // lanes)  # that the warp reads at a time
-    step = const_expr(max(keys, 2))  # for two keys each of the 16 rows has a lane that says whether it sees it
-    end = min(last * config.tile_n, unit.V.shape[0])
-    for j in cutlass.range(first * config.tile_n, end, step, unroll=1):
-        seen, weightless = [], []
-        for pair in range_constexpr(step // 2):
-            row, key = unit.row0 + lane % ROWS, j + 2 * pair + lane // ROWS
-            mine = sees(row, key, end, run, unit, config)
-            seen.append(arch.vote_ballot_sync(mine))
-            if const_expr(config.bias is not None):
-                weightless.append(arch.vote_ballot_sync(mine and bias_at(row, key, unit) == -Float32.inf))
-        for turn in range_constexpr(step // keys):
-            which, column = turn * keys + lane // lanes, lane % lanes * WIDE
-            rows = of_key(seen, which)
-            lost = of_key(weightless, which) if const_expr(config.bias is not None) else Int32(NONE)
-            if rows != NONE and column < unit.V.shape[1]:
-                mark_numbers(marks, rows, lost, unit.V[j + which, None], column)
+    numbers = cute.make_rmem_tensor((WIDE, AT_ONCE), unit.V.element_type)
+    for n_block in cutlass.range(first, last, unroll=1):
+        if (tiles >> n_block % TILES) & 1 != NONE:
+            end = min((n_block + 1) * config.tile_n, unit.V.shape[0])
+            for j in cutlass.range(n_block * config.tile_n, end, AT_ONCE * keys, unroll=1):
+                numbers.fill(0.0)
+                for t in range_constexpr(AT_ONCE):
+                    key = j + t * keys + arch.lane_idx() // lanes
+                    if key < end and column < unit.V.shape[1]:
+                        cute.autovec_copy(wide(unit.V, key, column), numbers[None, t])
+                for t in range_constexpr(AT_ONCE):
+                    mark_numbers(marks, numbers[None, t], j + t * keys, end, run, unit, config)
+
+
+def wide(mX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+    """WIDE numbers of a row, whose 16 bytes are aligned."""
+    return cute.make_tensor((mX[row, None].iterator + column).align(READ_BYTES), cute.make_layout(WIDE))
+
+
+@cute.jit
+def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr):
+    """numbers: (WIDE,), a lane's of the keys that the warp has read, from `first` on."""
+    words, infinity = cute.recast_tensor(numbers, Int32), const_expr(nonfinite(numbers.element_type)[0] & 0xFFFF)
+    found = Int32(NONE)
+    for w in range_constexpr(WORDS):
+        found = found | marks_of(words[w], numbers.element_type)
+    if arch.vote_any_sync(found != NONE):
+        rows, lost = rows_that_see(first, end, run, unit, config)
+        if found != NONE:
+            for i in range_constexpr(WIDE):
+                bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
+                size = bits & 0x7FFF
+                if size >= infinity:
+                    marks[i] = marks[i] | lost | lost << ROWS
+                    if size > infinity or bits == size:
+                        marks[i] = marks[i] | rows
+                    if size > infinity or bits != size:
+                        marks[i] = marks[i] | rows << ROWS
+
+
+@cute.jit
+def rows_that_see(first: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr):
+    """Of this lane's key the rows that see it, a bit each, and those of them in which it weighs 0, which makes NaN of an infinity."""
+    lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
+    keys = const_expr(WARP // lanes)
+    seen, lost = [], []
+    for pair in range_constexpr(max(keys // 2, 1)):  # for two keys each of the 16 rows has a lane that says whether it sees it
+        row, key = unit.row0 + lane % ROWS, first + (2 * pair + lane // ROWS) % keys
+        mine = sees(row, key, end, run, unit, config)
+        seen.append(arch.vote_ballot_sync(mine))
+        if const_expr(config.bias is not None):
+            lost.append(arch.vote_ballot_sync(mine and bias_at(row, key, unit) == -Float32.inf))
+    which = lane // lanes
+    return of_key(seen, which), of_key(lost, which) if const_expr(config.bias is not None) else Int32(NONE)
 
 
 def of_key(ballots: list[Int32], which: Int32) -> Int32:
@@ -273,40 +319,23 @@ def bias_at(row: Int32, key: Int32, unit: Unit) -> Float32:
 
 
 @cute.jit
-def mark_numbers(marks: cute.Tensor, rows: Int32, lost: Int32, values: cute.Tensor, column: Int32):
-    """For `rows`, a bit each, which of WIDE values from a column on are not finite, and how. `lost`: rows in which the key weighs 0, which makes
-    NaN of an infinity.
-    """
-    read_at = cute.make_tensor((values.iterator + column).align(16), cute.make_layout(WIDE))
-    numbers = cute.make_rmem_tensor(WIDE, values.element_type)
-    cute.autovec_copy(read_at, numbers)
-    words, infinity = cute.recast_tensor(numbers, Int32), const_expr(nonfinite(values.element_type)[0] & 0xFFFF)
-    found = Int32(NONE)
-    for w in range_constexpr(WORDS):
-        found = found | marks_of(words[w], values.element_type)
-    if found != NONE:
-        for i in range_constexpr(WIDE):
-            bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
-            size = bits & 0x7FFF
-            if size >= infinity:
-                marks[i] = marks[i] | lost | lost << ROWS
-                if size > infinity or bits == size:
-                    marks[i] = marks[i] | rows
-                if size > infinity or bits != size:
-                    marks[i] = marks[i] | rows << ROWS
-
-
-@cute.jit
 def put(marks: cute.Tensor, unit: Unit, config: Constexpr):
+    """Added to what is there, rows and columns that have no mark being left alone."""
     lane, lanes = arch.lane_idx(), const_expr(lanes_a_key(config))
+    numbers = cute.make_rmem_tensor(WIDE, unit.O.element_type)
+    anywhere = Int32(NONE)
+    for c in range_constexpr(WIDE):
+        anywhere = anywhere | marks[c]
     for i in cutlass.range(ROWS * lanes // WARP, unroll=1):
-        row = i * (WARP // lanes) + lane // lanes
-        for c in range_constexpr(WIDE):
-            column, mine = lane % lanes * WIDE + c, marks[c] >> row
-            if (mine & (1 | 1 << ROWS)) != NONE:
-                value = unit.O[unit.row0 + row, column].to(Float32)
+        row, column = i * (WARP // lanes) + lane // lanes, lane % lanes * WIDE
+        if (anywhere >> row) & (1 | 1 << ROWS) != NONE:
+            place = wide(unit.O, unit.row0 + row, column)
+            cute.autovec_copy(place, numbers)
+            for c in range_constexpr(WIDE):
+                mine, value = marks[c] >> row, numbers[c].to(Float32)
                 if mine & 1 != NONE:
                     value += Float32.inf
                 if mine >> ROWS & 1 != NONE:
                     value -= Float32.inf
-                unit.O[unit.row0 + row, column] = value.to(unit.O.element_type)
+                numbers[c] = value.to(unit.O.element_type)
+            cute.autovec_copy(numbers, place)

@@ -89,7 +89,7 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) 
             loaded_first, loaded_last = min(loaded_first, other[0]), max(loaded_last, other[1])
         return Walk(walk[0], walk[1], walk[2], walk[3], loaded_first, loaded_last)
     first, last = seen(m0, config.tile_m, band, seqlen_q, seqlen_k, config)
-    free_first, free_last = seen_by_all(m0, band, seqlen_k, config)
+    free_first, free_last = seen_by_all(m0, band, seqlen_q, seqlen_k, config)
     free_first = min(max(free_first, first), last)
     loaded_first, loaded_last = first, last
     if const_expr(config.cluster > 1):
@@ -124,13 +124,13 @@ def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k:
 
 
 @cute.jit
-def seen_by_all(m0: Int32, band: Band, seqlen_k: Int32, config):
-    """Tiles of keys [first, last) of which every row of the tile from m0 on sees everything; none where last <= first."""
+def seen_by_all(m0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config):
+    """Tiles of keys [first, last) of which every row of the tile from m0 on that exists sees everything; none where last <= first."""
     if const_expr(config.sees == "all"):
         return Int32(0), seqlen_k // config.tile_n
     top, bottom = max(m0, band.q0), min(m0 + config.tile_m, band.q1) - 1
     begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)
-    if m0 < band.q0 or m0 + config.tile_m > band.q1:
+    if m0 < band.q0 or min(m0 + config.tile_m, seqlen_q) > band.q1:
         end = begin
     if const_expr(config.sees == "until"):
         return Int32(0), max(end, 0) // config.tile_n
