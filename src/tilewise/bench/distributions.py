@@ -118,7 +118,7 @@ def _massive_channels(x: Inputs, source: Source) -> Inputs:
 
 
 def _ramp(length: int, device: torch.device, last: float) -> Tensor:
-    return torch.linspace(1.0, last, length, device=device)[:, None, None]
+    return torch.linspace(1.0, last, length, dtype=torch.float32, device=device)[:, None, None]
 
 
 def _growing_keys(x: Inputs, source: Source) -> Inputs:
