@@ -185,6 +185,16 @@ def test_forward_mode_is_refused(name, how):
         check_refused(lambda run=run, x=x: FORWARD_MODE[how](run, x), FOR_INFERENCE if decode else SENTENCE)
 
 
+def test_derivatives_inside_of_a_compiled_function_are_refused_by_torch():
+    """The way out is the derivative of a compiled function."""
+    tensors = qkv()
+    for call in (tw.attention, tw.decode):
+        run = lambda q, call=call: call(q, tensors["k"], tensors["v"]).square().sum()  # noqa: E731
+        check_refused(lambda run=run: torch.compile(torch.func.grad(run), backend="aot_eager")(tensors["q"]), "autograd", "requires grad")
+    run = lambda q: tw.attention(q, tensors["k"], tensors["v"]).square().sum()  # noqa: E731
+    check_equal([torch.func.grad(torch.compile(run, backend="aot_eager"))(tensors["q"])], [torch.func.grad(run)(tensors["q"])])
+
+
 def test_a_tangent_of_what_reaches_the_output_is_refused():
     for _ in range(2):
         (o,), leaves, _ = prepared("attention")
