@@ -7,6 +7,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from surroundings import FUNCTIONS, Function, check_close, check_equal, check_refused, normal, plain, qkv
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise as tw
 from tilewise import repeats
@@ -116,6 +117,23 @@ def test_vmap(name):
             check_close(got, [torch.stack(each) for each in zip(*loop, strict=True)])
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != DRAWN])
+def test_make_fx(name):
+    """What a graph of the call, and of its gradients, gives for other numbers."""
+    function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
+
+    def run(q: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors | {first: q.detach().requires_grad_(bool(function.grads))}
+        outputs = function.call(**inputs)
+        return *outputs, *(torch.autograd.grad(outputs[0].sum(), inputs[first]) if function.grads else ())
+
+    first = next(iter(tensors))
+    x = tensors[first]
+    for _ in range(3):
+        run(x)
+    check_equal([y.detach() for y in make_fx(run)(x)(x + 1)], [y.detach() for y in run(x + 1)])
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functionalize(name):
     function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
@@ -151,6 +169,14 @@ def dual(run, x: Tensor):
         return forward_ad.unpack_dual(run(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
+def exported(run, x: Tensor):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return run(x)
+
+    return torch.export.export(Module(), (x,), strict=False).module()
+
+
 FORWARD_MODE = {
     "make_dual": dual,
     "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
@@ -162,8 +188,16 @@ FORWARD_MODE = {
     "no_grad": torch.no_grad()(dual),
     "no_grad, compiled": lambda run, x: torch.no_grad()(dual)(torch.compile(run, backend="aot_eager"), x),
     "compiled": lambda run, x: dual(torch.compile(run, backend="aot_eager"), x),
+    "jvp, traced": lambda run, x: torch.func.jvp(torch.jit.trace(run, (x,), check_trace=False), (x,), (x,)),
+    "jvp, graph": lambda run, x: torch.func.jvp(make_fx(run)(x), (x,), (x,)),
+    "exported": lambda run, x: torch.func.jacfwd(exported(run, x))(x),
     "jvp, compiled": lambda run, x: torch.compile(lambda x: torch.func.jvp(run, (x,), (x,)), backend="aot_eager")(x),
 }
+
+
+def alone(function: Function, tensors: dict[str, Tensor], key: str):
+    """The first result as a function of one operand."""
+    return lambda x: function.call(**tensors | {key: x})[0]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -177,11 +211,7 @@ def test_forward_mode_is_refused(name, how):
         tensors = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
     decode = name.startswith("decode")
     for key in tensors.keys() & {"q", "k", "v", "sink", "slopes"} if decode else function.grads:
-        x = tensors[key].clone()
-
-        def run(one: Tensor, key=key) -> Tensor:
-            return function.call(**tensors | {key: one})[0]
-
+        run, x = alone(function, tensors, key), tensors[key].clone()
         check_refused(lambda run=run, x=x: FORWARD_MODE[how](run, x), FOR_INFERENCE if decode else SENTENCE)
 
 
@@ -193,6 +223,16 @@ def test_derivatives_inside_of_a_compiled_function_are_refused_by_torch():
         check_refused(lambda run=run: torch.compile(torch.func.grad(run), backend="aot_eager")(tensors["q"]), "autograd", "requires grad")
     run = lambda q: tw.attention(q, tensors["k"], tensors["v"]).square().sum()  # noqa: E731
     check_equal([torch.func.grad(torch.compile(run, backend="aot_eager"))(tensors["q"])], [torch.func.grad(run)(tensors["q"])])
+
+
+def test_graphs_of_others_than_who_has_the_tangent_run():
+    """Below a jvp, an operator whose operands have no tangents gives what it gives elsewhere."""
+    for name in ("attention", "decode"):
+        run = alone(FUNCTIONS[name], FUNCTIONS[name].make(), "q")
+        q = FUNCTIONS[name].make()["q"]
+        graph = make_fx(run)(q)
+        o, tangent = torch.func.jvp(lambda x, graph=graph, q=q: graph(q * 1) + x, (q,), (q,))
+        check_equal([o, tangent], [run(q) + q, q])
 
 
 def test_a_tangent_of_what_reaches_the_output_is_refused():
