@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import errors, masks, ops, plain, vmaps
+from tilewise import errors, masks, ops, plain, tangents, vmaps
 from tilewise.backends import Backend
 from tilewise.dispatch import choose
 from tilewise.errors import ShapeError
@@ -62,13 +62,16 @@ def run(given: Operands) -> tuple[Tensor, Tensor]:
 
 def _kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_compute` of tensors that nobody has looked at."""
+    _refuse_tangents(*operands)
     given = Operands(*operands)
-    tensors = ops.named(given)
-    for name, x in tensors.items():
+    errors.check_memory(**ops.named(given))
+    return _compute(given)
+
+
+def _refuse_tangents(*operands) -> None:
+    for name, x in ops.named(Operands(*operands)).items():
         if x is not None:
             errors.check_no_tangent(name, x, NO_GRADIENT)
-    errors.check_memory(**tensors)
-    return _compute(given)
 
 
 def _compute(given: Operands) -> tuple[Tensor, Tensor]:
@@ -119,6 +122,7 @@ def _refuse_gradient(ctx, *grads):
 
 vmaps.register(operator, "decode", _vmap)
 operator.register_autograd(_refuse_gradient)
+tangents.watch(operator, "decode", _refuse_tangents)
 
 
 def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,9 @@ from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+from tilewise.tangents import has_tangent
 
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
@@ -163,18 +164,6 @@ def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
     """Refuse a tensor of forward-mode differentiation, whose tangent would be lost."""
     if has_tangent(x):
         raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Whether forward-mode differentiation is under way and gave x a tangent; also below autograd, which by itself would not see it there."""
-    if forward_ad._current_level < 0:
-        return False
-    if is_compiling():
-        return forward_ad.unpack_dual(x).tangent is not None
-    if x.is_inference():
-        return False
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # which a look at a tangent needs
-        return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int) -> None:

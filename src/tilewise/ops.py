@@ -17,6 +17,7 @@ from tilewise import errors, masks, saved
 from tilewise.dispatch import choose
 from tilewise.plain import mapped, watched
 from tilewise.problem import Call, Dropout
+from tilewise.tangents import has_tangent, watch
 
 
 class Operands(NamedTuple):
@@ -100,18 +101,24 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
 
 def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at."""
-    given = named(Operands(*operands))
-    refuse_tangents(given.values())
-    errors.check_memory(**given)
+    _refuse_tangents_forward(*operands)
+    errors.check_memory(**named(Operands(*operands)))
     return _forward(*operands)
 
 
 def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """`_backward` of tensors that nobody has looked at."""
-    given = named(Operands(*operands)) | {"o": o, "lse": lse, "dO": d_o, "dLSE": d_lse}
-    refuse_tangents(given.values())
-    errors.check_memory(**given)
+    _refuse_tangents_backward(o, lse, d_o, d_lse, bias_grad, *operands)
+    errors.check_memory(o=o, lse=lse, dO=d_o, dLSE=d_lse, **named(Operands(*operands)))
     return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+
+
+def _refuse_tangents_forward(*operands) -> None:
+    refuse_tangents(named(Operands(*operands)).values())
+
+
+def _refuse_tangents_backward(*operands) -> None:
+    refuse_tangents(_tensors(operands))
 
 
 forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -189,12 +196,14 @@ def refuse_forward_mode():
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Refuse tensors with tangents where torch would drop those: in a compiled program, or without autograd."""
-    if any(x is not None and errors.has_tangent(x) for x in tensors):
+    if any(x is not None and has_tangent(x) for x in tensors):
         refuse_forward_mode()
 
 
 forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
+watch(forward, "forward", _refuse_tangents_forward)
+watch(backward, "backward", _refuse_tangents_backward)
 
 
 class _Forward(torch.autograd.Function):
