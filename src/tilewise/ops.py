@@ -1,8 +1,8 @@
 """The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
 
-Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here but for vmap (vmaps.py) and tangents (tangents.py). An
-operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it chooses the backend when it runs, not when
-it is traced.
+Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap, tangents.py
+the eye on forward-mode differentiation. An operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it
+chooses the backend when it runs, not when it is traced.
 An absent optional output is an empty tensor, because a schema cannot return None.
 """
 
