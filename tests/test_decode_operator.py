@@ -241,6 +241,14 @@ def test_a_wrapper_beside_plain_tensors_is_dispatched(wrapped, inputs):
     assert torch.equal(run(given | {wrapped: Wrapper(given[wrapped])}), run(given))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace says that it is old
+def test_a_traced_call_has_no_gradient(inputs):
+    q, k, v = inputs
+    traced = torch.jit.trace(lambda q: tw.decode(q, k, v), (q,))
+    with pytest.raises(RuntimeError, match="decode is for inference and has no gradient; call attention where one is wanted"):
+        traced(q.clone().requires_grad_()).sum().backward()
+
+
 def test_a_dispatch_mode_sees_the_operator(inputs):
     seen = []
 
@@ -298,7 +306,7 @@ def test_distributed_tensors_are_refused_in_one_sentence(inputs):
         mesh = init_device_mesh("cpu", (1,))
         for at in range(3):
             mixed = [distribute_tensor(x, mesh, [Replicate()]) if n == at else x for n, x in enumerate(inputs)]
-            with pytest.raises((NotImplementedError, RuntimeError), match=r"tilewise.decode.default"):
+            with pytest.raises(tw.UnsupportedError, match=r"is a DTensor, which decode does not take; .*local_map\(tilewise\.decode"):
                 tw.decode(*mixed)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The torch.library operator `tilewise::decode`: schema, fake kernel, vmap, and what it does when it runs.
+"""The torch.library operator `tilewise::decode`: schema, fake kernel, what it refuses, and what it does when it runs.
 
 As in ops.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number), whose
 values are read and checked when the operator runs, never when it is traced.
@@ -10,13 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import masks, ops, plain
+from tilewise import errors, masks, ops, plain, tangents, vmaps
 from tilewise.backends import Backend
 from tilewise.dispatch import choose
 from tilewise.errors import ShapeError
 from tilewise.expression import Combined
 from tilewise.masks import Dense, Mask
 from tilewise.problem import Call
+
+NO_GRADIENT = "decode is for inference and has no gradient"
 
 
 class Operands(NamedTuple):
@@ -50,12 +52,26 @@ TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single 
 
 def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
-    watched = ops.traced() or plain.watched((*given[:TENSORS], *given.mask_tensors))
-    return operator(*given) if watched else _compute(given)
+    if ops.traced():
+        return operator(*given)
+    if plain.watched((*given[:TENSORS], *given.mask_tensors)):
+        errors.check_local(ops.named(given), function="decode")
+        return operator(*given)
+    return _compute(given)
 
 
-def _decode(*operands) -> tuple[Tensor, Tensor]:
-    return _compute(Operands(*operands))
+def _kernel(*operands) -> tuple[Tensor, Tensor]:
+    """`_compute` of tensors that nobody has looked at."""
+    _refuse_tangents(*operands)
+    given = Operands(*operands)
+    errors.check_memory(**ops.named(given))
+    return _compute(given)
+
+
+def _refuse_tangents(*operands) -> None:
+    for name, x in ops.named(Operands(*operands)).items():
+        if x is not None:
+            errors.check_no_tangent(name, x, NO_GRADIENT)
 
 
 def _compute(given: Operands) -> tuple[Tensor, Tensor]:
@@ -84,7 +100,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
-operator = torch.library.custom_op("tilewise::decode", _decode, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+operator = torch.library.custom_op("tilewise::decode", _kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
 
 
 @operator.register_fake
@@ -92,21 +108,21 @@ def _(q, k_cache, v_cache, *_args):
     return _empty(q, v_cache)
 
 
-@operator.register_vmap
-def _(info, in_dims, *operands):
+def _vmap(size: int, in_dims: tuple, operands: tuple):
     """A call for each entry. What the mapped dimension could be folded into, the batch, a paged cache and a mask do not have."""
-    entries = [[_entry(x, dim, n) for x, dim in zip(operands, in_dims, strict=True)] for n in range(info.batch_size)]
-    if not entries:
+    if size == 0:
         q, _, v_cache = (x if dim is None else x.movedim(dim, 0).sum(0) for x, dim in zip(operands[:3], in_dims[:3], strict=True))
         return tuple(x.new_empty((0, *x.shape)) for x in _empty(q, v_cache)), (0, 0)
-    return tuple(torch.stack(column) for column in zip(*(operator(*entry) for entry in entries), strict=True)), (0, 0)
+    return vmaps.one_by_one(operator, size, in_dims, operands)
 
 
-def _entry(x, dim, n: int):
-    """Entry n of an operand, or of each tensor of a list, along the dimension it is mapped over."""
-    if isinstance(x, list | tuple):
-        return [_entry(y, d, n) for y, d in zip(x, dim or [None] * len(x), strict=True)]
-    return x if dim is None else x.select(dim, n)
+def _refuse_gradient(ctx, *grads):
+    raise RuntimeError(f"{NO_GRADIENT}; call attention where one is wanted")
+
+
+vmaps.register(operator, "decode", _vmap)
+operator.register_autograd(_refuse_gradient)
+tangents.watch(operator, "decode", _refuse_tangents)
 
 
 def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilewise import decode_operator
 from tilewise.api import INDEX_DTYPES, autocast, combine, operands
+from tilewise.decode_operator import NO_GRADIENT
 from tilewise.errors import (
     ShapeError,
     UnsupportedError,
@@ -18,8 +19,6 @@ from tilewise.errors import (
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
-
-NO_GRADIENT = "decode is for inference and has no gradient"
 
 
 def decode(
@@ -62,7 +61,7 @@ def decode(
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
     """
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
-    _check(q, k_cache, v_cache, sink, paged=page_table is not None)
+    _check(q, k_cache, v_cache, alibi_slopes, sink, paged=page_table is not None)
     check_flag("return_lse", return_lse)
     capacity = _capacity(k_cache, page_table, q.shape[0])
     combined = combine(causal, mask)
@@ -102,14 +101,14 @@ def decode(
     return (o, lse) if return_lse else o
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, sink: Tensor | None, paged: bool) -> None:
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None, paged: bool) -> None:
     """The tensors that attention reads: their shapes and dtypes, and that nobody asks for a gradient."""
     check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"))
     lead = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, x, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
         check_tensor(name, x, (*lead, "heads_k", dim))
         check_like(name, x, q)
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("sink", sink)):
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("alibi_slopes", alibi_slopes), ("sink", sink)):
         if isinstance(x, Tensor):
             check_no_grad(name, x, NO_GRADIENT)
             check_no_tangent(name, x, NO_GRADIENT)

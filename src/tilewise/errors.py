@@ -10,8 +10,9 @@ from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+from tilewise.tangents import has_tangent
 
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
@@ -114,13 +115,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     check_head_dim(q.shape[-1], v.shape[-1])
 
 
-def check_local(tensors: Mapping[str, Tensor | None]) -> None:
-    """Refuse a distributed tensor: torch knows no rule by which attention's results are distributed."""
+def check_local(tensors: Mapping[str, Tensor | None], function: str = "attention") -> None:
+    """Refuse a distributed tensor: torch knows no rule by which the results of the public `function` are distributed."""
     for name, x in tensors.items():
         if type(x).__name__ == "DTensor":
             raise UnsupportedError(
-                f"{name} is a DTensor, which attention does not take; call it on the local parts: "
-                "torch.distributed.tensor.experimental.local_map(tilewise.attention, ...), which works for parts of the batch and of the heads"
+                f"{name} is a DTensor, which {function} does not take; call it on the local parts: "
+                f"torch.distributed.tensor.experimental.local_map(tilewise.{function}, ...), which works for parts of the batch and of the heads"
             )
 
 
@@ -161,7 +162,7 @@ def check_no_grad(name: str, x: Tensor, reason: str) -> None:
 
 def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
     """Refuse a tensor of forward-mode differentiation, whose tangent would be lost."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if has_tangent(x):
         raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
 
 

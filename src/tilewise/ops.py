@@ -1,8 +1,8 @@
 """The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
 
-Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap. An
-operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it chooses the backend when it runs, not when
-it is traced.
+Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap, tangents.py
+the eye on forward-mode differentiation. An operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it
+chooses the backend when it runs, not when it is traced.
 An absent optional output is an empty tensor, because a schema cannot return None.
 """
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
-from torch.autograd import forward_ad
 
 from tilewise import errors, masks, saved
 from tilewise.dispatch import choose
 from tilewise.plain import mapped, watched
 from tilewise.problem import Call, Dropout
+from tilewise.tangents import has_tangent, watch
 
 
 class Operands(NamedTuple):
@@ -75,10 +75,11 @@ def call_of(given: Operands) -> Call:
     )
 
 
-def _named(given: Operands) -> dict[str, Tensor | None]:
-    """The tensors among the operands by their names."""
+def named(given: NamedTuple) -> dict[str, Tensor | None]:
+    """The tensors among an operator's operands by their names: all before its list `mask_tensors`, and those of the list."""
     mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors)}
-    return dict(zip(Operands._fields, given[:TENSORS], strict=False)) | mask_tensors
+    first = given._fields.index("mask_tensors")
+    return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
 
 
 def _forward(*operands) -> tuple[Tensor, Tensor]:
@@ -100,18 +101,24 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
 
 def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at."""
-    given = _named(Operands(*operands))
-    refuse_tangents(given.values())
-    errors.check_memory(**given)
+    _refuse_tangents_forward(*operands)
+    errors.check_memory(**named(Operands(*operands)))
     return _forward(*operands)
 
 
 def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """`_backward` of tensors that nobody has looked at."""
-    given = _named(Operands(*operands)) | {"o": o, "lse": lse, "dO": d_o, "dLSE": d_lse}
-    refuse_tangents(given.values())
-    errors.check_memory(**given)
+    _refuse_tangents_backward(o, lse, d_o, d_lse, bias_grad, *operands)
+    errors.check_memory(o=o, lse=lse, dO=d_o, dLSE=d_lse, **named(Operands(*operands)))
     return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+
+
+def _refuse_tangents_forward(*operands) -> None:
+    refuse_tangents(named(Operands(*operands)).values())
+
+
+def _refuse_tangents_backward(*operands) -> None:
+    refuse_tangents(_tensors(operands))
 
 
 forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
@@ -189,15 +196,14 @@ def refuse_forward_mode():
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Refuse tensors with tangents where torch would drop those: in a compiled program, or without autograd."""
-    if forward_ad._current_level < 0:
-        return
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # which a look at a tangent needs
-        if any(x is not None and not x.is_inference() and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            refuse_forward_mode()
+    if any(x is not None and has_tangent(x) for x in tensors):
+        refuse_forward_mode()
 
 
 forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
 backward.register_autograd(_refuse_second_derivative)
+watch(forward, "forward", _refuse_tangents_forward)
+watch(backward, "backward", _refuse_tangents_backward)
 
 
 class _Forward(torch.autograd.Function):
@@ -279,11 +285,12 @@ def gradients_on() -> bool:
 
 def attend(operands: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE, by the shortest way that all who watch allow."""
-    if traced():
-        return forward(*operands)
     tensors = *operands[:TENSORS], *operands.mask_tensors
+    if traced():
+        refuse_tangents(tensors)
+        return forward(*operands)
     if watched(tensors):
-        errors.check_local(_named(operands))
+        errors.check_local(named(operands))
         if TransformType.Functionalize in (transforms := _transforms()):
             if operands.grad or transforms & {TransformType.Grad, TransformType.Jvp}:
                 raise errors.UnsupportedError(

@@ -67,6 +67,7 @@ class _Repeated(torch.autograd.Function):
             known.check_back is not None
             and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
             and known.check_back(q, k, v, o, lse, d_o)
+            and torch._C._len_torch_dispatch_stack() == 0
             and not torch.is_grad_enabled()
             and forward_ad._current_level < 0
         ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o)):
@@ -90,6 +91,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
             and q is not k  # `check` wants them apart
             and not (q.is_nested or k.is_nested or v.is_nested)
             and last.check(q, k, v)
+            and torch._C._len_torch_dispatch_stack() == 0  # `check` overlooks the mode of make_fx
             and _same(options, last.options)
             and (last.grad_enabled is None or torch.is_grad_enabled() is last.grad_enabled)
         ):

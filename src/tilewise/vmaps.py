@@ -1,6 +1,7 @@
 """How torch's two kinds of vmap see the operators: torch.func's, and the older one of batched gradients (`is_grads_batched=True`)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def _vmap(op: Callable, size: int, in_dims: tuple, args: tuple, batched: tuple[int, ...]):
+def _vmap(op: Callable, batched: tuple[int, ...], size: int, in_dims: tuple, args: tuple):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
     others = (x for at, x in enumerate(args) if at not in batched)
     if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
@@ -29,6 +30,11 @@ def _vmap(op: Callable, size: int, in_dims: tuple, args: tuple, batched: tuple[i
         return results, (0,) * len(results)
     if size == 0:
         raise ValueError("torch.vmap over a dimension of size 0 works for q, k and v alone, not with bias, sink or other tensor operands")
+    return one_by_one(op, size, in_dims, args)
+
+
+def one_by_one(op: Callable, size: int, in_dims: tuple, args: tuple):
+    """Map `op` by a call for each of `size` entries."""
     rows = [op(*(_pick(x, dim, n) for x, dim in zip(args, in_dims, strict=True))) for n in range(size)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 
@@ -51,14 +57,14 @@ def _unwrapped(x, level: int):
     return x, None
 
 
-def _batched(op: Callable, batched: tuple[int, ...], *args):
-    """`op` on tensors that the older vmap has wrapped: its innermost level is mapped over here, and others when the operator is called again."""
+def _batched(rule: Callable, *args):
+    """`rule` on tensors that the older vmap has wrapped: its innermost level is mapped over here, and others when the operator is called again."""
     wrapped = [x for x, _ in _pairs(args, [[None] * len(x) if isinstance(x, list | tuple) else None for x in args]) if mapped([x])]
     for level in range(MOST_LEVELS, 0, -1):
         if any(_unwrapped(x, level)[1] == 0 for x in wrapped):
             values, in_dims = zip(*(_unwrapped(x, level) for x in args), strict=True)
             size = next(x.shape[0] for x, dim in _pairs(values, in_dims) if dim is not None)
-            results, _ = _vmap(op, size, in_dims, values, batched)
+            results, _ = rule(size, in_dims, values)
             return tuple(torch._add_batch_dim(y, 0, level) for y in results)
     raise RuntimeError("attention cannot map over 0 gradients or entries here; use torch.func.vmap")
 
@@ -69,9 +75,17 @@ def _pairs(values, in_dims):
         yield from zip(x, dim, strict=True) if isinstance(dim, list) else [(x, dim)]
 
 
-forward.register_vmap(lambda info, in_dims, *args: _vmap(forward, info.batch_size, in_dims, args, FORWARD))
-backward.register_vmap(lambda info, in_dims, *args: _vmap(backward, info.batch_size, in_dims, args, BACKWARD))
 _library = torch.library.Library("tilewise", "FRAGMENT")  # what is registered lives as long as this
-if MAPPED is not None:
-    _library.impl("forward", lambda *args: _batched(forward, FORWARD, *args), "Batched")
-    _library.impl("backward", lambda *args: _batched(backward, BACKWARD, *args), "Batched")
+
+
+def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
+    """Let both kinds of vmap map `op`, called tilewise::`name`, by `rule`, which takes the number of entries, for each operand the dimension that
+    is mapped over, and the operands, and gives the results and their mapped dimensions.
+    """
+    op.register_vmap(lambda info, in_dims, *args: rule(info.batch_size, in_dims, args))
+    if MAPPED is not None:
+        _library.impl(name, lambda *args: _batched(rule, *args), "Batched")
+
+
+register(forward, "forward", partial(_vmap, forward, FORWARD))
+register(backward, "backward", partial(_vmap, backward, BACKWARD))

@@ -5,7 +5,6 @@ sentence refuses it. Cells of a file run in a process of their own, because a wr
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -86,6 +85,19 @@ def _decode(q, k, v, lengths, sink) -> tuple[Tensor, ...]:
     return tw.decode(q, k, v, cache_seqlens=lengths, sink=sink, return_lse=True)
 
 
+def _pages() -> dict[str, Tensor]:
+    """Two sequences in 5 pages of 3 tokens."""
+    k, v = normal(2, 5, 3, 2, 8, seed=1).unbind(0)
+    shown = normal(1, 4, 2, 6, seed=2) > -1
+    more = {"lengths": integers(3, 5), "pages": integers(4, 0, 1, 3).view(2, 2), "slopes": normal(2, 4, seed=4).abs()}
+    return {"q": normal(2, 2, 4, 8), "k": k, "v": v, "shown": shown, "sink": normal(4, seed=5)} | more
+
+
+def _paged(q, k, v, lengths, pages, slopes, sink, shown) -> tuple[Tensor, ...]:
+    options = {"mask": tw.Dense(shown), "softcap": 3.0, "scale": 0.3, "return_lse": True}
+    return tw.decode(q, k, v, cache_seqlens=lengths, page_table=pages, alibi_slopes=slopes, sink=sink, **options)
+
+
 def _parts() -> dict[str, Tensor]:
     return {"o": normal(2, 5, 4, 8), "other": normal(2, 5, 4, 8, seed=1), "lse": normal(2, 4, 5, seed=2), "more": normal(2, 4, 5, seed=3)}
 
@@ -103,6 +115,7 @@ FUNCTIONS = {
     "attention, seed drawn": Function(qkv, _seeded, QKV),
     "attention_varlen": Function(_packed, _varlen, (*QKV, "sink")),
     "decode": Function(_cache, _decode),
+    "decode, every operand": Function(_pages, _paged),
     "merge": Function(_parts, _merge, ("o", "other", "lse", "more")),
 }
 
@@ -156,14 +169,9 @@ def check_refused(run: Callable, *words: str) -> None:
 
 
 def check_cells(file: str) -> None:
-    """Run CELLS of a file in processes of their own; AssertionError names those that fail, or that succeed though they are in its WAITS.
-
-    WAITS holds cells that wait for something that is not there yet.
-    """
+    """Run CELLS of a file in processes of their own; AssertionError names those that fail."""
     module = _load(file)
-    waits, wrong, done = getattr(module, "WAITS", set()), {}, {}
-    if unknown := waits - module.CELLS.keys():
-        raise AssertionError(f"WAITS names cells that do not exist: {sorted(unknown)}")
+    done: dict[str, str] = {}
     while len(done) < len(module.CELLS):
         before = len(done)
         process = subprocess.run(
@@ -175,11 +183,7 @@ def check_cells(file: str) -> None:
                 raise AssertionError(f"no cell of {file} ran:\n{process.stderr[-2000:]}")
             died = next(name for name in module.CELLS if name not in done)
             done[died] = f"the process ended with {process.returncode}: {process.stderr[-300:]}"
-    for name, error in done.items():
-        if error and name not in waits:
-            wrong[name] = error
-        if not error and name in waits:
-            wrong[name] = "works now; take it out of WAITS"
+    wrong = {name: error for name, error in done.items() if error}
     assert not wrong, f"{len(wrong)} of {len(done)} cells:\n" + "\n".join(f"  {name}: {error}" for name, error in wrong.items())
 
 
@@ -193,11 +197,10 @@ def _load(file: str):
 def _run(file: str, skip: list[str]) -> None:
     torch.set_num_threads(1)
     module = _load(file)
-    waits = getattr(module, "WAITS", set())
     for name, cell in module.CELLS.items():
         if name in skip:
             continue
-        print("\n" + json.dumps([name, _apart(cell) if name in waits else _error(cell)]), flush=True)
+        print("\n" + json.dumps([name, _error(cell)]), flush=True)
 
 
 def _error(cell: Callable[[], None]) -> str:
@@ -207,14 +210,6 @@ def _error(cell: Callable[[], None]) -> str:
         return ""
     except Exception as found:
         return f"{type(found).__name__}: {found}"[:500]
-
-
-def _apart(cell: Callable[[], None]) -> str:
-    """`_error` in a copy of this process, which the cell may end."""
-    if (child := os.fork()) == 0:
-        os._exit(1 if _error(cell) else 0)
-    status = os.waitpid(child, 0)[1]
-    return f"the process ended with {status}" if status else ""
 
 
 if __name__ == "__main__":

@@ -5,20 +5,11 @@ import torch
 from surroundings import FUNCTIONS, check_close, check_equal, of, plain
 from test_defaults import DEVICES, MODES, default_dtype
 
-FAST = ("attention", "attention, every operand")
-WAITS = {"decode"}  # a graph breaks at it, until it is an operator
+FAST = ("attention", "attention, every operand", "decode, every operand")  # the others take the same ways
 DRAWN = "attention, seed drawn"  # from the compiled program's generator
 
 
-def functions():
-    for name in FUNCTIONS:
-        marks = [] if name in FAST else [pytest.mark.slow]
-        if name in WAITS:
-            marks.append(pytest.mark.xfail(strict=True, reason="decode is no operator yet"))
-        if name != DRAWN:
-            yield pytest.param(name, marks=marks)
-
-
+NAMES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in FUNCTIONS if name != DRAWN]
 SURROUNDINGS = (
     ("grad", torch.float32, "cpu"),
     ("grad", torch.bfloat16, "meta"),
@@ -27,7 +18,7 @@ SURROUNDINGS = (
 )
 
 
-@pytest.mark.parametrize("name", functions())
+@pytest.mark.parametrize("name", NAMES)
 def test_results_are_those_of_the_eager_call(name):
     function = FUNCTIONS[name]
     for mode, dtype, device in SURROUNDINGS:
@@ -41,7 +32,7 @@ def test_results_are_those_of_the_eager_call(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", functions())
+@pytest.mark.parametrize("name", NAMES)
 def test_inductor(name):
     torch._dynamo.reset()
     function = FUNCTIONS[name]

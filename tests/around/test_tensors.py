@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import torch
 import torch.utils._pytree as pytree
-from surroundings import FUNCTIONS, QKV, check_cells, check_equal, check_refused, normal, of, plain, qkv
+from surroundings import FUNCTIONS, check_cells, check_equal, check_refused, normal, of, plain, qkv
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -122,10 +122,9 @@ for (name, operand), x in OPERANDS.items():
 def all_fake() -> None:
     """Traced on fake tensors alone, everything has its shape."""
     for name, function in FUNCTIONS.items():
-        if name.startswith("attention"):
-            with FakeTensorMode() as mode:
-                got = function.call(**{key: mode.from_tensor(x) for key, x in function.make().items()})
-            assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in right(name)], name
+        with FakeTensorMode() as mode:
+            got = function.call(**{key: mode.from_tensor(x) for key, x in function.make().items()})
+        assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in right(name)], name
 
 
 def freed_and_copied() -> None:
@@ -141,8 +140,9 @@ def freed_and_copied() -> None:
 
 def functional() -> None:
     """A tensor that stands for one that is written to, outside of the transform that makes such."""
-    tensors = {name: torch._to_functional_tensor(x) for name, x in qkv().items()}
-    check_equal([torch._from_functional_tensor(tw.attention(**tensors, causal=True))], right("attention"))
+    for name in ("attention", "decode", "decode, every operand"):
+        tensors = {key: torch._to_functional_tensor(x) for key, x in FUNCTIONS[name].make().items()}
+        check_equal([torch._from_functional_tensor(x) for x in FUNCTIONS[name].call(**tensors)], right(name))
 
 
 def distributed() -> None:
@@ -156,24 +156,17 @@ def distributed() -> None:
         mesh = init_device_mesh("cpu", (1,))
         place = [Replicate()]
         for name, operand in OPERANDS:
-            if name.startswith("attention"):
+            if name != "merge":  # which is torch's own operations
                 refused(name, operand, lambda x: distribute_tensor(x, mesh, place), "DTensor")
         spread = [distribute_tensor(x, mesh, place) for x in qkv().values()]
         check_refused(lambda: tw.attention(*spread), "local_map")
         mapped = local_map(partial(tw.attention, causal=True), out_placements=place, in_placements=(place,) * 3)
         check_equal([mapped(*spread).to_local()], right("attention"))
+        check_refused(lambda: tw.decode(*spread), "local_map(tilewise.decode")
         dist.destroy_process_group()
 
 
 CELLS |= {"fake; all": all_fake, "freed, copied": freed_and_copied, "functional": functional, "DTensor": distributed}
-
-WAITS = {f"{kind}; decode; {operand}" for kind in ("wrapper", "zeros", "fake") for operand in QKV} | {
-    "wrapper; decode; lengths",
-    "fake; decode; lengths",
-    "negated; decode; sink",
-    "fake; decode; sink",
-    "freed; decode; sink",
-}
 
 
 def test_cells():

@@ -1,16 +1,18 @@
 """Transforms of torch around every function: batched gradients, vmap, functionalisation, and forward-mode derivatives, which are refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from surroundings import FUNCTIONS, Function, check_close, check_equal, check_refused, normal, plain, qkv
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise as tw
 from tilewise import repeats
 
 WITH_GRADIENTS = [name for name, function in FUNCTIONS.items() if function.grads]
-ATTENTION = [name for name in FUNCTIONS if name.startswith("attention")]
 DRAWN = "attention, seed drawn"  # whose random numbers a vmap draws otherwise
 BATCH = 3
 
@@ -95,18 +97,16 @@ def test_second_derivatives_of_batched_gradients_are_refused():
     check_refused(lambda: got[0].sum().backward(), "no second derivative")
 
 
-def test_the_older_vmap_of_the_forward():
-    tensors = {name: normal(BATCH, *x.shape, seed=n) for n, (name, x) in enumerate(qkv().items())}
-    want = torch.stack([tw.attention(*each, causal=True) for each in zip(*tensors.values(), strict=True)])
-    got = torch._vmap_internals._vmap(lambda q, k, v: tw.attention(q, k, v, causal=True), (0, 0, 0))(*tensors.values())
-    check_close([got], [want])
+@pytest.mark.parametrize("call", (partial(tw.attention, causal=True), tw.decode), ids=("attention", "decode"))
+def test_the_older_vmap_of_the_forward(call):
+    tensors = [normal(BATCH, *x.shape, seed=n) for n, x in enumerate(qkv().values())]
+    got = torch._vmap_internals._vmap(lambda q, k, v: call(q, k, v), (0, 0, 0))(*tensors)
+    check_close([got], [torch.stack([call(*each) for each in zip(*tensors, strict=True)])])
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != DRAWN])
-def test_vmap(name, request):
+def test_vmap(name):
     """Over each tensor alone that has a batch of values."""
-    if name in WAITS["vmap"]:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="decode is no operator yet"))
     function = FUNCTIONS[name]
     tensors = function.make()
     for key, x in tensors.items():
@@ -117,10 +117,25 @@ def test_vmap(name, request):
             check_close(got, [torch.stack(each) for each in zip(*loop, strict=True)])
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != DRAWN])
+def test_make_fx(name):
+    """What a graph of the call, and of its gradients, gives for other numbers."""
+    function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
+
+    def run(q: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors | {first: q.detach().requires_grad_(bool(function.grads))}
+        outputs = function.call(**inputs)
+        return *outputs, *(torch.autograd.grad(outputs[0].sum(), inputs[first]) if function.grads else ())
+
+    first = next(iter(tensors))
+    x = tensors[first]
+    for _ in range(3):
+        run(x)
+    check_equal([y.detach() for y in make_fx(run)(x)(x + 1)], [y.detach() for y in run(x + 1)])
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functionalize(name, request):
-    if name in WAITS["functionalize"]:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="decode is no operator yet"))
+def test_functionalize(name):
     function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
     keys = list(tensors)
     for _ in range(2):
@@ -146,11 +161,20 @@ def test_derivatives_under_functionalize_are_refused():
 
 
 SENTENCE = "no forward-mode derivative"
+FOR_INFERENCE = "decode is for inference and has no gradient"
 
 
 def dual(run, x: Tensor):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(run(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def exported(run, x: Tensor):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return run(x)
+
+    return torch.export.export(Module(), (x,), strict=False).module()
 
 
 FORWARD_MODE = {
@@ -164,23 +188,51 @@ FORWARD_MODE = {
     "no_grad": torch.no_grad()(dual),
     "no_grad, compiled": lambda run, x: torch.no_grad()(dual)(torch.compile(run, backend="aot_eager"), x),
     "compiled": lambda run, x: dual(torch.compile(run, backend="aot_eager"), x),
+    "jvp, traced": lambda run, x: torch.func.jvp(torch.jit.trace(run, (x,), check_trace=False), (x,), (x,)),
+    "jvp, graph": lambda run, x: torch.func.jvp(make_fx(run)(x), (x,), (x,)),
+    "exported": lambda run, x: torch.func.jacfwd(exported(run, x))(x),
+    "jvp, compiled": lambda run, x: torch.compile(lambda x: torch.func.jvp(run, (x,), (x,)), backend="aot_eager")(x),
 }
+
+
+def alone(function: Function, tensors: dict[str, Tensor], key: str):
+    """The first result as a function of one operand."""
+    return lambda x: function.call(**tensors | {key: x})[0]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", FORWARD_MODE)
-@pytest.mark.parametrize("name", [*ATTENTION, "decode"])
-def test_forward_mode_is_refused(name, how, request):
-    if name in WAITS["forward mode"]:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="decode is no operator yet"))
-    if (how == "gradcheck") > (name == "attention") or ("compiled" in how) > (name in ATTENTION) or name == DRAWN:
-        pytest.skip("gradcheck takes long and fp64; a compiled decode is many graphs; torch refuses to draw numbers under a vmap")
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("merge", DRAWN)])  # torch refuses to draw numbers under a vmap
+def test_forward_mode_is_refused(name, how):
+    if (how == "gradcheck") > (name == "attention"):
+        pytest.skip("gradcheck takes long, and fp64")
     function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
     if how == "gradcheck":
         tensors = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
-    for key in function.grads or ("q", "k", "v"):
-        x = tensors[key].clone()
-        check_refused(lambda key=key, x=x: FORWARD_MODE[how](lambda one: function.call(**tensors | {key: one})[0], x), SENTENCE)
+    decode = name.startswith("decode")
+    for key in tensors.keys() & {"q", "k", "v", "sink", "slopes"} if decode else function.grads:
+        run, x = alone(function, tensors, key), tensors[key].clone()
+        check_refused(lambda run=run, x=x: FORWARD_MODE[how](run, x), FOR_INFERENCE if decode else SENTENCE)
+
+
+def test_derivatives_inside_of_a_compiled_function_are_refused_by_torch():
+    """The way out is the derivative of a compiled function."""
+    tensors = qkv()
+    for call in (tw.attention, tw.decode):
+        run = lambda q, call=call: call(q, tensors["k"], tensors["v"]).square().sum()  # noqa: E731
+        check_refused(lambda run=run: torch.compile(torch.func.grad(run), backend="aot_eager")(tensors["q"]), "autograd", "requires grad")
+    run = lambda q: tw.attention(q, tensors["k"], tensors["v"]).square().sum()  # noqa: E731
+    check_equal([torch.func.grad(torch.compile(run, backend="aot_eager"))(tensors["q"])], [torch.func.grad(run)(tensors["q"])])
+
+
+def test_graphs_of_others_than_who_has_the_tangent_run():
+    """Below a jvp, an operator whose operands have no tangents gives what it gives elsewhere."""
+    for name in ("attention", "decode"):
+        run = alone(FUNCTIONS[name], FUNCTIONS[name].make(), "q")
+        q = FUNCTIONS[name].make()["q"]
+        graph = make_fx(run)(q)
+        o, tangent = torch.func.jvp(lambda x, graph=graph, q=q: graph(q * 1) + x, (q,), (q,))
+        check_equal([o, tangent], [run(q) + q, q])
 
 
 def test_a_tangent_of_what_reaches_the_output_is_refused():
@@ -205,6 +257,3 @@ def test_merge_has_tangents():
     tensors = FUNCTIONS["merge"].make()
     run = lambda o: FUNCTIONS["merge"].call(**tensors | {"o": o})[0]  # noqa: E731
     assert dual(run, tensors["o"]).abs().max() > 0
-
-
-WAITS = {"vmap": {"decode"}, "functionalize": {"decode"}, "forward mode": {"decode"}}

@@ -41,11 +41,11 @@ class Source:
         return min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.generator.device)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device=self.generator.device)
 
     def uniform(self, *shape: int) -> Tensor:
         """In (0, 1]."""
-        return 1.0 - torch.rand(*shape, generator=self.generator, device=self.generator.device)
+        return 1.0 - torch.rand(*shape, generator=self.generator, dtype=torch.float32, device=self.generator.device)
 
 
 Change = Callable[[Inputs, Source], Inputs]
@@ -118,7 +118,7 @@ def _massive_channels(x: Inputs, source: Source) -> Inputs:
 
 
 def _ramp(length: int, device: torch.device, last: float) -> Tensor:
-    return torch.linspace(1.0, last, length, device=device)[:, None, None]
+    return torch.linspace(1.0, last, length, dtype=torch.float32, device=device)[:, None, None]
 
 
 def _growing_keys(x: Inputs, source: Source) -> Inputs:
@@ -133,7 +133,7 @@ def _shrinking_keys(x: Inputs, source: Source) -> Inputs:
 
 def _rising_tiles(x: Inputs, source: Source) -> Inputs:
     """The scores of each tile of keys are 12 above those of the one before, for every query: each maximum moves at each tile."""
-    size, tile = float(x.q.shape[-1]), torch.arange(x.k.shape[1], device=x.k.device) // TILE
+    size, tile = float(x.q.shape[-1]), torch.arange(x.k.shape[1], dtype=torch.int64, device=x.k.device) // TILE
     q, k = x.q.clone(), x.k.clone()
     q[..., 0] = size**0.25
     k[..., 0] = 12.0 * tile[:, None] * size**0.25
@@ -156,7 +156,7 @@ def _huge_scores(x: Inputs, source: Source) -> Inputs:
     """Each query scores about 40 more with one key, at random among the eighth of the sequence before its own place, so that all masks show it."""
     (batch, seqlen_q, heads_q, size), (_, seqlen_k, heads_k, _) = x.q.shape, x.k.shape
     rows, device = min(seqlen_q, seqlen_k), x.q.device
-    last = torch.arange(rows, device=device)[None, :, None] + seqlen_k - rows
+    last = torch.arange(rows, dtype=torch.int64, device=device)[None, :, None] + seqlen_k - rows
     back = source.uniform(batch, rows, heads_k) * (last + 1).clamp(max=max(1, seqlen_k // 8))
     place = (last - (back.ceil().long() - 1)).clamp(min=0)[..., None].expand(-1, -1, -1, size)
     towards = x.q[:, seqlen_q - rows :, :: heads_q // heads_k]
@@ -167,7 +167,7 @@ def _huge_scores(x: Inputs, source: Source) -> Inputs:
 def _alternating_signs(x: Inputs, source: Source) -> Inputs:
     """All scores of a tile of keys are about 16, those of the next about -16, and so on."""
     size = x.q.shape[-1]
-    sign = 1.0 - 2.0 * ((torch.arange(x.k.shape[1], device=x.k.device) // TILE) % 2)
+    sign = 1.0 - 2.0 * ((torch.arange(x.k.shape[1], dtype=torch.int64, device=x.k.device) // TILE) % 2)
     shared = 4.0 * size**-0.25  # in every channel: the product of two such vectors, times the scale, is 16
     return x._replace(q=x.q + shared, k=x.k + shared * sign[:, None, None])
 
