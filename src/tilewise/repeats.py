@@ -34,7 +34,7 @@ class Known:
     check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: (
         bool | None
-    )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, so it is all the same
+    )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, and it is all the same
     layouts: tuple  # of q, k and v, as `_layout` gives them
     check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
 

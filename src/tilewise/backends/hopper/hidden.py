@@ -38,12 +38,12 @@ NONE = 0
 
 
 class Screen(NamedTuple):
-    """In shared memory."""
+    """In shared memory. `found` has for each slot of the queue, and in it for each warp, the number, from 1 on, of the last unit in which it found
+    something; then, WORDS further, the tiles in which it did.
+    """
 
     done: cute.Pointer  # (kv_stages) mbarriers, on which each of WARPS arrives when V of the stage may be multiplied
-    found: (
-        cute.Tensor
-    )  # (SLOT, AHEAD) int32: for each warp the number, from 1 on, of the last unit in a slot of the queue where it found something
+    found: cute.Tensor  # (SLOT, AHEAD) int32
 
 
 @cute.jit
