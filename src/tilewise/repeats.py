@@ -32,9 +32,7 @@ class Known:
     return_lse: bool
     options: tuple
     check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
-    grad_enabled: (
-        bool | None
-    )  # whether autograd was on, for `check`, which does not ask; None: nothing requires grad, and it is all the same
+    grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of q, k and v, as `_layout` gives them
     check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
 
