@@ -126,6 +126,17 @@ def test_numbers_of_v_that_are_not_finite(mask, head_dim, changes):
     tolerance.check_outputs(call, *Emulated().forward(call))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_scores_below_zero(dtype):
+    """In all rows, in some, and in none; growing from tile to tile, so that maxima move, which are compared as integers only above 0."""
+    call = make(Case(**ONE_HEAD | dict(mask=Full(), seqlen_q=130, seqlen_k=400, dtype=dtype)), 0)
+    slope = torch.linspace(-0.2, -2.0, 400)[None, :, None, None]
+    for signs in (torch.ones(130), torch.where(torch.arange(130) < 70, -1.0, 1.0), -torch.ones(130)):
+        q = (call.q.abs() * signs[None, :, None, None]).to(call.q.dtype)
+        k = (call.k.abs() * slope).to(call.k.dtype)
+        tolerance.check_outputs(changed := replace(call, q=q, k=k), *Emulated().forward(changed))
+
+
 def without(pattern: str, instead: str = ""):
     """PTX with something else where the pattern matches, which it has to."""
 

@@ -488,7 +488,7 @@ def store_rows(
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
     epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
-    if const_expr(config.hides):  # noqa: SIM102 - `and` would call what comes behind it all the same
+    if const_expr(config.hides):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if arch.vote_any_sync(cleared != 0):
             warp = arch.make_warp_uniform(thread // WARP)
             hidden.restore(tensors, block, tile.band, tile.changes, cleared, warp, config)
