@@ -1,9 +1,9 @@
-"""How long a call takes whose numbers have overflowed, as in fp16 training with a loss scale: everything NaN, one row NaN, or one infinity.
+"""How long a call takes whose numbers have overflowed, as in fp16 training with a loss scale: all, a row or a number, or one in a thousand of either.
 
 python tools/overflow.py ROWS.jsonl [--head-dims 64,128] [--seqlens 1024,4096]
 
-One row a case on a Hopper GPU, in seconds: medians, of the forward pass with such q and of the backward pass with such dO. What a mask hides is
-looked for pair by pair where a result is not finite (docs/hopper-backward.md); this shows how soon what is not finite by right is known to be.
+One row a case on a Hopper GPU, in seconds: medians, of the forward pass with such q and of the backward pass with such dO. Where a mask hides
+anything, what is not finite is looked at again (docs/hopper-backward.md); this shows how soon what is so by right is known to be.
 """
 
 import argparse
@@ -26,11 +26,20 @@ HEADS = 16
 
 
 def spoiled(x: Tensor) -> dict[str, Tensor]:
-    """As it is; and with overflows of three kinds."""
+    """As it is; and with overflows of several kinds."""
     row, number = x.clone(), x.clone()
     row[:, x.shape[1] // 2] = torch.nan
     number[:, x.shape[1] // 2, :, 3] = torch.inf
-    return {"usual": x, "all NaN": torch.full_like(x, torch.nan), "one row NaN": row, "one infinity": number}
+    rows = torch.where(torch.rand(x.shape[:3], device=x.device)[..., None] < 1e-3, torch.nan, x)
+    numbers = torch.where(torch.rand(x.shape, device=x.device) < 1e-3, torch.inf * x.sign(), x)
+    return {
+        "usual": x,
+        "all NaN": torch.full_like(x, torch.nan),
+        "one row NaN": row,
+        "one infinity": number,
+        "a row in 1,000 NaN": rows,
+        "a number in 1,000 infinite": numbers,
+    }
 
 
 def medians(function: Callable[[Tensor], object], x: Tensor) -> dict[str, float]:
