@@ -14,6 +14,8 @@ One code does it for dQ, dK and dV, which differ in what they multiply: it is co
 
 from typing import NamedTuple
 
+import torch
+
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_tiles import WARP
@@ -42,6 +44,7 @@ STEP = 32
 LINE = 64  # numbers in a line of the cache
 EIGHT = 8
 NONE = -1
+OFTEN = 4  # every so many others it is looked whether more are needed
 OF_DQ, OF_DK, OF_DV = range(3)
 
 
@@ -120,7 +123,9 @@ def kernel(
 ):  # fmt: skip
     """Any number of blocks. Each looks at WARPS entries at once."""
     storage = SmemAllocator()
-    sums = storage.allocate_tensor(Float32, cute.make_layout((config.repaired_columns // 2, WARP), stride=(WARP, 1)), 128)
+    sums = storage.allocate_tensor(
+        Float32, cute.make_layout((config.repaired_columns // 2, WARP, WARPS), stride=(WARP, 1, WARP * config.repaired_columns // 2)), 128
+    )
     left = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
     gradients, warp = (mdQ, mdK, mdV), arch.make_warp_uniform(arch.warp_idx())
     arch.griddepcontrol_wait()
@@ -217,9 +222,9 @@ def repair(
         if goes_on:
             for g in cutlass.range(heads_of(entry, tensors), unroll=1):
                 add_others(total, entry, others_of(entry, g, tensors), holes, warp, turn, band, scale_log2, config)
-            add_up(total, sums, warp, turn)
+            add_up(total, sums, warp)
             goes_on = turn + 1 < turns and not is_settled(total, holes, True)
-            if goes_on:
+            if goes_on and warp != 0:
                 total.fill(0.0)
     write(total, entry, holes, factor, warp, config)
 
@@ -399,7 +404,7 @@ def add_others(
     turn 1 the rest. Ends as soon as all holes are NaN.
     """
     begin, end, _, _ = ranges_of(entry)
-    base, settled = begin // ROWS * ROWS, Boolean(False)
+    base, done, settled = begin // ROWS * ROWS, Int32(0), Boolean(False)
     pattern = const_expr(signed(sum(1 << i for i in range(0, WARP, WARPS))))
     while base < end and not settled:
         other = base + ROWS * arch.lane_idx()
@@ -417,7 +422,8 @@ def add_others(
             weights, shown = pairs_of(entry, at, other0, band, scale_log2, config)
             if arch.vote_any_sync(shown != 0):
                 add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
-                if turn == 0:
+                done += 1
+                if turn == 0 and done % OFTEN == 0:
                     settled = is_settled(total, holes, False)
         base += ROWS * WARP
 
@@ -500,58 +506,72 @@ def add_rows(
     total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """total += weights times 16 rows of X from other0 on, as far as they are seen."""
-    dtype = dsl(config.dtype)
-    kind = const_expr("bf16x2" if dtype is BFloat16 else "f16x2")
+    dtype, spoiled = dsl(config.dtype), Int32(0)  # this lane's first row, or second, has something that is not finite
+    kind = const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
     rounded = [changed.packed(weights[2 * i], weights[2 * i + 1], kind) for i in range(4)]
     for step in range_constexpr(config.repaired_columns // STEP):
-        low, high = (words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2))
-        some = Int32(0)
+        pair = [words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2)]
+        found = [Int32(0), Int32(0)]
+        for half in range_constexpr(2):
+            for j in range_constexpr(4):
+                found[half] |= not_finite(pair[half][j], dtype)
+        if arch.vote_any_sync((found[0] | found[1]) != 0):
+            for half in range_constexpr(2):
+                spoiled |= (1 << half) if found[half] != 0 else 0
+                for j in range_constexpr(4):
+                    pair[half][j] = finite_part(pair[half][j], dtype)
         for j in range_constexpr(4):
-            some |= not_finite(low[j], dtype) | not_finite(high[j], dtype)
-        if arch.vote_any_sync(some != 0):
-            for j in range_constexpr(4):
-                if arch.vote_any_sync((not_finite(low[j], dtype) | not_finite(high[j], dtype)) != 0):
-                    add_numbers(total, 4 * (4 * step + j), weights, shown, (low[j], high[j]), dtype)
-                else:
-                    multiply(total, 4 * (4 * step + j), rounded, transpose(low[j]), transpose(high[j]), dtype)
-        else:
-            for j in range_constexpr(4):
-                multiply(total, 4 * (4 * step + j), rounded, transpose(low[j]), transpose(high[j]), dtype)
+            multiply(total, 4 * (4 * step + j), rounded, transpose(pair[0][j]), transpose(pair[1][j]), dtype)
+    if arch.vote_any_sync(spoiled != 0):
+        for tile in cutlass.range(2, unroll=1):
+            left = Int32(arch.vote_ballot_sync((spoiled >> tile) & 1 != 0))
+            left = (left | left >> 1 | left >> 2 | left >> 3) & 0x11111111  # a bit for each row, its first lane's
+            while left != 0:
+                row = Int32(WARP - 1 - arch.clz(left)) // QUAD
+                left &= ~(1 << QUAD * row)
+                add_row(total, weights, shown, X, other0, tile, row, column0, config)
 
 
 @cute.jit
-def add_numbers(total: cute.Tensor, first: Constexpr[int], weights: cute.Tensor, shown: Int32, words: tuple, dtype: Constexpr):
-    """The same for eight columns, number by number: total[first] to [first + 3] are this lane's. words: of two others' two columns each."""
-    lane = arch.lane_idx()
-    for tile in range_constexpr(2):
-        for two in cutlass.range(4, unroll=1):
-            of_row = lane // QUAD * QUAD + two  # who has the weights of these two others
-            bits = arch.shuffle_sync(shown, of_row)
-            weight = [arch.shuffle_sync(weights[4 * tile + i], of_row) for i in range(4)]
-            both = cute.make_rmem_tensor(2, Int32)
-            for e in range_constexpr(2):
-                both[e] = arch.shuffle_sync(words[tile], (2 * two + e) * QUAD + lane % QUAD)
-            numbers = cute.recast_tensor(both, dtype)
-            for e in range_constexpr(2):
-                for i in range_constexpr(4):
-                    half, c = const_expr(i // 2), const_expr(i % 2)
-                    if (bits >> (4 * tile + 2 * half + e)) & 1 != 0:
-                        total[first + i] += weight[2 * half + e] * numbers[2 * e + c].to(Float32)
+def add_row(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, tile: Int32, row: Int32, column0: Int32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """The numbers that are not finite of one other, `row` of the first eight or the second."""
+    owner, e, dtype = arch.lane_idx() // QUAD * QUAD + row // 2, row % 2, dsl(config.dtype)  # owner: who has its weights
+    bits = arch.shuffle_sync(shown, owner) >> 4 * tile + e
+    if arch.vote_any_sync(bits & 5 != 0):
+        weight = []
+        for half in range_constexpr(2):
+            of_tile = [weights[4 * i + 2 * half] if e == 0 else weights[4 * i + 2 * half + 1] for i in range(2)]
+            weight.append(arch.shuffle_sync(of_tile[0] if tile == 0 else of_tile[1], owner))
+        for step in range_constexpr(config.repaired_columns // STEP):
+            words = words_of(X, other0 + EIGHT * tile + row, column_of(column0, step))
+            numbers = cute.recast_tensor(words, dtype)
+            for x in range_constexpr(EIGHT):
+                number = numbers[x].to(Float32)
+                if not is_finite(number):
+                    for half in range_constexpr(2):
+                        if (bits >> 2 * half) & 1 != 0:
+                            total[place_of(step, half, x)] += weight[half] * number
 
 
 @cute.jit
-def add_up(total: cute.Tensor, sums: cute.Tensor, own_warp: Int32, turn: Int32):
-    """The sum over the warps, and over turns, for all of them; in one order."""
-    lane = arch.lane_idx()
+def add_up(total: cute.Tensor, sums: cute.Tensor, warp: Int32):
+    """The sum over the warps, in their order, for all of them. sums: (numbers, WARP, WARPS)."""
+    lane, numbers = arch.lane_idx(), cute.size(total)
     arch.sync_threads()
-    for warp in cutlass.range(WARPS, unroll=1):
-        if own_warp == warp:
-            for i in range_constexpr(cute.size(total)):
-                before = sums[i, lane]
-                sums[i, lane] = total[i] if turn + warp == 0 else before + total[i]
-        arch.sync_threads()
-    for i in range_constexpr(cute.size(total)):
-        total[i] = sums[i, lane]
+    for i in range_constexpr(numbers):
+        sums[i, lane, warp] = total[i]
+    arch.sync_threads()
+    for i in cutlass.range(warp, numbers, WARPS, unroll=1):
+        one = Float32(0.0)
+        for other in range_constexpr(WARPS):
+            one += sums[i, lane, other]
+        sums[i, lane, 0] = one
+    arch.sync_threads()
+    for i in range_constexpr(numbers):
+        total[i] = sums[i, lane, 0]
 
 
 # Numbers
@@ -607,6 +627,12 @@ def not_finite(word: Int32, dtype: Constexpr) -> Int32:
 def signed(bits: int) -> int:
     """A constant of 32 bits as an int32."""
     return bits - (1 << 32) if bits >> 31 else bits
+
+
+def finite_part(word: Int32, dtype: Constexpr) -> Int32:
+    """With 0 in place of a 16-bit number that is not finite."""
+    last_bits = not_finite(word, dtype) >> 14
+    return word & ~((last_bits << 16) - last_bits)
 
 
 def transpose(word: Int32) -> Int32:
