@@ -505,7 +505,8 @@ def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], conf
 def add_rows(
     total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """total += weights times 16 rows of X from other0 on, as far as they are seen."""
+    """total += weights times 16 rows of X from other0 on, as far as they are seen. Where all of them are, products say what is NaN by right."""
+    all_shown = arch.vote_all_sync(shown == 0xFF)
     dtype, spoiled = dsl(config.dtype), Int32(0)  # this lane's first row, or second, has something that is not finite
     kind = const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
     rounded = [changed.packed(weights[2 * i], weights[2 * i + 1], kind) for i in range(4)]
@@ -515,7 +516,7 @@ def add_rows(
         for half in range_constexpr(2):
             for j in range_constexpr(4):
                 found[half] |= not_finite(pair[half][j], dtype)
-        if arch.vote_any_sync((found[0] | found[1]) != 0):
+        if arch.vote_any_sync((found[0] | found[1]) != 0 and not all_shown):
             for half in range_constexpr(2):
                 spoiled |= (1 << half) if found[half] != 0 else 0
                 for j in range_constexpr(4):
