@@ -126,6 +126,37 @@ def test_numbers_of_v_that_are_not_finite(mask, head_dim, changes):
     tolerance.check_outputs(call, *Emulated().forward(call))
 
 
+@pytest.mark.parametrize(
+    ("mask", "dims", "dtype"),
+    [
+        (SlidingWindow(40, 3), (72, 40), "bf16"),
+        pytest.param(Causal(), (40, 72), "fp16", marks=pytest.mark.slow),
+        pytest.param(Causal(), (256, 256), "bf16", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_numbers_of_dO_that_are_not_finite(mask, dims, dtype):
+    """One in every seventh row, in another column each time: even and odd ones, seen by some keys of a tile and hidden from others."""
+    case = Case(**ONE_HEAD | dict(head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype=dtype))
+    call, (d_o, d_lse) = make(case, 0, grad=True), upstream(case, 0)
+    d_o = d_o.clone()
+    for query in range(3, call.seqlen_q, 7):
+        d_o[0, query, :, query % dims[1]] = math.nan
+    o, lse = Emulated().forward(call)
+    grads = Emulated().backward(call, o, lse, d_o, d_lse)
+    tolerance.check_gradients(call, grads, d_o, d_lse, tolerance.expected(call, d_o, d_lse))
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "mask"),
+    [((31, 700), SlidingWindow(50, 0)), pytest.param((130, 257), Causal("top_left"), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_keys_that_nobody_sees(seqlens, mask):
+    """16 rows of a gradient of which none sees anything, and whatever lies there."""
+    conformance.run_spoiled(Emulated(), Case(**SMALL | dict(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], mask=mask)))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_scores_below_zero(dtype):
     """In all rows, in some, and in none; growing from tile to tile, so that maxima move, which are compared as integers only above 0."""

@@ -45,7 +45,7 @@ class Products:
             first = np.empty((ROWS, DEPTH), u2)
             for i, register in enumerate(a):  # four matrices of 8 x 8, the lower ones second
                 row, column = 8 * (i % 2), 8 * (i // 2)
-                first[row : row + 8, column : column + 8] = np.ascontiguousarray(self.registers[register]).view(u2).reshape(8, 8)
+                first[row : row + 8, column : column + 8] = _matrix(self.registers[register])
         else:
             row = ROWS * (self.number % 4)
             first = self._operand(a, range(row, row + ROWS), a_transposed, fenced)
@@ -55,6 +55,14 @@ class Products:
             found = found + np.stack([self.registers[i] for i in accumulator]).view(f4)
         for i, x in zip(accumulator, found.view(u4), strict=True):
             self.registers[i] = x
+
+    def product_of_registers(self, kind, a, b, c):
+        """A warp's own, mma.m16n8k16: of A's four matrices of 8 x 8 the lower ones are second; each lane has of B two numbers of a column."""
+        first, second = np.empty((ROWS, DEPTH), u2), np.concatenate([_matrix(x) for x in b], axis=1)
+        for i, x in enumerate(a):
+            first[8 * (i % 2) :, 8 * (i // 2) :][:8, :8] = _matrix(x)
+        found = (_numbers(first, kind) @ _numbers(second, kind).T)[_fragment(8)]
+        return list(np.stack(c) + found)
 
     def _operand(self, descriptor: int, rows: range, transposed: bool, fenced: int) -> np.ndarray:
         """(rows, DEPTH) of what lies in shared memory (PTX ISA, "Matrix Descriptor Format")."""
@@ -89,6 +97,11 @@ def _fragment(columns: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, column) that each register of D holds, (columns // 2, 32) each (PTX ISA, "Register Fragments": the figure of D)."""
     register, lane = np.arange(columns // 2)[:, None], np.arange(32)[None, :]
     return lane // 4 + 8 * (register >> 1 & 1), register // 4 * 8 + 2 * (lane % 4) + (register & 1)
+
+
+def _matrix(x: np.ndarray) -> np.ndarray:
+    """8 x 8 numbers of 16 bits, two neighbours a lane."""
+    return np.ascontiguousarray(x).view(u2).reshape(8, 8)
 
 
 def _numbers(bits: np.ndarray, kind: str) -> np.ndarray:

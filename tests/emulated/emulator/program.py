@@ -17,7 +17,7 @@ from emulator.translation import NOTHING, lines_of
 JUMPS, ENDS = ("bra",), ("ret", "exit")
 WAITS = ("bar.sync", "barrier.cluster.wait")  # for other warps
 POLLS = ("mbarrier.try_wait", "ld.acquire", "nanosleep")
-TOGETHER = ("shfl.", "vote.", "redux.", "elect.", "bar.", "barrier.", "stmatrix.", "ldmatrix.", "movmatrix.", "wgmma.")
+TOGETHER = ("shfl.", "vote.", "redux.", "elect.", "bar.", "barrier.", "stmatrix.", "ldmatrix.", "movmatrix.", "mma.", "wgmma.")
 
 
 @dataclass(eq=False)

@@ -231,6 +231,14 @@ class Translation:
     def of_movmatrix(self, d, a):
         yield self.put(d, f"w.transpose({self.value(a, 'u4')})", "u4")
 
+    def of_mma(self, d, a, b, c):
+        if self.parts[3:6] != ["m16n8k16", "row", "col"]:
+            raise Unknown(str(self.it))
+        given = ", ".join(
+            f"({', '.join(self.value(each, kind) for each in split(x.strip('{}')))},)" for x, kind in ((a, "u4"), (b, "u4"), (c, "f4"))
+        )
+        yield from self._loaded(d, f"product_of_registers({self.parts[-2]!r}, {given})", "f4")
+
     # Other lanes, other warps
 
     def of_shfl(self, d, a, b, *_):

@@ -8,11 +8,11 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
-from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_prepare, backward_queries
+from tilewise.backends.hopper import backward_columns, backward_finish, backward_keys, backward_prepare, backward_queries, backward_repair
 from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import ADDERS, Config
-from tilewise.backends.hopper.backward_epilogue import Outputs, Stores, describe_store
+from tilewise.backends.hopper.backward_epilogue import Stores, describe_store
 from tilewise.backends.hopper.backward_order import (
     Block,
     Order,
@@ -68,9 +68,9 @@ LINE = 128  # bytes of the L2 cache's
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
     mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, counter: cute.Tensor | None, slots: Int32, rising: Int32, abreast: Int32, together: Int32, queries_together: Int32,
-    behind: Int32, partial: cute.Tensor | None, shared_from: Int32, shares: Int32,
-    has_dL: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
+    turns: cute.Tensor, spoiled: cute.Tensor | None, counter: cute.Tensor | None, slots: Int32, rising: Int32, abreast: Int32,
+    together: Int32, queries_together: Int32, behind: Int32, partial: cute.Tensor | None, shared_from: Int32, shares: Int32, has_dL: Int32,
+    last_q: Int32, last_k: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
     inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
     keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
     visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
@@ -78,12 +78,14 @@ def launch(
     query_visits: cute.Tensor | None, query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes;
+    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes; from last_q and
+    last_k on queries and keys are padding, and are read as zeros, whatever lies there;
     q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
     """
     shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
     own = mdQ if const_expr(config.one_block) else None
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, own, Changes(inner, factor, bias, slopes, diagonal, shift))
+    changes = Changes(inner, factor, bias, slopes, diagonal, shift)
+    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, own, changes, spoiled)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -92,9 +94,7 @@ def launch(
         (config.tile_m, config.head_dim),
         (config.tile_m, config.head_dim_v),
     )
-    rows = [
-        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV, mQ, mdO)
-    ]  # (seqlen, dim, heads, batch)
+    rows = [up_to(x, last) for x, last in ((mK, last_k), (mV, last_k), (mQ, last_q), (mdO, last_q))]
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
@@ -102,7 +102,7 @@ def launch(
     tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    backward_prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, config).launch(
+    backward_prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, spoiled, config).launch(
         grid=queries, block=(backward_prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
@@ -115,7 +115,7 @@ def launch(
         describe_store(cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[1, 3, 2, 0])), backward_finish.COLUMNS)
         if const_expr(config.finishes)
         else None,
-        Outputs(mdK, mdV, stores),
+        stores,
         loads,
         band,
         order_of(
@@ -142,19 +142,27 @@ def launch(
         stream=stream,
         use_pdl=True,
     )
+    tiles = queries[0] * queries[1] * queries[2]
     if const_expr(config.dq_apart):
         launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
-        return
-    if const_expr(config.one_block and not config.repairs):
-        return  # all tiles are written
-    tiles = queries[0] * queries[1] * queries[2]
-    parts.finish(tensors, mdQ, band, scale, scale_log2, mma.dq, config).launch(
-        grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.only_looks) else queries,
-        block=(config.dq_consumers * THREADS, 1, 1),
-        min_blocks_per_mp=config.least_blocks,
-        stream=stream,
-        use_pdl=True,
-    )
+    elif const_expr(not config.one_block or config.repairs):  # otherwise all tiles are written
+        parts.finish(tensors, mdQ, band, scale, mma.dq, config).launch(
+            grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.only_looks) else queries,
+            block=(config.dq_consumers * THREADS, 1, 1),
+            min_blocks_per_mp=config.least_blocks,
+            stream=stream,
+            use_pdl=True,
+        )
+    if const_expr(config.repairs):
+        backward_repair.kernel(tensors, mdQ, mdK, mdV, band, scale, scale_log2, config).launch(
+            grid=(slots, 1, 1), block=(backward_repair.WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )
+
+
+def up_to(mX: cute.Tensor, last: Int32) -> cute.Tensor:
+    """(last, dim, heads, batch) of (batch, seqlen, heads, dim)."""
+    batch, _, heads, dim = mX.shape
+    return cute.make_tensor(mX.iterator, cute.make_layout((last, dim, heads, batch), stride=tuple(mX.stride[i] for i in (1, 3, 2, 0))))
 
 
 @cute.jit
@@ -181,7 +189,7 @@ def launch_dQ(
 @cute.kernel
 def kernel(
     tensors: Tensors, counter: cute.Tensor | None, partial: cute.Tensor | None, store_dQ: tma.Tma | None,
-    outputs: Outputs, loads: Loads, band: Band, order: Order,
+    stores: Stores, loads: Loads, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
     layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
@@ -220,7 +228,7 @@ def kernel(
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (ADDERS if const_expr(config.staged) else 0))
         pipes = make_pipes(storage, config)
-        stay(tensors, outputs, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
+        stay(tensors, stores, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
         return
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
@@ -244,7 +252,7 @@ def kernel(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, outputs, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        given = (tensors, stores, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
         if const_expr(config.split == "keys"):
             given = (
                 *given,
@@ -263,7 +271,7 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
+    tensors: Tensors, stores: Stores, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
     finisher: backward_finish.Finisher | None, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
@@ -282,7 +290,7 @@ def stay(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, outputs, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        given = (tensors, stores, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
         if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             backward_keys.consume_units(*given, True, config)
         else:

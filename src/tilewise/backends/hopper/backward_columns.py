@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_epilogue as epilogue
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
-from tilewise.backends.hopper.backward_epilogue import Outputs
+from tilewise.backends.hopper.backward_epilogue import Stores
 from tilewise.backends.hopper.backward_order import Block, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_tiles import (
@@ -96,7 +96,7 @@ class Place(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    tensors: Tensors, stores: Stores, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
     scale: Float32, scale_log2: Float32, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
@@ -125,7 +125,7 @@ def consume(
             state = step(tile, pipes, state, place, after, walk, scores, True, config)
             place = after
         step(tile, pipes, state, place, place, walk, scores, False, config)
-    epilogue.write(tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    epilogue.write(tensors, stores, tile.acc_dK, tile.acc_dV, sm, mma, block, scale, config)
 
 
 @cute.jit

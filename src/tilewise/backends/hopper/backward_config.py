@@ -75,6 +75,18 @@ class Config:
         return False
 
     @property
+    def repaired_parts(self) -> tuple[int, int]:
+        """In how many parts of their columns dQ, and dK and dV, are repaired: as they are written, or in as many as fit into registers."""
+        fit = -(-self.head_dim // 128)
+        return fit if self.dq_apart else self.dq_grid[1] * self.dq_pieces, max(fit, self.column_parts)
+
+    @property
+    def repaired_columns(self) -> int:
+        """Of a part, at most."""
+        of_queries, of_keys = self.repaired_parts
+        return max(self.head_dim // min(of_queries, of_keys), self.head_dim_v // of_keys)
+
+    @property
     def natural(self) -> bool:
         """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
         return self.alibi or self.bias is not None
@@ -246,8 +258,8 @@ LONG = {
     ((128, 128), "rows"): ((1, FINISHES | WHOLE | SKIPS),),
     ((64, 64), "all"): ((1, FINISHES | STAY | AHEAD), (1024, FINISHES | STAY | SHARED | AHEAD)),
     ((64, 64), "from"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
-    ((64, 64), "interval"): ((1, FINISHES | AHEAD),),
-    ((64, 64), "rows"): ((1, AHEAD),),
+    ((64, 64), "interval"): ((1, FINISHES | PAIRWISE | AHEAD),),
+    ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)

@@ -6,11 +6,10 @@ from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import Block
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_repair import report_keys
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, layouts_of, shares_of, thread_of
-from tilewise.backends.hopper.visible import Band
 from tilewise.hopper import fragments, tma
 from tilewise.hopper.dsl import (
-    Boolean,
     Constexpr,
     Float32,
     Int32,
@@ -28,25 +27,19 @@ ROWS = 16  # of a warp
 
 
 class Stores(NamedTuple):
+    """How the copy engine stores them."""
+
     dK: tma.Tma
     dV: tma.Tma
 
 
-class Outputs(NamedTuple):
-    """(batch, seqlen_k, heads_k, head_dim), and how the copy engine stores them."""
-
-    dK: cute.Tensor
-    dV: cute.Tensor
-    stores: Stores
-
-
 @cute.jit
 def write(
-    tensors: Tensors, outputs: Outputs, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, band: Band,
-    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, scale: Float32,
+    config: Constexpr[Config],
 ):  # fmt: skip
     """dK = scale * acc_dK, and dV, by way of K and V in shared memory."""
-    write_through(tensors, outputs, acc_dK, acc_dV, sm.K, sm.V, mma, block, band, scale, scale_log2, config)
+    write_through(tensors, stores, acc_dK, acc_dV, sm.K, sm.V, mma, block, scale, config)
 
 
 @cute.jit
@@ -67,31 +60,29 @@ def fit_in_dS(config: Config) -> bool:
 
 @cute.jit
 def write_through(
-    tensors: Tensors, outputs: Outputs, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
-    block: Block, band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
+    block: Block, scale: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where a block stays, dV and then dK may still be on their
-    way from there at the end. What is hidden and got into them is repaired.
+    way from there at the end. What is not finite is listed.
     """
     thread = thread_of(config)
-    gdK, gdV = (x[block.batch, None, block.head_k, None] for x in (outputs.dK, outputs.dV))
-    finite = Boolean(True)
     if const_expr(config.repairs):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
+        if arch.vote_any_sync(not finite):
+            rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
+            for part in range_constexpr(config.repaired_parts[1] // config.column_parts):
+                report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
     of_K, of_V = shares_of(config)
     put(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], mma.dv, config)
     put(acc_dK, scale, sdK[None, None, 0], mma.dk, config)
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
-    send(sdV[None, None, 0], outputs.stores.dV, block, box_columns(of_V), config)
-    send(sdK[None, None, 0], outputs.stores.dK, block, box_columns(of_K), config)
+    send(sdV[None, None, 0], stores.dV, block, box_columns(of_V), config)
+    send(sdK[None, None, 0], stores.dK, block, box_columns(of_K), config)
     if const_expr(not config.stays):
         arch.cp_async_bulk_wait_group(0, read=True)
-    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
-        arch.cp_async_bulk_wait_group(0)  # what this warp stored is there
-        rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
-        parts.repair_dKV(tensors, gdK, gdV, block.n0 + rows * ROWS, share, block.head_k, block.batch, band, scale, scale_log2, config)
 
 
 def place_of(number: Int32, config: Config) -> tuple[Int32, Int32]:

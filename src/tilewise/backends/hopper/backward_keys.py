@@ -15,7 +15,7 @@ from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper import backward_shares as shares
 from tilewise.backends.hopper import backward_units as units
 from tilewise.backends.hopper.backward_config import ADDERS, Config
-from tilewise.backends.hopper.backward_epilogue import Outputs
+from tilewise.backends.hopper.backward_epilogue import Stores
 from tilewise.backends.hopper.backward_order import Block, Order, Walk
 from tilewise.backends.hopper.backward_parts import Tensors
 from tilewise.backends.hopper.backward_shares import Partials
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, outputs: Outputs, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
+    tensors: Tensors, stores: Stores, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
     scale: Float32, scale_log2: Float32, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
@@ -106,13 +106,13 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     visit_all(tile, pipes, tma.at_first(config.stages), walk, has_dQ, config)
-    given = (tensors, outputs, tile.acc_dK, tile.acc_dV, sm, mma, block, band, scale, scale_log2, config)
+    given = (tensors, stores, tile.acc_dK, tile.acc_dV, sm, mma, block, scale, config)
     write_once(epilogue.write, given, tile, partials, block, config)
 
 
 @cute.jit
 def consume_units(
-    tensors: Tensors, outputs: Outputs, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
+    tensors: Tensors, stores: Stores, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
     scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
@@ -132,7 +132,7 @@ def consume_units(
             pipes.v.consumer_release(tma.after(done, 1))
         unit = units.read(queue, done)
         block, _ = units.place_of(unit, tensors, band, order, config)
-        given = (tensors, outputs, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, band, scale, scale_log2, config)
+        given = (tensors, stores, tile.acc_dK, tile.acc_dV, *epilogue.places(sm, config), mma, block, scale, config)
         partials = None
         if const_expr(config.shares):
             blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]

@@ -1,7 +1,7 @@
 """What the kernels of the backward pass on Hopper share, and what comes after the main one.
 
 `finish`: dQ = scale * the sum, in the inputs' dtype.
-`repair_dQ`, `repair_dKV`: gradients again from the visible pairs alone, where a hidden NaN or infinity met a P = 0 in a product of tiles.
+What is NaN there is looked at again, and so are dK and dV: backward_repair.py.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_order import is_visited
+from tilewise.backends.hopper.backward_repair import is_finite, report_queries
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, place_of_sum
-from tilewise.backends.hopper.backward_visible import keys_of, queries_of, shows
 from tilewise.backends.hopper.visible import Band
 from tilewise.hopper.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 QUAD = 4  # threads that share a row of an accumulator
-AT_ONCE = 4  # rows that a repair reads, none waiting for another
 LOOKING = 4  # thread blocks of `finish` a multiprocessor where most tiles are finished
 
 
@@ -33,6 +32,7 @@ class Tensors(NamedTuple):
     # `one_block`: how many warps have written finite numbers of it
     dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
     changes: changed.Changes
+    spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward_repair.py)
 
 
 @cute.jit
@@ -54,14 +54,13 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 
 @cute.kernel
-def finish(
-    tensors: Tensors, mdQ: cute.Tensor, band: Band, scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config]
-):
+def finish(tensors: Tensors, mdQ: cute.Tensor, band: Band, scale: Float32, mma: cute.TiledMma, config: Constexpr[Config]):
     """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had. Where most tiles are finished
     already (backward_finish.py), fewer blocks look for those that are not.
     """
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_wait()
+    arch.griddepcontrol_launch_dependents()
     if const_expr(config.only_looks):
         m_blocks, heads = tensors.turns.shape[2], tensors.turns.shape[1]
         tiles, step = m_blocks * heads * tensors.turns.shape[0], arch.grid_dim()[0]
@@ -75,15 +74,15 @@ def finish(
                 last = Int32(WARP - 1 - arch.clz(left))
                 left, tile = left & ~(1 << last), first + last * step
                 m_block, head, batch = tile % m_blocks, tile // m_blocks % heads, tile // (m_blocks * heads)
-                finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+                finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, mma, config)
     else:
-        finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, scale_log2, mma, config)
+        finish_tile(tensors, mdQ, thread, m_block, head, batch, band, scale, mma, config)
 
 
 @cute.jit
 def finish_tile(
     tensors: Tensors, mdQ: cute.Tensor, thread: Int32, m_block: Int32, head: Int32, batch: Int32, band: Band,
-    scale: Float32, scale_log2: Float32, mma: cute.TiledMma, config: Constexpr[Config],
+    scale: Float32, mma: cute.TiledMma, config: Constexpr[Config],
 ):  # fmt: skip
     gSum, gdQ = tensors.sum_dQ[batch, head, m_block, None], mdQ[batch, None, head, None]
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
@@ -102,8 +101,12 @@ def finish_tile(
         if const_expr(config.repairs):
             finite = all_finite(acc)
     store(gdQ, acc, cdQ, m_block * config.tile_m, scale, config)
-    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
-        repair_dQ(tensors, gdQ, m_block, head, batch, band, scale, scale_log2, config)
+    if const_expr(config.repairs):  # noqa: SIM102
+        if arch.vote_any_sync(not finite):
+            warp, (over_rows, over_columns) = thread // WARP, config.dq_grid
+            row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
+            for piece in range_constexpr(config.dq_pieces):
+                report_queries(tensors, row0, piece * over_columns + warp // (4 * over_rows), head, batch, config)
 
 
 @cute.jit
@@ -211,181 +214,3 @@ def all_finite(x: cute.Tensor) -> Boolean:
     for i in range_constexpr(cute.size(x)):
         finite = finite and is_finite(x[i])
     return finite
-
-
-class Head(NamedTuple):
-    """(seqlen, head_dim) and (rows,) of one query head and its key head."""
-
-    Q: cute.Tensor
-    K: cute.Tensor
-    V: cute.Tensor
-    dO: cute.Tensor
-    lse: cute.Tensor
-    minus_delta: cute.Tensor
-    changes: changed.Changes
-    which: changed.Head
-
-
-@cute.jit
-def head_of(tensors: Tensors, batch: Int32, head: Int32, head_k: Int32) -> Head:
-    rows = (x[batch, None, head, None] for x in (tensors.Q, tensors.dO))
-    Q, dO = rows
-    keys = (x[batch, None, head_k, None] for x in (tensors.K, tensors.V))
-    K, V = keys
-    statistics = tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None]
-    return Head(Q, K, V, dO, *statistics, tensors.changes, changed.Head(batch, head))
-
-
-@cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
-    """Of two rows (head_dim,), whose 16-byte vectors are aligned."""
-    numbers = const_expr(128 // a.element_type.width)
-    x, y = (cute.make_rmem_tensor(numbers, a.element_type) for _ in range(2))
-    total = Float32(0.0)
-    for i in cutlass.range(a.shape[0] // numbers, unroll=2):
-        cute.autovec_copy(vector(a, i, numbers), x)
-        cute.autovec_copy(vector(b, i, numbers), y)
-        for n in range_constexpr(numbers):
-            total += x[n].to(Float32) * y[n].to(Float32)
-    return total
-
-
-@cute.jit
-def pair_weights(at: Head, i: Int32, j: Int32, scale_log2: Float32, config: Constexpr[Config]):
-    """P and dS of query i and key j, which sees it."""
-    s, dp = dot(at.Q[i, None], at.K[j, None]), dot(at.dO[i, None], at.V[j, None])
-    if const_expr(config.modified):
-        p, factor = changed.pair_weights(s, i, j, at.lse[i], at.changes, at.which, scale_log2, config)
-        return p, factor * (dp + at.minus_delta[i])
-    p = cute.math.exp2(s * scale_log2 - at.lse[i], fastmath=True)
-    return p, p * (dp + at.minus_delta[i])
-
-
-@cute.jit
-def add_rows(total: cute.Tensor, gX: cute.Tensor, weight: Float32, first: Int32, column0: Int32, shown: Int32):
-    """total += the lanes' weights times 32 rows of gX from `first` on, those whose bit of `shown` is set (a weight is 0 where it is not); a lane
-    has every 32nd column from column0 + lane on.
-    """
-    column = column0 + arch.lane_idx()
-    numbers = cute.make_rmem_tensor((AT_ONCE, cute.size(total)), Float32)
-    for t0 in cutlass.range(0, WARP, AT_ONCE, unroll=1):
-        numbers.fill(0.0)
-        for t in range_constexpr(AT_ONCE):
-            for x in range_constexpr(cute.size(total)):
-                if (shown >> (t0 + t)) & 1 != 0 and x * WARP + column < gX.shape[1]:
-                    numbers[t, x] = gX[first + t0 + t, x * WARP + column].to(Float32)
-        for t in range_constexpr(AT_ONCE):
-            w = arch.shuffle_sync(weight, t0 + t)
-            for x in range_constexpr(cute.size(total)):
-                total[x] += w * numbers[t, x]
-
-
-@cute.jit
-def is_seen(at: Head, query: Int32, key: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
-    """Of a query and a key that is among `keys_of`. No key is visible to a query that a bias leaves nothing to see."""
-    seen = Boolean(True)
-    if const_expr(config.sees == "runs"):
-        seen = shows(query, key, at.which.head, at.which.batch, band, config)
-    if const_expr(config.bias is not None):
-        seen = seen and at.lse[query] != Float32.inf
-    return seen
-
-
-@cute.jit
-def is_finite(x: Float32) -> Boolean:
-    return x < Float32.inf and x > -Float32.inf
-
-
-@cute.jit
-def open_columns(gX: cute.Tensor, row: Int32, column0: Int32, count: Constexpr[int]) -> Int32:
-    """A bit for each of this lane's columns where what is written is NaN. Any other number is right: whatever is hidden could only make NaN of it."""
-    column, found = column0 + arch.lane_idx(), Int32(0)
-    for x in range_constexpr(count):
-        if x * WARP + column < gX.shape[1]:
-            written = gX[row, x * WARP + column].to(Float32)
-            if written != written:
-                found |= 1 << x
-    return found
-
-
-@cute.jit
-def is_settled(total: cute.Tensor, left: Int32, finite_from_here: Boolean) -> Boolean:
-    """Whether the sum of visible pairs remains what it is in all columns that were open: it is NaN, or infinite and what comes now is finite."""
-    settled = Boolean(True)
-    for x in range_constexpr(cute.size(total)):
-        lost = not is_finite(total[x]) if finite_from_here else total[x] != total[x]
-        settled = settled and ((left >> x) & 1 == 0 or lost)
-    return arch.vote_all_sync(settled)
-
-
-@cute.jit
-def repair_dQ(
-    tensors: Tensors, gdQ: cute.Tensor, m_block: Int32, head: Int32, batch: Int32, band: Band,
-    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
-):  # fmt: skip
-    """What this warp has written of dQ: 16 rows, all columns of its warpgroup."""
-    warp, (over_rows, over_columns) = arch.thread_idx()[0] // WARP, config.dq_grid
-    row0 = m_block * config.tile_m + warp % (4 * over_rows) * 16
-    for piece in range_constexpr(config.dq_pieces):
-        column0 = (piece * over_columns + warp // (4 * over_rows)) * config.dq_width
-        repair(tensors, gdQ, "dQ", row0, column0, config.dq_width, head, batch, band, scale, scale_log2, config)
-
-
-@cute.jit
-def repair_dKV(
-    tensors: Tensors, gdK: cute.Tensor, gdV: cute.Tensor, n0: Int32, share: Int32, head_k: Int32, batch: Int32, band: Band,
-    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
-):  # fmt: skip
-    """dK and dV of the 16 keys from n0 on, which this warp has written.
-
-    share: which of the warpgroups' parts of the columns, where these are split.
-    """
-    parts = const_expr(2 if config.split == "columns" else 1)
-    for gX, of, width, factor in ((gdV, "dV", config.head_dim_v // parts, Float32(1.0)), (gdK, "dK", config.head_dim // parts, scale)):
-        repair(tensors, gX, of, n0, share * width, width, head_k, batch, band, factor, scale_log2, config)
-
-
-@cute.jit
-def repair(
-    tensors: Tensors, gX: cute.Tensor, of: Constexpr[str], row0: Int32, column0: Int32, width: Constexpr[int], head: Int32, batch: Int32,
-    band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config],
-):  # fmt: skip
-    """What is NaN in 16 rows of a gradient ("dQ", "dK" or "dV") from row0 on, `width` columns from column0 on, by the warp that has written them:
-    again from the visible pairs alone. head: of the queries for dQ, of the keys for the others.
-
-    Hidden numbers are rare, so it is short rather than fast: a lane a pair for its weight, a lane a column for the sum. What is NaN by right is not
-    rare, as gradients overflow in training, so a row ends as soon as it is seen to be. It comes from queries whose delta is not finite, which are
-    therefore the first that a key looks for; what follows them are numbers.
-    """
-    lane, group = arch.lane_idx(), tensors.Q.shape[2] // tensors.K.shape[2]
-    arch.sync_warp()
-    for i in cutlass.range(16, unroll=1):
-        row = row0 + i
-        if row < gX.shape[0]:
-            begin, end = keys_of(row, band, config) if const_expr(of == "dQ") else queries_of(row, band, config)
-            total = cute.make_rmem_tensor(width // WARP, Float32)
-            total.fill(0.0)
-            left = open_columns(gX, row, column0, width // WARP)
-            settled = is_settled(total, left, Boolean(False))
-            for turn in cutlass.range(1 if of == "dQ" else 2 * group, unroll=1):
-                head_q, head_k = (head, head // group) if const_expr(of == "dQ") else (head * group + turn % group, head)
-                at = head_of(tensors, batch, head_q, head_k)
-                first = begin
-                while first < end and not settled:
-                    other, weight, seen = first + lane, Float32(0.0), Boolean(False)
-                    query, key = (row, other) if const_expr(of == "dQ") else (other, row)
-                    if other < end:
-                        seen = Boolean(True) if const_expr(of == "dQ") else is_finite(at.minus_delta[query]) == (turn >= group)
-                        if seen:
-                            seen = is_seen(at, query, key, band, config)
-                    shown = arch.vote_ballot_sync(seen)
-                    if shown != 0:
-                        if seen:
-                            p, ds = pair_weights(at, query, key, scale_log2, config)
-                            weight = p if const_expr(of == "dV") else ds
-                        add_rows(total, {"dQ": at.K, "dK": at.Q, "dV": at.dO}[of], weight, first, column0, shown)
-                        settled = is_settled(total, left, turn >= group)
-                    first += WARP
-            for x in range_constexpr(cute.size(total)):
-                if (left >> x) & 1 != 0:
-                    gX[row, x * WARP + column0 + lane] = (total[x] * scale).to(gX.element_type)

@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
     lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
-    config: Constexpr[Config],
+    spoiled: cute.Tensor | None, config: Constexpr[Config],
 ):  # fmt: skip
     """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -34,7 +34,9 @@ def prepare(
         first = row0 + i * (THREADS // lanes)
         prepare_rows(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, first, head, batch, thread % lanes, lanes, at_once, config)
     if const_expr(config.stays or config.shares):
-        set_back(counter, thread, m_block + head + batch == 0)
+        set_back(counter, counter.shape[0], thread, m_block + head + batch == 0)
+    if const_expr(config.repairs):
+        set_back(spoiled, 1, thread, m_block + head + batch == 0)
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):
@@ -79,10 +81,10 @@ def prepare_rows(
 
 
 @cute.jit
-def set_back(counters: cute.Tensor, thread: Int32, mine: Boolean):
-    """To 0, by one thread block of all."""
+def set_back(counters: cute.Tensor, first: Int32, thread: Int32, mine: Boolean):
+    """The `first` of them to 0, by one thread block of all."""
     if mine:
-        for i in cutlass.range(thread, counters.shape[0], THREADS, unroll=1):
+        for i in cutlass.range(thread, first, THREADS, unroll=1):
             counters[i] = Int32(0)
 
 

@@ -14,6 +14,7 @@ from tilewise.backends.hopper import backward_parts as parts
 from tilewise.backends.hopper import backward_scores as changed
 from tilewise.backends.hopper.backward_config import Config
 from tilewise.backends.hopper.backward_parts import Tensors
+from tilewise.backends.hopper.backward_repair import report_queries
 from tilewise.backends.hopper.backward_tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward_tiles import THREADS, WARP, load_row, swizzled, transposed
 from tilewise.backends.hopper.backward_visible import FIELDS, hide_unseen, keys_of, visit_in
@@ -270,7 +271,7 @@ def consume(
             pipes.k.consumer_release(at_k)
             at_k.advance()
             at_v.advance()
-    write(tensors, mdQ, acc_dQ, cdQ, block, band, scale, scale_log2, config)
+    write(tensors, mdQ, acc_dQ, cdQ, block, scale, config)
 
 
 @cute.jit
@@ -293,7 +294,7 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows):
 
 @cute.jit
 def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, rows: Rows, n0: Int32):
-    """dS = 0 for the keys that a row does not see, or that do not exist. What K = NaN makes of it: `repair_dQ`."""
+    """dS = 0 for the keys that a row does not see, or that do not exist. What K = NaN makes of it: backward_repair.py."""
     dS, at = fragments.by_rows(acc_dS), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(dS, mode=[1])):
@@ -312,12 +313,13 @@ def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def write(
-    tensors: Tensors, mdQ: cute.Tensor, acc_dQ: cute.Tensor, cdQ: cute.Tensor, block: Block, band: Band,
-    scale: Float32, scale_log2: Float32, config: Constexpr[Config],
+    tensors: Tensors, mdQ: cute.Tensor, acc_dQ: cute.Tensor, cdQ: cute.Tensor, block: Block, scale: Float32, config: Constexpr[Config]
 ):  # fmt: skip
     gdQ = mdQ[block.batch, None, block.head, None]
     finite = parts.all_finite(acc_dQ) if const_expr(config.repairs) else Boolean(True)
     parts.store_tile(gdQ, acc_dQ, cdQ, block.m0, scale)
-    if const_expr(config.repairs) and arch.vote_any_sync(not finite):
-        row0 = block.m0 + (arch.thread_idx()[0] - THREADS) // WARP * 16
-        parts.repair(tensors, gdQ, "dQ", row0, Int32(0), config.head_dim, block.head, block.batch, band, scale, scale_log2, config)
+    if const_expr(config.repairs):  # noqa: SIM102
+        if arch.vote_any_sync(not finite):
+            row0 = block.m0 + (arch.thread_idx()[0] - THREADS) // WARP * 16
+            for part in range_constexpr(config.repaired_parts[0]):
+                report_queries(tensors, row0, Int32(part), block.head, block.batch, config)

@@ -223,14 +223,20 @@ def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: Tables) -> tu
 def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
     """Whether a query sees a key, for "runs"."""
     tables = band.tables
-    plane, n_block, m_block = tables.planes[batch, head], key // config.tile_n, query // config.tile_m
-    found, (visited, there) = Boolean(False), visit_of(m_block, n_block, plane, tables)
+    found, (visited, there) = Boolean(False), visit_of(query // config.tile_m, key // config.tile_n, tables.planes[batch, head], tables)
     if visited:
-        ref = tables.visits[there, 1]
-        if ref >= 0:
-            at = query % config.tile_m
-            found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
-        else:
-            first, last = interval(key, edges_of(ref, tables.bands))
-            found = query >= first and query < last
+        found = shows_in(tables.visits[there, 1], query, key, tables, config)
+    return found
+
+
+@cute.jit
+def shows_in(ref: Int32, query: Int32, key: Int32, tables: Tables, config: Constexpr[Config]) -> Boolean:
+    """Likewise, of a visit that refers to `ref`."""
+    found = Boolean(False)
+    if ref >= 0:
+        at = query % config.tile_m
+        found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
+    else:
+        first, last = interval(key, edges_of(ref, tables.bands))
+        found = query >= first and query < last
     return found

@@ -13,7 +13,7 @@ from tilewise.backends.hopper.band import band_of
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import compile as hopper
 from tilewise.machines import H100
-from tilewise.masks import Causal, Full
+from tilewise.masks import Causal, Documents, Full
 from tilewise.problem import Call, Gradients, Problem
 
 LAUNCH = "tilewise.backends.hopper.backward:launch"  # by name, so that a kernel from the cache needs no DSL
@@ -137,9 +137,11 @@ def _main(call: Call, config: Config, board: Board, has_d_lse: bool, tensors: tu
     sum_dq = torch.empty((batch, heads_q, m_blocks, config.numbers_of_sum(call.head_dim)), dtype=torch.float32, device=d_q.device)
     turns = torch.empty((batch, heads_q, m_blocks, config.counters), dtype=torch.int32, device=d_q.device)
     band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, seqlen_q, call.seqlen_k)
+    ends = last_seen(call, band)
     narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < seqlen_q
     shared_from, shares, parts = _shared(config, call, board.slots)
     partial = _place_of_parts(config, parts, d_q)
+    spoiled = torch.empty(_entries(config, call), dtype=torch.int32, device=d_q.device) if config.repairs else None
     counter = torch.empty(1 + parts, dtype=torch.int32, device=d_q.device) if config.stays or config.shares else None
     compute = hopper.compiled(LAUNCH, arguments, config)
     numbers = *band, call.scale, changes.outer_log2(config, call.scale, call.softcap), *changes.factors(config, call.scale, call.softcap)
@@ -154,7 +156,20 @@ def _main(call: Call, config: Config, board: Board, has_d_lse: bool, tensors: tu
             of_part = (x if x is None or x.shape[0] == 1 else x[part] for x in of_part)
         order = _order(config, min(batch - first, MOST), seqlen_q, heads_q, *call.k.shape[1:3], board, narrow)
         shared = partial, shared_from, shares
-        compute(*given, counter, *order, *shared, int(has_d_lse), *numbers, *of_part, changed.diagonal, *of_tables, *apart)
+        compute(*given, spoiled, counter, *order, *shared, int(has_d_lse), *ends, *numbers, *of_part, changed.diagonal, *of_tables, *apart)
+
+
+def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
+    """From where on queries and keys are known to be padding, which no pair sees; at least 1."""
+    if isinstance(call.mask, Documents):
+        return max(1, call.mask.cu_seqlens_q[-1]), max(1, call.mask.cu_seqlens_k[-1])
+    return max(1, band[1]), max(1, band[3])
+
+
+def _entries(config: Config, call: Call) -> int:
+    """Of the list of what is not finite: how many there are, and all that there can be."""
+    of_keys = call.heads_k * -(-call.seqlen_k // 16) * config.repaired_parts[1]
+    return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0])
 
 
 def _order(
@@ -306,9 +321,10 @@ def arguments(config: Config) -> list:
     sum_dq = hopper.tensor(Float32, batch, heads_q, m_blocks, hopper.size() if config.narrow else config.numbers_of_sum(config.head_dim))
     turns = hopper.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False)
     counter = hopper.tensor(Int32, hopper.size(), aligned=False) if config.stays or config.shares else None
+    spoiled = hopper.tensor(Int32, hopper.size(), aligned=False) if config.repairs else None
     order = [Int32(0) for _ in range(6)]
     partial = hopper.tensor(Float32, hopper.size(), hopper.size()) if config.shares else None
-    numbers = [*order, partial, *(Int32(0) for _ in range(9)), Float32(1.0), Float32(1.0)]
+    numbers = [*order, partial, *(Int32(0) for _ in range(11)), Float32(1.0), Float32(1.0)]
     tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
     changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     return [
@@ -325,6 +341,7 @@ def arguments(config: Config) -> list:
         *made,
         sum_dq,
         turns,
+        spoiled,
         counter,
         *numbers,
         *changed,

@@ -1,0 +1,665 @@
+"""Gradients again where they are written NaN: from the visible pairs alone, by the last kernel of the backward pass on Hopper.
+
+A hidden NaN or infinity meets P = 0 or dS = 0 in a product of tiles, and 0 * NaN is NaN. It makes NaN and no other number, so only what is written
+NaN is a hole. The kernels before list what they have written that is not finite (`report_*`), 16 rows of a gradient and some of its columns an entry.
+
+NaN by right is the usual case, as gradients overflow in training, so it is found out first, a warp an entry: all that a query of NaN statistics
+reaches is NaN (`settle`). What is left a thread block repairs, one entry after another. Its warps divide the "other" rows, those that the entry's
+"own" ones see or are seen by, 16 at a time: S and dP by products of registers, P and dS = 0 for what is hidden, and, where the others' numbers are
+finite, the gradient likewise; where one is not, number by number, leaving out what is hidden. What the warps have is added up in one order. Of the
+others of a key those queries come first whose delta is not finite: what follows them are numbers.
+
+One code does it for dQ, dK and dV, which differ in what they multiply: it is compiled with every backward pass, and hardly ever runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.hopper import backward_scores as changed
+from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_tiles import WARP
+from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows, shows_in, visit_of
+from tilewise.backends.hopper.changes import dsl
+from tilewise.backends.hopper.visible import Band
+from tilewise.hopper.dsl import (
+    BFloat16,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    Int64,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    range_constexpr,
+)
+
+WARPS = 8  # of a thread block
+ROWS = 16  # of an entry, and others that a warp takes at a time
+QUAD = 4  # lanes that share a row: lane l has rows l / QUAD and 8 more, of every STEP columns the eight from 8 (l % QUAD) on
+STEP = 32
+LINE = 64  # numbers in a line of the cache
+EIGHT = 8
+NONE = -1
+OFTEN = 4  # every so many others it is looked whether more are needed
+OF_DQ, OF_DK, OF_DV = range(3)
+
+
+class Matrix(NamedTuple):
+    """Rows of one head."""
+
+    address: Int64
+    step: Int64  # bytes from row to row
+    rows: Int32
+    columns: Int32
+
+
+class Entry(NamedTuple):
+    """What is repaired of one gradient."""
+
+    of: Int32  # OF_DQ, OF_DK or OF_DV
+    gX: Matrix
+    head: Int32  # of queries for dQ, of keys for the others
+    batch: Int32
+    row0: Int32
+    column0: Int32
+    last: Int32  # column, exclusive
+    begin: cute.Tensor  # of the others, for this lane's two rows; empty beyond the last row
+    end: cute.Tensor
+
+
+class Others(NamedTuple):
+    """One query head of those that an entry's sums go over."""
+
+    own_S: Matrix  # S = own_S other_S^T, dP likewise
+    other_S: Matrix
+    own_dP: Matrix
+    other_dP: Matrix
+    summed: Matrix  # what the weights are multiplied by
+    lse: cute.Tensor  # (rows,), of the queries
+    minus_delta: cute.Tensor
+    changes: changed.Changes
+    which: changed.Head
+
+
+# What is repaired
+
+
+@cute.jit
+def report_keys(tensors, n0: Int32, part: Int32, head_k: Int32, batch: Int32, config: Constexpr[Config]):
+    """By a warp: a part of the columns of dK or dV, of the 16 keys from n0 on, is not finite. Entries from 0 up."""
+    if n0 < tensors.K.shape[1]:
+        report(tensors.spoiled, number_of(tensors.K, n0, part, head_k, batch, config.repaired_parts[1]))
+
+
+@cute.jit
+def report_queries(tensors, row0: Int32, part: Int32, head: Int32, batch: Int32, config: Constexpr[Config]):
+    """Likewise of dQ. Entries from -1 down."""
+    if row0 < tensors.Q.shape[1]:
+        report(tensors.spoiled, -1 - number_of(tensors.Q, row0, part, head, batch, config.repaired_parts[0]))
+
+
+@cute.jit
+def report(spoiled: cute.Tensor, number: Int32):
+    if arch.lane_idx() == 0:
+        place = arch.inline_ptx(
+            "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[spoiled.iterator.toint()]
+        )
+        spoiled[1 + place] = number
+
+
+@cute.jit
+def number_of(mX: cute.Tensor, row0: Int32, part: Int32, head: Int32, batch: Int32, parts: Constexpr[int]) -> Int32:
+    """mX: (batch, seqlen, heads, head_dim)."""
+    return ((batch * mX.shape[2] + head) * cute.ceil_div(mX.shape[1], ROWS) + row0 // ROWS) * parts + part
+
+
+@cute.kernel
+def kernel(
+    tensors, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, band: Band, scale: Float32, scale_log2: Float32, config: Constexpr[Config]
+):  # fmt: skip
+    """Any number of blocks. Each looks at WARPS entries at once."""
+    storage = SmemAllocator()
+    sums = storage.allocate_tensor(
+        Float32, cute.make_layout((config.repaired_columns // 2, WARP, WARPS), stride=(WARP, 1, WARP * config.repaired_columns // 2)), 128
+    )
+    left = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    gradients, warp = (mdQ, mdK, mdV), arch.make_warp_uniform(arch.warp_idx())
+    arch.griddepcontrol_wait()
+    block, blocks, count = arch.block_idx()[0], arch.grid_dim()[0], tensors.spoiled[0]
+    for first in cutlass.range(block, count, WARPS * blocks, unroll=1):
+        if arch.lane_idx() == 0:
+            left[warp] = Int32(0)
+        for i in cutlass.range(2 + 2 * WARPS, unroll=1):  # each warp its own entry's gradients, then all warps what is left of everyone's
+            own = i < 2
+            which, turn = warp if own else i // 2 - 1, i % 2
+            number = first + which * blocks
+            if i == 2:
+                arch.sync_threads()
+            wanted = number < count
+            if not own:
+                wanted = (left[which] >> turn) & 1 != 0
+            if wanted:
+                entry = entry_of(tensors, gradients, tensors.spoiled[1 + number], turn, band, config)
+                if entry.of >= 0:
+                    holes = holes_in(entry, config)
+                    if own:
+                        settle(entry, holes, tensors, band, config)
+                        remains = any_hole(holes)
+                        if remains and arch.lane_idx() == 0:
+                            left[warp] = left[warp] | 1 << turn
+                    else:
+                        factor = Float32(1.0 / config.enlarged) if entry.of == OF_DV else scale
+                        repair(entry, holes, tensors, factor, sums, warp, band, scale_log2, config)
+        arch.sync_threads()
+
+
+@cute.jit
+def entry_of(tensors, gradients: tuple, number: Int32, turn: Int32, band: Band, config: Constexpr[Config]) -> Entry:
+    """Of a number in the list the gradient whose turn it is: dQ and nothing (of < 0), or dK and dV."""
+    mdQ, mdK, mdV = gradients
+    by_keys = number >= 0
+    seqlen_q, seqlen_k, heads_q, heads_k = tensors.Q.shape[1], tensors.K.shape[1], tensors.Q.shape[2], tensors.K.shape[2]
+    number = number if by_keys else -1 - number
+    of_queries, of_keys = config.repaired_parts
+    parts = Int32(of_keys) if by_keys else Int32(of_queries)
+    groups = cute.ceil_div(seqlen_k if by_keys else seqlen_q, ROWS)
+    heads = heads_k if by_keys else heads_q
+    group, part = number // parts, number % parts
+    row0, head, batch = group % groups * ROWS, group // groups % heads, group // groups // heads
+    of = (OF_DK + turn) if by_keys else (OF_DQ - turn)
+    gX = matrix(mdQ, batch, head if not by_keys else 0)
+    if by_keys:
+        gX = either(turn == 0, matrix(mdK, batch, head), matrix(mdV, batch, head))
+    width = Int32(config.head_dim // of_queries)
+    if by_keys:
+        width = Int32(config.head_dim // of_keys) if turn == 0 else Int32(config.head_dim_v // of_keys)
+    begin, end = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
+    for half in range_constexpr(2):
+        row = row_of(row0, half)
+        first, last = keys_of(row, band, config)
+        if by_keys:
+            first, last = queries_of(row, band, config)
+        begin[half], end[half] = max(first, 0), min(last, seqlen_q if by_keys else seqlen_k)
+        if row >= gX.rows:
+            end[half] = begin[half]
+    return Entry(of, gX, head, batch, row0, part * width, min((part + 1) * width, gX.columns), begin, end)
+
+
+@cute.jit
+def heads_of(entry: Entry, tensors) -> Int32:
+    """How many query heads the sums of an entry go over."""
+    return Int32(1) if entry.of == OF_DQ else tensors.Q.shape[2] // tensors.K.shape[2]
+
+
+@cute.jit
+def others_of(entry: Entry, g: Int32, tensors) -> Others:
+    """The g-th of them."""
+    group, by_keys, batch = tensors.Q.shape[2] // tensors.K.shape[2], entry.of != OF_DQ, entry.batch
+    head = entry.head * group + g if by_keys else entry.head
+    head_k = entry.head if by_keys else entry.head // group
+    Q, dO = (matrix(x, batch, head) for x in (tensors.Q, tensors.dO))
+    K, V = (matrix(x, batch, head_k) for x in (tensors.K, tensors.V))
+    summed = either(entry.of == OF_DV, dO, either(by_keys, Q, K))
+    statistics = tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None]
+    products = either(by_keys, K, Q), either(by_keys, Q, K), either(by_keys, V, dO), either(by_keys, dO, V)
+    return Others(*products, summed, *statistics, tensors.changes, changed.Head(batch, head))
+
+
+@cute.jit
+def repair(
+    entry: Entry, holes: cute.Tensor, tensors, factor: Float32, sums: cute.Tensor, warp: Int32, band: Band, scale_log2: Float32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """By all warps."""
+    total = cute.make_rmem_tensor(config.repaired_columns // 2, Float32)
+    total.fill(0.0)
+    turns, goes_on = Int32(1) if entry.of == OF_DQ else Int32(2), Boolean(True)
+    for turn in cutlass.range(turns, unroll=1):
+        if goes_on:
+            for g in cutlass.range(heads_of(entry, tensors), unroll=1):
+                add_others(total, entry, others_of(entry, g, tensors), holes, warp, turn, band, scale_log2, config)
+            add_up(total, sums, warp)
+            goes_on = turn + 1 < turns and not is_settled(total, holes, True)
+            if goes_on and warp != 0:
+                total.fill(0.0)
+    write(total, entry, holes, factor, warp, config)
+
+
+# Which numbers are holes
+
+
+@cute.jit
+def holes_in(entry: Entry, config: Constexpr[Config]) -> cute.Tensor:
+    """A bit for each number of this lane, eight a row; (columns / STEP,) int32."""
+    bits = cute.make_rmem_tensor(config.repaired_columns // STEP, Int32)
+    bits.fill(0)
+    for step in range_constexpr(cute.size(bits)):
+        for half in range_constexpr(2):
+            row, column = row_of(entry.row0, half), column_of(entry.column0, step)
+            if row < entry.gX.rows and column < entry.last:
+                bits[step] |= nan_bits(entry.gX, row, column, config) << EIGHT * half
+    return bits
+
+
+@cute.jit
+def nan_bits(gX: Matrix, row: Int32, column: Int32, config: Constexpr[Config]) -> Int32:
+    """Which of eight numbers are NaN."""
+    words, found = words_of(gX, row, column), Int32(0)
+    numbers = cute.recast_tensor(words, dsl(config.dtype))
+    for x in range_constexpr(EIGHT):
+        if is_nan(numbers[x].to(Float32)):
+            found |= 1 << x
+    return found
+
+
+@cute.jit
+def row_of(row0: Int32, half: Constexpr[int]) -> Int32:
+    return row0 + arch.lane_idx() // QUAD + EIGHT * half
+
+
+@cute.jit
+def column_of(column0: Int32, step: Constexpr[int]) -> Int32:
+    return column0 + STEP * step + EIGHT * (arch.lane_idx() % QUAD)
+
+
+@cute.jit
+def any_hole(holes: cute.Tensor) -> Boolean:
+    """Of any lane."""
+    found = Int32(0)
+    for i in range_constexpr(cute.size(holes)):
+        found |= holes[i]
+    return arch.vote_any_sync(found != 0)
+
+
+@cute.jit
+def close_row(holes: cute.Tensor, half: Constexpr[int]):
+    """It is NaN by right."""
+    for i in range_constexpr(cute.size(holes)):
+        holes[i] &= 0xFF << EIGHT * (1 - half)
+
+
+@cute.jit
+def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Constexpr[Config]):
+    """Close what is NaN by right, as far as statistics tell: dQ of a query that sees something and whose own are NaN; dK and dV by `settle_keys`."""
+    if any_hole(holes):
+        for g in cutlass.range(heads_of(entry, tensors), unroll=1):
+            at = others_of(entry, g, tensors)
+            if entry.of == OF_DQ:
+                for half in range_constexpr(2):
+                    row = row_of(entry.row0, half)
+                    if row < entry.gX.rows:
+                        lost = is_nan(at.lse[row]) or (is_nan(at.minus_delta[row]) and at.lse[row] != Float32.inf)
+                        if lost:  # noqa: SIM102
+                            if sees_any(row, at.which.head, at.which.batch, band, config):
+                                close_row(holes, half)
+            else:
+                settle_keys(entry, at, holes, band, config)
+
+
+@cute.jit
+def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config: Constexpr[Config]):
+    """dK of the keys that see a query of NaN statistics, and dV where its dO is NaN; where its log-sum-exp is, P is, and with it all of dV. Three
+    queries are tried: the last one that all 16 keys see, and the last and first that any sees.
+    """
+    begin, end, common_begin, common_end = ranges_of(entry)
+    first, last = lost_queries(at, begin, end)
+    _, common = lost_queries(at, common_begin, common_end)
+    for i in cutlass.range(3, unroll=1):
+        query = common if i == 0 else last if i == 1 else first
+        if query >= 0:
+            everywhere = entry.of == OF_DK or is_nan(at.lse[query])
+            for half in range_constexpr(2):
+                sees = query >= entry.begin[half] and query < entry.end[half]
+                if const_expr(config.sees == "runs"):  # noqa: SIM102
+                    if sees:
+                        sees = shows(query, row_of(entry.row0, half), at.which.head, at.which.batch, band, config)
+                if const_expr(config.bias is not None):
+                    sees = sees and at.lse[query] != Float32.inf
+                if sees:
+                    if everywhere:
+                        close_row(holes, half)
+                    else:
+                        for step in range_constexpr(cute.size(holes)):
+                            found = nan_bits(at.other_dP, query, column_of(entry.column0, step), config)
+                            holes[step] &= ~(found << EIGHT * half)
+
+
+@cute.jit
+def lost_queries(at: Others, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """The first and the last query in [begin, end) whose log-sum-exp or delta is NaN; NONE without one. A lane looks at four at a time."""
+    least, most = Int32(1 << 30), Int32(NONE)
+    statistics = cute.make_rmem_tensor((4, 2), Float32)
+    for query in cutlass.range(begin // 4 * 4 + 4 * arch.lane_idx(), end, 4 * WARP, unroll=2):
+        for i, gX in enumerate((at.lse, at.minus_delta)):
+            cute.autovec_copy(cute.make_tensor((gX.iterator + query).align(16), cute.make_layout(4)), statistics[None, i])
+        for x in range_constexpr(4):
+            if query + x >= begin and query + x < end and (is_nan(statistics[x, 0]) or is_nan(statistics[x, 1])):
+                least, most = min(least, query + x), max(most, query + x)
+    most = arch.warp_redux_sync(most, "max")
+    least = -arch.warp_redux_sync(-least, "max")
+    return min(least, most), most
+
+
+@cute.jit
+def ranges_of(entry: Entry) -> tuple[Int32, Int32, Int32, Int32]:
+    """[begin, end) of the others that any of the rows sees, and of those that all see which see any."""
+    begin, end, latest, earliest = Int32(1 << 30), Int32(0), Int32(0), Int32(1 << 30)
+    for half in range_constexpr(2):
+        if entry.begin[half] < entry.end[half]:
+            begin, end = min(begin, entry.begin[half]), max(end, entry.end[half])
+            latest, earliest = max(latest, entry.begin[half]), min(earliest, entry.end[half])
+    begin, earliest = (-arch.warp_redux_sync(-x, "max") for x in (begin, earliest))
+    end = arch.warp_redux_sync(end, "max")
+    return begin, end, arch.warp_redux_sync(latest, "max"), min(earliest, end)  # none where no row sees anything
+
+
+@cute.jit
+def is_settled(total: cute.Tensor, holes: cute.Tensor, finite_from_here: Constexpr[bool]) -> Boolean:
+    """Whether the sum of visible pairs remains what it is wherever it is a hole: it is NaN, or infinite and what comes now is finite."""
+    settled = Boolean(True)
+    for step in range_constexpr(cute.size(holes)):
+        for half in range_constexpr(2):
+            for x in range_constexpr(EIGHT):
+                number = total[place_of(step, half, x)]
+                lost = not is_finite(number) if const_expr(finite_from_here) else is_nan(number)
+                settled = settled and (lost or (holes[step] >> (EIGHT * half + x)) & 1 == 0)
+    return arch.vote_all_sync(settled)
+
+
+def place_of(step: int, half: int, x: int) -> int:
+    """Where a lane has the sum of column x of its eight: a product has two columns, of either row."""
+    return 4 * (4 * step + x // 2) + 2 * half + x % 2
+
+
+@cute.jit
+def write(total: cute.Tensor, entry: Entry, holes: cute.Tensor, factor: Float32, warp: Int32, config: Constexpr[Config]):
+    """factor * total into the holes."""
+    dtype = dsl(config.dtype)
+    for step in range_constexpr(cute.size(holes)):
+        if warp == step % WARPS:
+            for half in range_constexpr(2):
+                if (holes[step] >> EIGHT * half) & 0xFF != 0:
+                    row, column = row_of(entry.row0, half), column_of(entry.column0, step)
+                    words = words_of(entry.gX, row, column)
+                    numbers = cute.make_rmem_tensor(EIGHT, dtype)
+                    cute.autovec_copy(cute.recast_tensor(words, dtype), numbers)
+                    for x in range_constexpr(EIGHT):
+                        if (holes[step] >> (EIGHT * half + x)) & 1 != 0:
+                            numbers[x] = (total[place_of(step, half, x)] * factor).to(dtype)
+                    cute.autovec_copy(cute.recast_tensor(numbers, Int32), four(entry.gX, row, column))
+
+
+# Sums of visible pairs
+
+
+@cute.jit
+def add_others(
+    total: cute.Tensor, entry: Entry, at: Others, holes: cute.Tensor, warp: Int32, turn: Int32, band: Band, scale_log2: Float32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """This warp's share of the others: for dK and dV in turn 0 of 16 queries at a time those among which is one of a delta that is not finite, in
+    turn 1 the rest. Ends as soon as all holes are NaN.
+    """
+    begin, end, _, _ = ranges_of(entry)
+    base, done, settled = begin // ROWS * ROWS, Int32(0), Boolean(False)
+    pattern = const_expr(signed(sum(1 << i for i in range(0, WARP, WARPS))))
+    while base < end and not settled:
+        other = base + ROWS * arch.lane_idx()
+        there = other < end
+        if there and entry.of != OF_DQ:
+            there = all_finite_from(at.minus_delta, other) == (turn == 1)
+        left = Int32(arch.vote_ballot_sync(there)) & (pattern << warp)
+        while left != 0 and not settled:
+            i = Int32(WARP - 1 - arch.clz(left))
+            left, other0 = left & ~(1 << i), base + ROWS * i
+            if left != 0:
+                following = base + ROWS * Int32(WARP - 1 - arch.clz(left))
+                bring(at.other_S, following, config.head_dim)
+                bring(at.other_dP, following, config.head_dim_v)
+            weights, shown = pairs_of(entry, at, other0, band, scale_log2, config)
+            if arch.vote_any_sync(shown != 0):
+                add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
+                done += 1
+                if turn == 0 and done % OFTEN == 0:
+                    settled = is_settled(total, holes, False)
+        base += ROWS * WARP
+
+
+@cute.jit
+def all_finite_from(gX: cute.Tensor, row: Int32) -> Boolean:
+    """Of 16 numbers, as far as there are."""
+    finite, numbers = Boolean(True), cute.make_rmem_tensor((4, 4), Float32)
+    for i in range_constexpr(4):
+        cute.autovec_copy(cute.make_tensor((gX.iterator + row + 4 * i).align(16), cute.make_layout(4)), numbers[None, i])
+    for i in range_constexpr(cute.size(numbers)):
+        finite = finite and is_finite(numbers[i])
+    return finite
+
+
+@cute.jit
+def pairs_of(
+    entry: Entry, at: Others, other0: Int32, band: Band, scale_log2: Float32, config: Constexpr[Config]
+) -> tuple[cute.Tensor, Int32]:  # fmt: skip
+    """What the others from other0 on are multiplied by: P or dS of this lane's pairs, 0 for those that are hidden, and a bit for each that is seen.
+
+    Pairs are in the order of a product: two others, for both rows; then those of the next eight.
+    """
+    lane, weights, shown = arch.lane_idx(), cute.make_rmem_tensor(EIGHT, Float32), Int32(0)
+    weights.fill(0.0)
+    by_keys, visited, ref = entry.of != OF_DQ, Boolean(True), Int32(0)
+    if const_expr(config.sees == "runs"):
+        query0, key0 = other0 if by_keys else entry.row0, entry.row0 if by_keys else other0
+        plane = band.tables.planes[at.which.batch, at.which.head]
+        visited, there = visit_of(query0 // config.tile_m, key0 // config.tile_n, plane, band.tables)
+        ref = band.tables.visits[there, 1]
+    if visited:
+        dP = cute.make_rmem_tensor(EIGHT, Float32)
+        dP.fill(0.0)
+        S = scores(at.own_S, entry.row0, at.other_S, other0, config.head_dim, config)
+        if entry.of != OF_DV:
+            dP.store(scores(at.own_dP, entry.row0, at.other_dP, other0, config.head_dim_v, config).load())
+        for i in range_constexpr(EIGHT):
+            half, row, other = const_expr(i // 2 % 2), row_of(entry.row0, i // 2 % 2), other0 + i // 4 * EIGHT + lane % QUAD * 2 + i % 2
+            query, key = other if by_keys else row, row if by_keys else other
+            seen = other >= entry.begin[half] and other < entry.end[half]
+            if const_expr(config.sees == "runs"):  # noqa: SIM102
+                if seen:
+                    seen = shows_in(ref, query, key, band.tables, config)
+            if const_expr(config.bias is not None):  # noqa: SIM102
+                if seen:
+                    seen = at.lse[query] != Float32.inf
+            if seen:
+                p, factor = weight_of(at, S[i], query, key, scale_log2, config)
+                weights[i] = p * config.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
+                shown |= 1 << i
+    return weights, shown
+
+
+@cute.jit
+def weight_of(at: Others, s: Float32, query: Int32, key: Int32, scale_log2: Float32, config: Constexpr[Config]):
+    """P of a pair that is seen, and the factor of dP - delta in dS."""
+    if const_expr(config.modified):
+        return changed.pair_weights(s, query, key, at.lse[query], at.changes, at.which, scale_log2, config)
+    p = cute.math.exp2(s * scale_log2 - at.lse[query], fastmath=True)
+    return p, p
+
+
+@cute.jit
+def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """A B^T of 16 rows each. Which column is which number of a product does not matter, so a lane takes eight neighbours."""
+    acc, dtype = cute.make_rmem_tensor(EIGHT, Float32), dsl(config.dtype)
+    acc.fill(0.0)
+    for step in cutlass.range(dim // STEP, unroll=1):
+        a, b = ([words_of(X, row_of(row0, half), column_of(STEP * step, 0)) for half in range(2)] for X, row0 in ((A, a0), (B, b0)))
+        for k in range_constexpr(0, 4, 2):
+            left = [a[half][k + i] for i in range(2) for half in range(2)]
+            for tile in range_constexpr(2):
+                multiply(acc, 4 * tile, left, b[tile][k], b[tile][k + 1], dtype)
+    return acc
+
+
+@cute.jit
+def add_rows(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """total += weights times 16 rows of X from other0 on, as far as they are seen. Where all of them are, products say what is NaN by right."""
+    all_shown = arch.vote_all_sync(shown == 0xFF)
+    dtype, spoiled = dsl(config.dtype), Int32(0)  # this lane's first row, or second, has something that is not finite
+    kind = const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
+    rounded = [changed.packed(weights[2 * i], weights[2 * i + 1], kind) for i in range(4)]
+    for step in range_constexpr(config.repaired_columns // STEP):
+        pair = [words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2)]
+        found = [Int32(0), Int32(0)]
+        for half in range_constexpr(2):
+            for j in range_constexpr(4):
+                found[half] |= not_finite(pair[half][j], dtype)
+        if arch.vote_any_sync((found[0] | found[1]) != 0 and not all_shown):
+            for half in range_constexpr(2):
+                spoiled |= (1 << half) if found[half] != 0 else 0
+                for j in range_constexpr(4):
+                    pair[half][j] = finite_part(pair[half][j], dtype)
+        for j in range_constexpr(4):
+            multiply(total, 4 * (4 * step + j), rounded, transpose(pair[0][j]), transpose(pair[1][j]), dtype)
+    if arch.vote_any_sync(spoiled != 0):
+        for tile in cutlass.range(2, unroll=1):
+            left = Int32(arch.vote_ballot_sync((spoiled >> tile) & 1 != 0))
+            left = (left | left >> 1 | left >> 2 | left >> 3) & 0x11111111  # a bit for each row, its first lane's
+            while left != 0:
+                row = Int32(WARP - 1 - arch.clz(left)) // QUAD
+                left &= ~(1 << QUAD * row)
+                add_row(total, weights, shown, X, other0, tile, row, column0, config)
+
+
+@cute.jit
+def add_row(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, tile: Int32, row: Int32, column0: Int32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """The numbers that are not finite of one other, `row` of the first eight or the second."""
+    owner, e, dtype = arch.lane_idx() // QUAD * QUAD + row // 2, row % 2, dsl(config.dtype)  # owner: who has its weights
+    bits = arch.shuffle_sync(shown, owner) >> 4 * tile + e
+    if arch.vote_any_sync(bits & 5 != 0):
+        weight = []
+        for half in range_constexpr(2):
+            of_tile = [weights[4 * i + 2 * half] if e == 0 else weights[4 * i + 2 * half + 1] for i in range(2)]
+            weight.append(arch.shuffle_sync(of_tile[0] if tile == 0 else of_tile[1], owner))
+        for step in range_constexpr(config.repaired_columns // STEP):
+            words = words_of(X, other0 + EIGHT * tile + row, column_of(column0, step))
+            numbers = cute.recast_tensor(words, dtype)
+            for x in range_constexpr(EIGHT):
+                number = numbers[x].to(Float32)
+                if not is_finite(number):
+                    for half in range_constexpr(2):
+                        if (bits >> 2 * half) & 1 != 0:
+                            total[place_of(step, half, x)] += weight[half] * number
+
+
+@cute.jit
+def add_up(total: cute.Tensor, sums: cute.Tensor, warp: Int32):
+    """The sum over the warps, in their order, for all of them. sums: (numbers, WARP, WARPS)."""
+    lane, numbers = arch.lane_idx(), cute.size(total)
+    arch.sync_threads()
+    for i in range_constexpr(numbers):
+        sums[i, lane, warp] = total[i]
+    arch.sync_threads()
+    for i in cutlass.range(warp, numbers, WARPS, unroll=1):
+        one = Float32(0.0)
+        for other in range_constexpr(WARPS):
+            one += sums[i, lane, other]
+        sums[i, lane, 0] = one
+    arch.sync_threads()
+    for i in range_constexpr(numbers):
+        total[i] = sums[i, lane, 0]
+
+
+# Numbers
+
+
+@cute.jit
+def matrix(mX: cute.Tensor, batch: Int32, head: Int32) -> Matrix:
+    """mX: (batch, seqlen, heads, head_dim)."""
+    gX = mX[batch, None, head, None]
+    return Matrix(gX.iterator.toint(), Int64(gX.stride[0] * (mX.element_type.width // 8)), Int32(gX.shape[0]), Int32(gX.shape[1]))
+
+
+@cute.jit
+def either(first: Boolean, a: Matrix, b: Matrix) -> Matrix:
+    address, step = a.address if first else b.address, a.step if first else b.step
+    return Matrix(address, step, a.rows if first else b.rows, a.columns if first else b.columns)
+
+
+@cute.jit
+def four(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
+    """Eight numbers of a row, as words."""
+    pointer = cute.make_ptr(Int32, X.address + row * X.step + 2 * column, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(4))
+
+
+@cute.jit
+def words_of(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
+    """The same, read; zeros beyond the last column, and beyond the last row what that has."""
+    words = cute.make_rmem_tensor(4, Int32)
+    words.fill(0)
+    if column < X.columns:
+        cute.autovec_copy(four(X, min(row, X.rows - 1), column), words)
+    return words
+
+
+@cute.jit
+def bring(X: Matrix, row0: Int32, dim: Constexpr[int]):
+    """16 rows into the L1 cache: what is read a few instructions before it is wanted would be waited for, and registers are few."""
+    row = min(row0 + arch.lane_idx() // 2, X.rows - 1)
+    for column0 in range_constexpr(0, dim, 2 * LINE):
+        column = column0 + LINE * (arch.lane_idx() % 2)
+        if column < X.columns:
+            address = X.address + row * X.step + 2 * column
+            arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def not_finite(word: Int32, dtype: Constexpr) -> Int32:
+    """0 if both 16-bit numbers are finite: an exponent of ones, and one more, carry over. A bit further right, as a sum of int32 may not overflow."""
+    ones, one = (0x3FC03FC0, 0x00400040) if dtype is BFloat16 else (0x3E003E00, 0x02000200)
+    return ((word >> 1 & ones) + one) & 0x40004000
+
+
+def signed(bits: int) -> int:
+    """A constant of 32 bits as an int32."""
+    return bits - (1 << 32) if bits >> 31 else bits
+
+
+def finite_part(word: Int32, dtype: Constexpr) -> Int32:
+    """With 0 in place of a 16-bit number that is not finite."""
+    last_bits = not_finite(word, dtype) >> 14
+    return word & ~((last_bits << 16) - last_bits)
+
+
+def transpose(word: Int32) -> Int32:
+    return arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
+
+
+@cute.jit
+def multiply(acc: cute.Tensor, first: Constexpr[int], a: tuple, b0: Int32, b1: Int32, dtype: Constexpr):
+    """Four numbers of acc from `first` on, += a product of 16 x 16 and 16 x 8 (PTX ISA, "mma.m16n8k16")."""
+    kind = const_expr("bf16" if dtype is BFloat16 else "f16")
+    found = arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b0, b1, *(acc[first + i] for i in range(4))],
+    )
+    for i in range_constexpr(4):
+        acc[first + i] = found[i]
+
+
+@cute.jit
+def is_finite(x: Float32) -> Boolean:
+    return x < Float32.inf and x > -Float32.inf
+
+
+@cute.jit
+def is_nan(x: Float32) -> Boolean:
+    return x != x
