@@ -215,6 +215,9 @@ class Translation:
         return f"w.add_global({address}, {self.mask}, {self.kind}, {self.value(x, self.kind)})"
 
     def of_atom(self, d, a, x):
+        if {"or", "shared"} <= set(self.parts):
+            yield self.put(d, f"w.or_shared({self.address(a, 'u4')}, {self.mask}, {self.value(x, self.kind)})", self.kind)
+            return
         yield self.put(d, self._added(a, x), self.kind)
 
     def of_red(self, a, x):

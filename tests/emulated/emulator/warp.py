@@ -124,6 +124,12 @@ class Warp(Copies, Products):
         view, where = self._shared(addresses if m is None else addresses[m], kind, n)
         return _spread(np.stack([view[where + np.uint32(i)] for i in range(n)]), m)
 
+    def or_shared(self, addresses, m, x):
+        """What was there. Each lane has an address of its own."""
+        before = self.load_shared(addresses, m, x.dtype, 1)[0]
+        self.store_shared(addresses, m, x.dtype, (before | x,))
+        return before
+
     def store_shared(self, addresses, m, kind, values):
         self.machine.events += 1
         view, where = self._shared(addresses if m is None else addresses[m], kind, len(values))

@@ -294,6 +294,8 @@ def _of_one_block(config: Config) -> Config:
     """Rounding by twos, -delta in dP's registers and more of them for who brings tiles are what keeps these from spilling."""
     plain_softcap = config.head_dim == 128 and config.softcap and not config.natural
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
+    if config.head_dim == 64 and config.sees == "runs" and not config.modified:
+        tight = {"delta_in": True}
     return replace(config, one_block=True, finishes=False, skips=False, pairwise=True, shares=config.sees == "all", **tight)
 
 

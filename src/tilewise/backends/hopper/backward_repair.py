@@ -38,13 +38,14 @@ from tilewise.hopper.dsl import (
 )
 
 WARPS = 8  # of a thread block
+TILE = 128  # rows of the largest tile of the kernels before
 ROWS = 16  # of an entry, and others that a warp takes at a time
 QUAD = 4  # lanes that share a row: lane l has rows l / QUAD and 8 more, of every STEP columns the eight from 8 (l % QUAD) on
 STEP = 32
 LINE = 64  # numbers in a line of the cache
 EIGHT = 8
 NONE = -1
-OFTEN = 4  # every so many others it is looked whether more are needed
+OFTEN = 2  # every so many others it is looked whether more are needed
 OF_DQ, OF_DK, OF_DV = range(3)
 
 
@@ -126,6 +127,7 @@ def kernel(
     sums = storage.allocate_tensor(
         Float32, cute.make_layout((config.repaired_columns // 2, WARP, WARPS), stride=(WARP, 1, WARP * config.repaired_columns // 2)), 128
     )
+    lost = storage.allocate_tensor(Int32, cute.make_layout((config.repaired_columns // STEP, WARP), stride=(WARP, 1)), 16)
     left = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
     gradients, warp = (mdQ, mdK, mdV), arch.make_warp_uniform(arch.warp_idx())
     arch.griddepcontrol_wait()
@@ -153,7 +155,7 @@ def kernel(
                             left[warp] = left[warp] | 1 << turn
                     else:
                         factor = Float32(1.0 / config.enlarged) if entry.of == OF_DV else scale
-                        repair(entry, holes, tensors, factor, sums, warp, band, scale_log2, config)
+                        repair(entry, holes, tensors, factor, sums, lost, warp, band, scale_log2, config)
         arch.sync_threads()
 
 
@@ -211,19 +213,22 @@ def others_of(entry: Entry, g: Int32, tensors) -> Others:
 
 @cute.jit
 def repair(
-    entry: Entry, holes: cute.Tensor, tensors, factor: Float32, sums: cute.Tensor, warp: Int32, band: Band, scale_log2: Float32,
-    config: Constexpr[Config],
+    entry: Entry, holes: cute.Tensor, tensors, factor: Float32, sums: cute.Tensor, lost: cute.Tensor, warp: Int32, band: Band,
+    scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """By all warps."""
+    for i in cutlass.range(warp, cute.size(holes), WARPS, unroll=1):
+        lost[i, arch.lane_idx()] = Int32(0)
+    arch.sync_threads()
     total = cute.make_rmem_tensor(config.repaired_columns // 2, Float32)
     total.fill(0.0)
     turns, goes_on = Int32(1) if entry.of == OF_DQ else Int32(2), Boolean(True)
     for turn in cutlass.range(turns, unroll=1):
         if goes_on:
             for g in cutlass.range(heads_of(entry, tensors), unroll=1):
-                add_others(total, entry, others_of(entry, g, tensors), holes, warp, turn, band, scale_log2, config)
+                add_others(total, entry, others_of(entry, g, tensors), holes, lost, warp, turn, band, scale_log2, config)
             add_up(total, sums, warp)
-            goes_on = turn + 1 < turns and not is_settled(total, holes, True)
+            goes_on = turn + 1 < turns and not is_settled(total, holes)
             if goes_on and warp != 0:
                 total.fill(0.0)
     write(total, entry, holes, factor, warp, config)
@@ -283,8 +288,59 @@ def close_row(holes: cute.Tensor, half: Constexpr[int]):
 
 
 @cute.jit
+def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether all hidden numbers that may have met the entry's rows in a product are finite, so that what is NaN is so by right. Such numbers are in
+    tiles that blocks of rows visit; tiles and blocks have at most TILE rows each.
+    """
+    row0, by_keys = entry.row0, entry.of != OF_DQ
+    begin, end = Int32(1 << 30), Int32(0)
+    for row in cutlass.range(max(row0 - TILE, 0) + arch.lane_idx(), min(row0 + ROWS + TILE, entry.gX.rows), WARP, unroll=1):
+        first, last = keys_of(row, band, config)
+        if by_keys:
+            first, last = queries_of(row, band, config)
+        if first < last:
+            begin, end = min(begin, first), max(end, last)
+    begin, end = -arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")
+    begin, end = max(begin - TILE, 0), min(end + TILE, tensors.Q.shape[1] if by_keys else tensors.K.shape[1])
+    _, _, common_begin, common_end = ranges_of(entry)
+    if common_begin >= common_end:
+        common_begin, common_end = end, end
+    found = Int32(0)
+    for g in cutlass.range(heads_of(entry, tensors), unroll=1):
+        at = others_of(entry, g, tensors)
+        for half in range_constexpr(2):
+            found |= out_of_bounds(at.own_dP, row_of(row0, half), 0, config.head_dim_v, config)
+        for side in cutlass.range(2, unroll=1):
+            first, last = begin if side == 0 else common_end, common_begin if side == 0 else end
+            while first < last and arch.vote_all_sync(found == 0):
+                row = min(first + arch.lane_idx() // QUAD, last - 1)
+                found |= out_of_bounds(at.summed, row, entry.column0, config.repaired_columns, config)
+                if entry.of != OF_DV:
+                    found |= out_of_bounds(at.other_dP, row, 0, config.head_dim_v, config)
+                if entry.of == OF_DK and not (is_finite(at.lse[row]) and is_finite(at.minus_delta[row])):
+                    found = Int32(1)
+                first += EIGHT
+    return arch.vote_all_sync(found == 0)
+
+
+@cute.jit
+def out_of_bounds(X: Matrix, row: Int32, column0: Int32, columns: Constexpr[int], config: Constexpr[Config]) -> Int32:
+    """0 if this lane's numbers of a row are so small that a product of two rows is finite."""
+    found = Int32(0)
+    for step in range_constexpr(columns // STEP):
+        words = words_of(X, row, column_of(column0, step))
+        for j in range_constexpr(4):
+            found |= too_large(words[j], dsl(config.dtype))
+    return found
+
+
+@cute.jit
 def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Constexpr[Config]):
-    """Close what is NaN by right, as far as statistics tell: dQ of a query that sees something and whose own are NaN; dK and dV by `settle_keys`."""
+    """Close what is NaN by right, as far as hidden numbers and statistics tell: dQ of a query that sees something and whose own are NaN; dK and dV by `settle_keys`."""
+    if const_expr(config.sees != "runs" and config.bias is None):  # noqa: SIM102
+        if any_hole(holes):  # noqa: SIM102
+            if hides_nothing(entry, tensors, band, config):
+                holes.fill(0)
     if any_hole(holes):
         for g in cutlass.range(heads_of(entry, tensors), unroll=1):
             at = others_of(entry, g, tensors)
@@ -358,16 +414,43 @@ def ranges_of(entry: Entry) -> tuple[Int32, Int32, Int32, Int32]:
 
 
 @cute.jit
-def is_settled(total: cute.Tensor, holes: cute.Tensor, finite_from_here: Constexpr[bool]) -> Boolean:
-    """Whether the sum of visible pairs remains what it is wherever it is a hole: it is NaN, or infinite and what comes now is finite."""
+def is_settled(total: cute.Tensor, holes: cute.Tensor) -> Boolean:
+    """Whether the sum of visible pairs remains what it is wherever it is a hole, as what comes now is finite."""
     settled = Boolean(True)
     for step in range_constexpr(cute.size(holes)):
-        for half in range_constexpr(2):
-            for x in range_constexpr(EIGHT):
-                number = total[place_of(step, half, x)]
-                lost = not is_finite(number) if const_expr(finite_from_here) else is_nan(number)
-                settled = settled and (lost or (holes[step] >> (EIGHT * half + x)) & 1 == 0)
+        found = infinities_in(total, step)
+        settled = settled and holes[step] & ~(found | found >> 2 * EIGHT) == 0
     return arch.vote_all_sync(settled)
+
+
+@cute.jit
+def is_lost(total: cute.Tensor, holes: cute.Tensor, lost: cute.Tensor) -> Boolean:
+    """Whether each hole is NaN by what all warps together have: a NaN, or infinities of both signs. lost: (columns / STEP, WARP), in shared memory."""
+    settled = Boolean(True)
+    for step in range_constexpr(cute.size(holes)):
+        found = infinities_in(total, step)
+        before = arch.inline_ptx(
+            "atom.relaxed.cta.shared.or.b32 {$w0}, [{$r0}], {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[cute.domain_offset((step, arch.lane_idx()), lost).iterator.toint(), found],
+        )
+        found |= before
+        settled = settled and holes[step] & ~(found & found >> 2 * EIGHT) == 0
+    return arch.vote_all_sync(settled)
+
+
+@cute.jit
+def infinities_in(total: cute.Tensor, step: Constexpr[int]) -> Int32:
+    """A bit for each number that is inf, as in `holes_in`, and from 16 on one for each that is -inf. NaN has both."""
+    found = Int32(0)
+    for half in range_constexpr(2):
+        for x in range_constexpr(EIGHT):
+            number, place = total[place_of(step, half, x)], const_expr(EIGHT * half + x)
+            if not number < Float32.inf:
+                found |= 1 << place
+            if not number > -Float32.inf:
+                found |= const_expr(signed(1 << (2 * EIGHT + place)))
+    return found
 
 
 def place_of(step: int, half: int, x: int) -> int:
@@ -398,11 +481,11 @@ def write(total: cute.Tensor, entry: Entry, holes: cute.Tensor, factor: Float32,
 
 @cute.jit
 def add_others(
-    total: cute.Tensor, entry: Entry, at: Others, holes: cute.Tensor, warp: Int32, turn: Int32, band: Band, scale_log2: Float32,
-    config: Constexpr[Config],
+    total: cute.Tensor, entry: Entry, at: Others, holes: cute.Tensor, lost: cute.Tensor, warp: Int32, turn: Int32, band: Band,
+    scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """This warp's share of the others: for dK and dV in turn 0 of 16 queries at a time those among which is one of a delta that is not finite, in
-    turn 1 the rest. Ends as soon as all holes are NaN.
+    turn 1 the rest. Ends as soon as all holes are NaN by what the warps have.
     """
     begin, end, _, _ = ranges_of(entry)
     base, done, settled = begin // ROWS * ROWS, Int32(0), Boolean(False)
@@ -425,7 +508,7 @@ def add_others(
                 add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
                 done += 1
                 if turn == 0 and done % OFTEN == 0:
-                    settled = is_settled(total, holes, False)
+                    settled = is_lost(total, holes, lost)
         base += ROWS * WARP
 
 
@@ -506,56 +589,55 @@ def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], conf
 def add_rows(
     total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
 ):  # fmt: skip
-    """total += weights times 16 rows of X from other0 on, as far as they are seen. Where all of them are, products say what is NaN by right."""
+    """total += weights times 16 rows of X from other0 on, as far as they are seen. Where all of them are, products say what is NaN by right;
+    elsewhere `add_not_finite` does.
+    """
     all_shown = arch.vote_all_sync(shown == 0xFF)
-    dtype, spoiled = dsl(config.dtype), Int32(0)  # this lane's first row, or second, has something that is not finite
-    kind = const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
-    rounded = [changed.packed(weights[2 * i], weights[2 * i + 1], kind) for i in range(4)]
+    dtype, kind = dsl(config.dtype), const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
+    rounded = pairs_packed(weights, kind)
     for step in range_constexpr(config.repaired_columns // STEP):
         pair = [words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2)]
-        found = [Int32(0), Int32(0)]
+        found = Int32(0)
         for half in range_constexpr(2):
             for j in range_constexpr(4):
-                found[half] |= not_finite(pair[half][j], dtype)
-        if arch.vote_any_sync((found[0] | found[1]) != 0 and not all_shown):
+                found |= not_finite(pair[half][j], dtype)
+        if arch.vote_any_sync(found != 0 and not all_shown):
+            add_not_finite(total, weights, shown, pair, step, kind, dtype)
             for half in range_constexpr(2):
-                spoiled |= (1 << half) if found[half] != 0 else 0
                 for j in range_constexpr(4):
                     pair[half][j] = finite_part(pair[half][j], dtype)
         for j in range_constexpr(4):
             multiply(total, 4 * (4 * step + j), rounded, transpose(pair[0][j]), transpose(pair[1][j]), dtype)
-    if arch.vote_any_sync(spoiled != 0):
-        for tile in cutlass.range(2, unroll=1):
-            left = Int32(arch.vote_ballot_sync((spoiled >> tile) & 1 != 0))
-            left = (left | left >> 1 | left >> 2 | left >> 3) & 0x11111111  # a bit for each row, its first lane's
-            while left != 0:
-                row = Int32(WARP - 1 - arch.clz(left)) // QUAD
-                left &= ~(1 << QUAD * row)
-                add_row(total, weights, shown, X, other0, tile, row, column0, config)
 
 
 @cute.jit
-def add_row(
-    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, tile: Int32, row: Int32, column0: Int32,
-    config: Constexpr[Config],
+def add_not_finite(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, pair: list, step: Constexpr[int], kind: Constexpr[str], dtype: Constexpr
 ):  # fmt: skip
-    """The numbers that are not finite of one other, `row` of the first eight or the second."""
-    owner, e, dtype = arch.lane_idx() // QUAD * QUAD + row // 2, row % 2, dsl(config.dtype)  # owner: who has its weights
-    bits = arch.shuffle_sync(shown, owner) >> 4 * tile + e
-    if arch.vote_any_sync(bits & 5 != 0):
-        weight = []
+    """total += weights times the numbers of 16 rows that are not finite: an infinity or NaN, found out by counting. One product counts the terms,
+    another the positive ones less the negative ones; a weight of 0, or NaN on either side, has no sign. pair: the rows' words.
+    """
+    signs, ones = (cute.make_rmem_tensor(EIGHT, Float32) for _ in range(2))
+    for i in range_constexpr(EIGHT):
+        seen = (shown >> i) & 1 != 0
+        signs[i] = sign_of(weights[i]) if seen else Float32(0.0)
+        ones[i] = Float32(1.0) if seen else Float32(0.0)
+    signs, ones = pairs_packed(signs, kind), pairs_packed(ones, kind)
+    count, balance = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
+    for j in range_constexpr(4):
+        number, infinite = [], []
         for half in range_constexpr(2):
-            of_tile = [weights[4 * i + 2 * half] if e == 0 else weights[4 * i + 2 * half + 1] for i in range(2)]
-            weight.append(arch.shuffle_sync(of_tile[0] if tile == 0 else of_tile[1], owner))
-        for step in range_constexpr(config.repaired_columns // STEP):
-            words = words_of(X, other0 + EIGHT * tile + row, column_of(column0, step))
-            numbers = cute.recast_tensor(words, dtype)
-            for x in range_constexpr(EIGHT):
-                number = numbers[x].to(Float32)
-                if not is_finite(number):
-                    for half in range_constexpr(2):
-                        if (bits >> 2 * half) & 1 != 0:
-                            total[place_of(step, half, x)] += weight[half] * number
+            x = [of_word(pair[half][j], i, dtype) for i in range(2)]
+            number.append(changed.packed(*(Float32(0.0) if is_finite(each) else Float32(1.0) for each in x), kind))
+            infinite.append(changed.packed(*(Float32(0.0) if is_finite(each) else sign_of(each) for each in x), kind))
+        count.fill(0.0)
+        balance.fill(0.0)
+        multiply(count, 0, ones, *(transpose(each) for each in number), dtype)
+        multiply(balance, 0, signs, *(transpose(each) for each in infinite), dtype)
+        for i in range_constexpr(4):
+            if count[i] > 0.0:
+                infinity = Float32.inf if balance[i] > 0.0 else -Float32.inf
+                total[4 * (4 * step + j) + i] += infinity if count[i] == max(balance[i], -balance[i]) else Float32(float("nan"))
 
 
 @cute.jit
@@ -621,9 +703,19 @@ def bring(X: Matrix, row0: Int32, dim: Constexpr[int]):
 
 
 def not_finite(word: Int32, dtype: Constexpr) -> Int32:
-    """0 if both 16-bit numbers are finite: an exponent of ones, and one more, carry over. A bit further right, as a sum of int32 may not overflow."""
-    ones, one = (0x3FC03FC0, 0x00400040) if dtype is BFloat16 else (0x3E003E00, 0x02000200)
-    return ((word >> 1 & ones) + one) & 0x40004000
+    """0 if both 16-bit numbers are finite."""
+    return exponents_from(word, 0x7F80, 0x7F80) if dtype is BFloat16 else exponents_from(word, 0x7C00, 0x7C00)
+
+
+def too_large(word: Int32, dtype: Constexpr) -> Int32:
+    """0 if both 16-bit numbers are such that fp32 holds a sum of 256 products of two: below 2^59, or finite in fp16."""
+    return exponents_from(word, 0x7F80, (127 + 59) << 7) if dtype is BFloat16 else not_finite(word, dtype)
+
+
+def exponents_from(word: Int32, ones: int, least: int) -> Int32:
+    """0 if both exponents are below one: the difference is added and carries over. A bit further right, as a sum of int32 may not overflow."""
+    ones, more = ones >> 1, 0x4000 - (least >> 1)
+    return ((word >> 1 & (ones << 16 | ones)) + (more << 16 | more)) & 0x40004000
 
 
 def signed(bits: int) -> int:
@@ -653,6 +745,25 @@ def multiply(acc: cute.Tensor, first: Constexpr[int], a: tuple, b0: Int32, b1: I
     )
     for i in range_constexpr(4):
         acc[first + i] = found[i]
+
+
+def pairs_packed(numbers: cute.Tensor, kind: str) -> list:
+    """Eight numbers as a product takes them."""
+    return [changed.packed(numbers[2 * i], numbers[2 * i + 1], kind) for i in range(4)]
+
+
+@cute.jit
+def of_word(word: Int32, i: Constexpr[int], dtype: Constexpr) -> Float32:
+    """One of its two 16-bit numbers."""
+    both = cute.make_rmem_tensor(2, Int32)  # of one it would be the first number twice
+    both[0] = word
+    return cute.recast_tensor(both, dtype)[i].to(Float32)
+
+
+@cute.jit
+def sign_of(x: Float32) -> Float32:
+    """1, -1, or 0 for 0 and NaN."""
+    return Float32(1.0) if x > 0.0 else Float32(-1.0) if x < 0.0 else Float32(0.0)
 
 
 @cute.jit
