@@ -102,7 +102,8 @@ def launch(
     tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
     band = Band(q0, q1, k0, k1, lo, hi, tables)
     queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    backward_prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, spoiled, config).launch(
+    known = 2 * (backward_repair.pieces_of(mQ) + backward_repair.pieces_of(mK))
+    backward_prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, spoiled, known, config).launch(
         grid=queries, block=(backward_prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
     blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]

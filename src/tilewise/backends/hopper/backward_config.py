@@ -70,6 +70,11 @@ class Config:
         return self.sees != "all" or self.bias is not None
 
     @property
+    def looks(self) -> bool:
+        """Whether it is known which hidden numbers may have met a row: where a row sees all between a beginning and an end."""
+        return self.repairs and self.sees != "runs" and self.bias is None
+
+    @property
     def bias_pairs(self) -> bool:
         """A bias is read number by number: transposed, neighbours are no thread's own."""
         return False

@@ -21,9 +21,9 @@ LOG2_E = 1.4426950408889634
 def prepare(
     mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
     lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
-    spoiled: cute.Tensor | None, config: Constexpr[Config],
+    spoiled: cute.Tensor | None, known: Int32, config: Constexpr[Config],
 ):  # fmt: skip
-    """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32."""
+    """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32. known: how many numbers at the end of `spoiled` become 0."""
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
@@ -37,6 +37,11 @@ def prepare(
         set_back(counter, counter.shape[0], thread, m_block + head + batch == 0)
     if const_expr(config.repairs):
         set_back(spoiled, 1, thread, m_block + head + batch == 0)
+        if const_expr(config.looks):
+            m_blocks, heads, batches = arch.grid_dim()
+            block = (batch * heads + head) * m_blocks + m_block
+            for i in cutlass.range(block * THREADS + thread, known, batches * heads * m_blocks * THREADS, unroll=1):
+                spoiled[spoiled.shape[0] - 1 - i] = Int32(0)
     if const_expr(config.dq_apart):
         pass
     elif const_expr(config.ordered):

@@ -45,6 +45,8 @@ STEP = 32
 LINE = 64  # numbers in a line of the cache
 EIGHT = 8
 NONE = -1
+PIECE = 32  # rows that are looked through at a time for large numbers
+UNKNOWN, SMALL, LARGE = range(3)
 OFTEN = 2  # every so many others it is looked whether more are needed
 OF_DQ, OF_DK, OF_DV = range(3)
 
@@ -56,6 +58,8 @@ class Matrix(NamedTuple):
     step: Int64  # bytes from row to row
     rows: Int32
     columns: Int32
+    with_delta: Boolean  # it is dO, to whose rows deltas belong
+    looked: Int64  # address of what is known of its pieces, an int32 each: UNKNOWN, SMALL or LARGE; 0 for a gradient
 
 
 class Entry(NamedTuple):
@@ -110,6 +114,19 @@ def report(spoiled: cute.Tensor, number: Int32):
             "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[spoiled.iterator.toint()]
         )
         spoiled[1 + place] = number
+
+
+@cute.jit
+def looked_at(tensors) -> Int64:
+    """Address of what is known of the pieces of Q, dO, K and V: the end of the list."""
+    known = 2 * (pieces_of(tensors.Q) + pieces_of(tensors.K))
+    return (tensors.spoiled.iterator + tensors.spoiled.shape[0] - known).toint()
+
+
+@cute.jit
+def pieces_of(mX: cute.Tensor) -> Int32:
+    """mX: (batch, seqlen, heads, head_dim)."""
+    return mX.shape[0] * mX.shape[2] * cute.ceil_div(mX.shape[1], PIECE)
 
 
 @cute.jit
@@ -203,8 +220,12 @@ def others_of(entry: Entry, g: Int32, tensors) -> Others:
     group, by_keys, batch = tensors.Q.shape[2] // tensors.K.shape[2], entry.of != OF_DQ, entry.batch
     head = entry.head * group + g if by_keys else entry.head
     head_k = entry.head if by_keys else entry.head // group
-    Q, dO = (matrix(x, batch, head) for x in (tensors.Q, tensors.dO))
-    K, V = (matrix(x, batch, head_k) for x in (tensors.K, tensors.V))
+    of_queries, of_keys = pieces_of(tensors.Q), pieces_of(tensors.K)
+    looked = looked_at(tensors)
+    Q = matrix(tensors.Q, batch, head, False, looked)
+    dO = matrix(tensors.dO, batch, head, True, looked + 4 * of_queries)
+    K = matrix(tensors.K, batch, head_k, False, looked + 8 * of_queries)
+    V = matrix(tensors.V, batch, head_k, False, looked + 8 * of_queries + 4 * of_keys)
     summed = either(entry.of == OF_DV, dO, either(by_keys, Q, K))
     statistics = tensors.lse[batch, head, None], tensors.minus_delta[batch, head, None]
     products = either(by_keys, K, Q), either(by_keys, Q, K), either(by_keys, V, dO), either(by_keys, dO, V)
@@ -289,12 +310,12 @@ def close_row(holes: cute.Tensor, half: Constexpr[int]):
 
 @cute.jit
 def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) -> Boolean:
-    """Whether all hidden numbers that may have met the entry's rows in a product are finite, so that what is NaN is so by right. Such numbers are in
+    """Whether all hidden numbers that may have met the entry's rows in a product are small, so that what is NaN is so by right. Such numbers are in
     tiles that blocks of rows visit; tiles and blocks have at most TILE rows each.
     """
-    row0, by_keys = entry.row0, entry.of != OF_DQ
+    by_keys = entry.of != OF_DQ
     begin, end = Int32(1 << 30), Int32(0)
-    for row in cutlass.range(max(row0 - TILE, 0) + arch.lane_idx(), min(row0 + ROWS + TILE, entry.gX.rows), WARP, unroll=1):
+    for row in cutlass.range(max(entry.row0 - TILE, 0) + arch.lane_idx(), min(entry.row0 + ROWS + TILE, entry.gX.rows), WARP, unroll=1):
         first, last = keys_of(row, band, config)
         if by_keys:
             first, last = queries_of(row, band, config)
@@ -305,39 +326,67 @@ def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) 
     _, _, common_begin, common_end = ranges_of(entry)
     if common_begin >= common_end:
         common_begin, common_end = end, end
-    found = Int32(0)
+    small = Boolean(True)
     for g in cutlass.range(heads_of(entry, tensors), unroll=1):
         at = others_of(entry, g, tensors)
-        for half in range_constexpr(2):
-            found |= out_of_bounds(at.own_dP, row_of(row0, half), 0, config.head_dim_v, config)
-        for side in cutlass.range(2, unroll=1):
-            first, last = begin if side == 0 else common_end, common_begin if side == 0 else end
-            while first < last and arch.vote_all_sync(found == 0):
-                row = min(first + arch.lane_idx() // QUAD, last - 1)
-                found |= out_of_bounds(at.summed, row, entry.column0, config.repaired_columns, config)
-                if entry.of != OF_DV:
-                    found |= out_of_bounds(at.other_dP, row, 0, config.head_dim_v, config)
-                if entry.of == OF_DK and not (is_finite(at.lse[row]) and is_finite(at.minus_delta[row])):
-                    found = Int32(1)
-                first += EIGHT
-    return arch.vote_all_sync(found == 0)
+        for i in cutlass.range(5, unroll=1):  # what is summed up and other factors of dP, on either side of what all see; own factors of dP
+            X = either(i < 2, at.summed, either(i < 4, at.other_dP, at.own_dP))
+            first, last = (begin, common_begin) if i % 2 == 0 else (common_end, end)
+            if i == 4:
+                first, last = entry.row0, entry.row0 + 1
+            if small:
+                small = all_small(X, first, last, at.minus_delta, config)
+    return small
 
 
 @cute.jit
-def out_of_bounds(X: Matrix, row: Int32, column0: Int32, columns: Constexpr[int], config: Constexpr[Config]) -> Int32:
-    """0 if this lane's numbers of a row are so small that a product of two rows is finite."""
+def all_small(X: Matrix, begin: Int32, end: Int32, minus_delta: cute.Tensor, config: Constexpr[Config]) -> Boolean:
+    """Whether all pieces with rows in [begin, end) are; those that are not known are looked through."""
+    small, last = Boolean(True), cute.ceil_div(end, PIECE)
+    piece0 = begin // PIECE
+    while piece0 < last and begin < end and small:
+        known, piece = Int32(SMALL), piece0 + arch.lane_idx()
+        if piece < last:
+            known = known_of(X, piece)[0]
+        small = not arch.vote_any_sync(known == LARGE)
+        unknown = Int32(arch.vote_ballot_sync(known == UNKNOWN))
+        while unknown != 0 and small:
+            i = Int32(WARP - 1 - arch.clz(unknown))
+            unknown &= ~(1 << i)
+            small = look(X, piece0 + i, minus_delta, config)
+        piece0 += WARP
+    return small
+
+
+@cute.jit
+def known_of(X: Matrix, piece: Int32) -> cute.Tensor:
+    return cute.make_tensor(cute.make_ptr(Int32, X.looked + 4 * piece, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(1))
+
+
+@cute.jit
+def look(X: Matrix, piece: Int32, minus_delta: cute.Tensor, config: Constexpr[Config]) -> Boolean:
+    """Whether a piece is such that a product of any two rows is finite, and for dO delta too. Warps that look at the same time find the same."""
     found = Int32(0)
-    for step in range_constexpr(columns // STEP):
-        words = words_of(X, row, column_of(column0, step))
-        for j in range_constexpr(4):
-            found |= too_large(words[j], dsl(config.dtype))
-    return found
+    for step in cutlass.range(max(config.head_dim, config.head_dim_v) // STEP, unroll=2):
+        for half in range_constexpr(PIECE // EIGHT):
+            words = words_of(X, row_of(piece * PIECE, half), column_of(STEP * step, 0))
+            for j in range_constexpr(4):
+                found |= too_large(words[j], dsl(config.dtype))
+    row = min(piece * PIECE + arch.lane_idx(), X.rows - 1)
+    if X.with_delta and not is_finite(minus_delta[row]):
+        found = Int32(1)
+    small = arch.vote_all_sync(found == 0)
+    if arch.lane_idx() == 0:
+        known_of(X, piece)[0] = Int32(SMALL) if small else Int32(LARGE)
+    return small
 
 
 @cute.jit
 def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Constexpr[Config]):
-    """Close what is NaN by right, as far as hidden numbers and statistics tell: dQ of a query that sees something and whose own are NaN; dK and dV by `settle_keys`."""
-    if const_expr(config.sees != "runs" and config.bias is None):  # noqa: SIM102
+    """Close what is NaN by right, as far as hidden numbers and statistics tell: dQ of a query that sees something and whose own are NaN; dK and dV by
+    `settle_keys`.
+    """
+    if const_expr(config.looks):  # noqa: SIM102
         if any_hole(holes):  # noqa: SIM102
             if hides_nothing(entry, tensors, band, config):
                 holes.fill(0)
@@ -362,10 +411,10 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config
     queries are tried: the last one that all 16 keys see, and the last and first that any sees.
     """
     begin, end, common_begin, common_end = ranges_of(entry)
-    first, last = lost_queries(at, begin, end)
-    _, common = lost_queries(at, common_begin, common_end)
     for i in cutlass.range(3, unroll=1):
-        query = common if i == 0 else last if i == 1 else first
+        query = Int32(NONE)
+        if any_hole(holes):
+            query = lost_query(at, common_begin if i == 0 else begin, common_end if i == 0 else end, i < 2)
         if query >= 0:
             everywhere = entry.of == OF_DK or is_nan(at.lse[query])
             for half in range_constexpr(2):
@@ -385,19 +434,29 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config
 
 
 @cute.jit
-def lost_queries(at: Others, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """The first and the last query in [begin, end) whose log-sum-exp or delta is NaN; NONE without one. A lane looks at four at a time."""
-    least, most = Int32(1 << 30), Int32(NONE)
-    statistics = cute.make_rmem_tensor((4, 2), Float32)
-    for query in cutlass.range(begin // 4 * 4 + 4 * arch.lane_idx(), end, 4 * WARP, unroll=2):
-        for i, gX in enumerate((at.lse, at.minus_delta)):
-            cute.autovec_copy(cute.make_tensor((gX.iterator + query).align(16), cute.make_layout(4)), statistics[None, i])
-        for x in range_constexpr(4):
-            if query + x >= begin and query + x < end and (is_nan(statistics[x, 0]) or is_nan(statistics[x, 1])):
-                least, most = min(least, query + x), max(most, query + x)
-    most = arch.warp_redux_sync(most, "max")
-    least = -arch.warp_redux_sync(-least, "max")
-    return min(least, most), most
+def lost_query(at: Others, begin: Int32, end: Int32, last: Boolean) -> Int32:
+    """The last query in [begin, end) whose log-sum-exp or delta is NaN, or the first; NONE without one. A lane looks at four at a time."""
+    found, statistics = Int32(NONE), cute.make_rmem_tensor((4, 2), Float32)
+    at_once = const_expr(4 * WARP)
+    base, sign = begin // 4 * 4, Int32(1) if last else Int32(-1)
+    steps = cute.ceil_div(max(end - base, 0), at_once)
+    while steps > 0 and found == NONE:
+        steps -= 1
+        query0 = base + at_once * steps + 4 * arch.lane_idx()
+        if not last:
+            query0 = base + 4 * arch.lane_idx()
+            base += at_once
+        best = Int32(-(1 << 30))
+        if query0 < end:
+            for i, gX in enumerate((at.lse, at.minus_delta)):
+                cute.autovec_copy(cute.make_tensor((gX.iterator + query0).align(16), cute.make_layout(4)), statistics[None, i])
+            for x in range_constexpr(4):
+                if query0 + x >= begin and query0 + x < end and (is_nan(statistics[x, 0]) or is_nan(statistics[x, 1])):
+                    best = max(best, sign * (query0 + x))
+        best = arch.warp_redux_sync(best, "max")
+        if best > -(1 << 30):
+            found = sign * best
+    return found
 
 
 @cute.jit
@@ -425,7 +484,9 @@ def is_settled(total: cute.Tensor, holes: cute.Tensor) -> Boolean:
 
 @cute.jit
 def is_lost(total: cute.Tensor, holes: cute.Tensor, lost: cute.Tensor) -> Boolean:
-    """Whether each hole is NaN by what all warps together have: a NaN, or infinities of both signs. lost: (columns / STEP, WARP), in shared memory."""
+    """Whether each hole is NaN by what all warps together have: a NaN, or infinities of both signs. lost: (columns / STEP,
+    WARP), in shared memory.
+    """
     settled = Boolean(True)
     for step in range_constexpr(cute.size(holes)):
         found = infinities_in(total, step)
@@ -662,16 +723,19 @@ def add_up(total: cute.Tensor, sums: cute.Tensor, warp: Int32):
 
 
 @cute.jit
-def matrix(mX: cute.Tensor, batch: Int32, head: Int32) -> Matrix:
-    """mX: (batch, seqlen, heads, head_dim)."""
-    gX = mX[batch, None, head, None]
-    return Matrix(gX.iterator.toint(), Int64(gX.stride[0] * (mX.element_type.width // 8)), Int32(gX.shape[0]), Int32(gX.shape[1]))
+def matrix(mX: cute.Tensor, batch: Int32, head: Int32, with_delta: Constexpr[bool] = False, looked: Int64 | None = None) -> Matrix:
+    """mX: (batch, seqlen, heads, head_dim). looked: of the whole tensor."""
+    gX, address = mX[batch, None, head, None], Int64(0)
+    if const_expr(looked is not None):
+        address = looked + 4 * ((batch * mX.shape[2] + head) * cute.ceil_div(mX.shape[1], PIECE))
+    step = Int64(gX.stride[0] * (mX.element_type.width // 8))
+    return Matrix(gX.iterator.toint(), step, Int32(gX.shape[0]), Int32(gX.shape[1]), Boolean(with_delta), address)
 
 
 @cute.jit
 def either(first: Boolean, a: Matrix, b: Matrix) -> Matrix:
-    address, step = a.address if first else b.address, a.step if first else b.step
-    return Matrix(address, step, a.rows if first else b.rows, a.columns if first else b.columns)
+    pairs = [(x, y) for x, y in zip(a, b, strict=True)]
+    return Matrix(*(x if first else y for x, y in pairs))
 
 
 @cute.jit

@@ -167,9 +167,10 @@ def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _entries(config: Config, call: Call) -> int:
-    """Of the list of what is not finite: how many there are, and all that there can be."""
+    """Of the list of what is not finite: how many there are, all that there can be, and what is known of pieces of 32 rows of Q, dO, K and V."""
     of_keys = call.heads_k * -(-call.seqlen_k // 16) * config.repaired_parts[1]
-    return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0])
+    pieces = 2 * (call.heads_q * -(-call.seqlen_q // 32) + call.heads_k * -(-call.seqlen_k // 32))
+    return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0] + pieces)
 
 
 def _order(
