@@ -47,7 +47,8 @@ EIGHT = 8
 NONE = -1
 PIECE = 32  # rows that are looked through at a time for large numbers
 UNKNOWN, SMALL, LARGE = range(3)
-OFTEN = 2  # every so many others it is looked whether more are needed
+OFTEN = 4  # after the first others, and then every so many, it is looked whether more are needed
+SIGNS = 16  # 16 rows at a time, in which infinities of both signs are looked for
 OF_DQ, OF_DK, OF_DV = range(3)
 
 
@@ -397,7 +398,7 @@ def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Conste
                 for half in range_constexpr(2):
                     row = row_of(entry.row0, half)
                     if row < entry.gX.rows:
-                        lost = is_nan(at.lse[row]) or (is_nan(at.minus_delta[row]) and at.lse[row] != Float32.inf)
+                        lost = is_nan(at.lse[row]) or is_nan(at.minus_delta[row])
                         if lost:  # noqa: SIM102
                             if sees_any(row, at.which.head, at.which.batch, band, config):
                                 close_row(holes, half)
@@ -431,6 +432,38 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config
                         for step in range_constexpr(cute.size(holes)):
                             found = nan_bits(at.other_dP, query, column_of(entry.column0, step), config)
                             holes[step] &= ~(found << EIGHT * half)
+    if const_expr(config.looks):  # noqa: SIM102
+        if entry.of == OF_DV:
+            settle_signs(entry, at, common_begin, common_end, holes, config)
+
+
+@cute.jit
+def settle_signs(entry: Entry, at: Others, begin: Int32, end: Int32, holes: cute.Tensor, config: Constexpr[Config]):
+    """dV in columns where dO is NaN, or inf and -inf, at queries in [begin, end), which all keys see that see any: whatever P is, as it is not
+    negative.
+    """
+    dtype, found = dsl(config.dtype), cute.make_rmem_tensor(cute.size(holes), Int32)  # eight bits for inf, eight for -inf
+    found.fill(0)
+    turns = Int32(SIGNS)
+    while turns > 0 and begin < end and any_hole(holes):
+        turns -= 1
+        end -= ROWS
+        for step in range_constexpr(cute.size(holes)):
+            for half in range_constexpr(2):
+                words = words_of(at.other_dP, max(row_of(end, half), begin), column_of(entry.column0, step))
+                numbers = cute.recast_tensor(words, dtype)
+                for x in range_constexpr(EIGHT):
+                    number = numbers[x].to(Float32)
+                    if not number < Float32.inf:
+                        found[step] |= 1 << x
+                    if not number > -Float32.inf:
+                        found[step] |= 1 << (EIGHT + x)
+            for apart in (4, 8, 16):
+                found[step] |= arch.shuffle_sync_bfly(found[step], apart)
+            both = found[step] & found[step] >> EIGHT & 0xFF
+            for half in range_constexpr(2):
+                if entry.begin[half] < entry.end[half]:
+                    holes[step] &= ~(both << EIGHT * half)
 
 
 @cute.jit
@@ -568,7 +601,7 @@ def add_others(
             if arch.vote_any_sync(shown != 0):
                 add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
                 done += 1
-                if turn == 0 and done % OFTEN == 0:
+                if turn == 0 and done % OFTEN == 1:
                     settled = is_lost(total, holes, lost)
         base += ROWS * WARP
 
