@@ -373,9 +373,9 @@ def look(X: Matrix, piece: Int32, minus_delta: cute.Tensor, config: Constexpr[Co
             words = words_of(X, row_of(piece * PIECE, half), column_of(STEP * step, 0))
             for j in range_constexpr(4):
                 found |= too_large(words[j], dsl(config.dtype))
-    row = min(piece * PIECE + arch.lane_idx(), X.rows - 1)
-    if X.with_delta and not is_finite(minus_delta[row]):
-        found = Int32(1)
+    if X.with_delta:  # noqa: SIM102
+        if not is_finite(minus_delta[min(piece * PIECE + arch.lane_idx(), X.rows - 1)]):
+            found = Int32(1)
     small = arch.vote_all_sync(found == 0)
     if arch.lane_idx() == 0:
         known_of(X, piece)[0] = Int32(SMALL) if small else Int32(LARGE)
