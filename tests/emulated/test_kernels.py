@@ -147,14 +147,31 @@ def test_numbers_of_dO_that_are_not_finite(mask, dims, dtype):
     tolerance.check_gradients(call, grads, d_o, d_lse, tolerance.expected(call, d_o, d_lse))
 
 
+def test_infinities_of_dO_far_from_what_is_hidden():
+    """What is NaN in most gradients is so by right, as nothing hidden in their tiles is; of both signs in one column, of one in another."""
+    case = Case(**ONE_HEAD | dict(seqlen_q=300, seqlen_k=300, mask=SlidingWindow(160, 0)))
+    call, (d_o, d_lse) = make(case, 0, grad=True), upstream(case, 0)
+    d_o = d_o.clone()
+    d_o[0, 250, :, 3:5], d_o[0, 248, :, 4] = math.inf, -math.inf
+    o, lse = Emulated().forward(call)
+    grads = Emulated().backward(call, o, lse, d_o, d_lse)
+    assert grads.v[0, 100, 0].isinf().sum() == grads.v[0, 100, 0].isnan().sum() == 1
+    tolerance.check_gradients(call, grads, d_o, d_lse, tolerance.expected(call, d_o, d_lse))
+
+
 @pytest.mark.parametrize(
     ("seqlens", "mask"),
-    [((31, 700), SlidingWindow(50, 0)), pytest.param((130, 257), Causal("top_left"), marks=pytest.mark.slow)],
+    [
+        ((31, 700), SlidingWindow(50, 0)),
+        ((129, 65), Causal()),  # one block of keys; half a tile of queries sees nothing
+        pytest.param((130, 257), Causal("top_left"), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_keys_that_nobody_sees(seqlens, mask):
     """16 rows of a gradient of which none sees anything, and whatever lies there."""
-    conformance.run_spoiled(Emulated(), Case(**SMALL | dict(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], mask=mask)))
+    for run in (conformance.run_hidden, conformance.run_spoiled):
+        run(Emulated(), Case(**SMALL | dict(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], mask=mask)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
