@@ -3,11 +3,11 @@
 A hidden NaN or infinity meets P = 0 or dS = 0 in a product of tiles, and 0 * NaN is NaN. It makes NaN and no other number, so only what is written
 NaN is a hole. The kernels before list what they have written that is not finite (`report_*`), 16 rows of a gradient and some of its columns an entry.
 
-NaN by right is the usual case, as gradients overflow in training, so it is found out first, a warp an entry (`settle`): nothing hidden that may have met
-the rows is large, or statistics are NaN, or infinities have both signs. What is left a thread block repairs, one entry after another. Its warps divide
-the "other" rows, those that the entry's "own" ones see or are seen by, 16 at a time: S and dP by products of registers, P and dS = 0 for what is hidden,
-and the gradient likewise from the others' finite numbers; of those that are not, products count the terms of either sign. What the warps have is added
-up in one order. Of the others of a key those queries come first whose delta is not finite: what follows them are numbers.
+NaN by right is the usual case, as gradients overflow in training, so it is found out first, a warp an entry (`settle`): nothing hidden that may
+have met the rows is large, or statistics are NaN, or infinities have both signs. What is left a thread block repairs, one entry after another. Its
+warps divide the "other" rows, those that the entry's "own" ones see or are seen by, 16 at a time: S and dP by products of registers, P and dS = 0
+for what is hidden, and the gradient likewise from the others' finite numbers; of those that are not, products count the terms of either sign. What
+the warps have is added up in one order. Of the others of a key those queries come first whose delta is not finite: what follows them are numbers.
 
 One code does it for dQ, dK and dV, which differ in what they multiply: it is compiled with every backward pass, and hardly ever runs.
 """
