@@ -71,8 +71,8 @@ class Config:
 
     @property
     def looks(self) -> bool:
-        """Whether it is known which hidden numbers may have made a row NaN: where a row sees all between a beginning and an end, and not where dQ of a
-        whole tile is written NaN for one row's sake.
+        """Whether it is known which hidden numbers may have made a row NaN: where a row sees all between a beginning and an end, and not where dQ of
+        a whole tile is written NaN for one row's sake.
         """
         return self.repairs and self.sees != "runs" and self.bias is None and not self.one_block
 
