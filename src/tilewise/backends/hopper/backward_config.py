@@ -9,6 +9,7 @@ import torch
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 ONE_BLOCK = 128  # keys, at most
+PIECE = 32  # rows that repairs look through at a time for large numbers, and remember
 ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw, load, add and finish gain by more
 
 

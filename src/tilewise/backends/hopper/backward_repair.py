@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.hopper import backward_scores as changed
-from tilewise.backends.hopper.backward_config import Config
+from tilewise.backends.hopper.backward_config import PIECE, Config
 from tilewise.backends.hopper.backward_tiles import WARP
 from tilewise.backends.hopper.backward_visible import keys_of, queries_of, sees_any, shows, shows_in, visit_of
 from tilewise.backends.hopper.changes import dsl
@@ -45,7 +45,6 @@ STEP = 32
 LINE = 64  # numbers in a line of the cache
 EIGHT = 8
 NONE = -1
-PIECE = 32  # rows that are looked through at a time for large numbers
 UNKNOWN, SMALL, LARGE = range(3)
 OFTEN = 4  # after the first others, and then every so many, it is looked whether more are needed
 SIGNS = 16  # 16 rows at a time, in which infinities of both signs are looked for
@@ -767,8 +766,7 @@ def matrix(mX: cute.Tensor, batch: Int32, head: Int32, with_delta: Constexpr[boo
 
 @cute.jit
 def either(first: Boolean, a: Matrix, b: Matrix) -> Matrix:
-    pairs = [(x, y) for x, y in zip(a, b, strict=True)]
-    return Matrix(*(x if first else y for x, y in pairs))
+    return Matrix(*(x if first else y for x, y in zip(a, b, strict=True)))
 
 
 @cute.jit

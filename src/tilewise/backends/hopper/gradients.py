@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import backward_tables, bias_gradient, changes, documents
-from tilewise.backends.hopper.backward_config import ONE_BLOCK, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.backward_config import ONE_BLOCK, PIECE, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.band import band_of
 from tilewise.errors import UnsupportedError
 from tilewise.hopper import compile as hopper
@@ -167,9 +167,9 @@ def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _entries(config: Config, call: Call) -> int:
-    """Of the list of what is not finite: how many there are, all that there can be, and what is known of pieces of 32 rows of Q, dO, K and V."""
+    """Of the list of what is not finite: how many there are, all that there can be, and what is known of pieces of Q, dO, K and V."""
     of_keys = call.heads_k * -(-call.seqlen_k // 16) * config.repaired_parts[1]
-    pieces = 2 * (call.heads_q * -(-call.seqlen_q // 32) + call.heads_k * -(-call.seqlen_k // 32))
+    pieces = 2 * (call.heads_q * -(-call.seqlen_q // PIECE) + call.heads_k * -(-call.seqlen_k // PIECE))
     return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0] + pieces)
 
 
