@@ -200,5 +200,5 @@ def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)
     assert [given[0].shape[0] for given in launched] == [gradients.MOST, 21]
     for given in launched:
-        _, rising, abreast, together = given[15:19]
+        _, rising, abreast, together = given[16:20]
         assert rising % abreast == 0 and rising + together == given[0].shape[0]

@@ -27,7 +27,9 @@ def kernel(in_python):
 
     found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
     found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)
-    in_python(("interval", "walk_of_head", "tile_at", "visit_of", "shows", "turn_of", "next_in", "is_visited", "sees_any"), found)
+    in_python(
+        ("interval", "walk_of_head", "tile_at", "visit_of", "shows", "shows_in", "turn_of", "next_in", "is_visited", "sees_any"), found
+    )
     return SimpleNamespace(**found)
 
 
