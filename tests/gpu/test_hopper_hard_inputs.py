@@ -1,4 +1,4 @@
-"""Speed does not depend on the data: a finite input takes at most 1.25 times as long as a normal one, NaN and infinities at most 3 times.
+"""Speed does not depend on the data: a finite input takes at most 1.25 times as long as a normal one, NaN and infinities at most 3 times, or `ABOVE`.
 
 `tilewise bench --set hard-inputs` has the whole table. To be run with nothing else on the GPU.
 """
@@ -20,6 +20,9 @@ pytestmark = NEEDS_HOPPER
 SEQLEN = 8192
 MASKS = [Full(), Causal(), SlidingWindow(1023, 0), padded(SEQLEN)]
 
+# What a backward pass under a causal or window mask takes beyond those limits (docs/numerics.md, Repairs' time): may fall, not rise.
+ABOVE = {"cauchy": 1.85, "largest scores": 3.5, "nan in v": 3.3, "inf in v": 3.3, "overflown": 4.5}
+
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
@@ -35,7 +38,10 @@ def test_no_input_is_slow(head_dim, mask, grad):
             calls[name] = backward(call, x.d_o) if grad else lambda call=call: Hopper().forward(call)
     times = {name: each.median for name, each in interleave(calls, budget_s=0.05, device=device, clock="events").items()}
     ratios = {name: time / times[NORMAL] for name, time in times.items()}
-    slow = {name: x for name, x in ratios.items() if x > (FINITE_LIMIT if DISTRIBUTIONS[name].finite else NON_FINITE_LIMIT)}
+    limits = {name: FINITE_LIMIT if DISTRIBUTIONS[name].finite else NON_FINITE_LIMIT for name in ratios}
+    if grad and isinstance(mask, (Causal, SlidingWindow)):
+        limits |= ABOVE
+    slow = {name: x for name, x in ratios.items() if x > limits[name]}
     assert not slow, slow
 
 
