@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.band_tables import areas, canonical
-from tilewise.bands import INF, Band, Bands, within
-from tilewise.bitmap import Bitmap
 from tilewise.errors import ShapeError
 from tilewise.masks import (
     Causal,
     Documents,
     Full,
 )
+from tilewise.masks.band_tables import areas, canonical
+from tilewise.masks.bands import INF, Band, Bands, within
+from tilewise.masks.bitmap import Bitmap
 
 lengths = st.integers(0, 14)
 

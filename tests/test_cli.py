@@ -10,35 +10,38 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import bench, checks, cli, dispatch
+from tilewise import bench
 from tilewise.backends.reference import Reference
+from tilewise.cli import grammar
 from tilewise.demo import job, pictures, sweep
 from tilewise.demo.place import CPU
 from tilewise.errors import UnsupportedError
+from tilewise.runtime import dispatch
+from tilewise.testing import checks
 from tilewise.testing.conformance import CLOSED_FORMS
 
 TINY = ["--steps", "2", "--seqlens", "64,128", "--batch", "1", "--context", "64"]
 
 
 def test_help_of_every_command_has_examples_and_exit_codes(capsys):
-    assert cli.main(["--help"]) == 0
+    assert grammar.main(["--help"]) == 0
     overview = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name in grammar.COMMANDS:
         assert f"tilewise {name}" in overview
-        assert cli.main([name, "--help"]) == 0
+        assert grammar.main([name, "--help"]) == 0
         text = capsys.readouterr().out
         assert f"examples:\n  tilewise {name}" in text and "exit codes:\n  0 " in text and "130  interrupted" in text
 
 
-@pytest.mark.parametrize("line", [line for text in cli.EXAMPLES.values() for line in text.splitlines()])
+@pytest.mark.parametrize("line", [line for text in grammar.EXAMPLES.values() for line in text.splitlines()])
 def test_every_example_parses(line):
     command = line.split("  ")[1] if "(" not in line else "tilewise explain --mask Causal()&SlidingWindow(255,None)|FirstKeys(4)"
-    options = cli.parser().parse_args(command.split()[1:])
+    options = grammar.parser().parse_args(command.split()[1:])
     assert options.command == command.split()[1]
 
 
 def test_defaults_of_the_demo_are_those_of_the_job():
-    given = vars(cli.parser().parse_args(["demo", "--device", "cpu"]))
+    given = vars(grammar.parser().parse_args(["demo", "--device", "cpu"]))
     whole = job.options(**{name: given[name] for name in ("device", *vars(job.options())) if name != "place"})
     assert whole == job.options(torch.device("cpu"))
 
@@ -52,7 +55,7 @@ def test_defaults_of_the_demo_are_those_of_the_job():
     + [["doctor", "--threads", number] for number in ("0", "99999", str(8 * os.cpu_count() + 1))],
 )
 def test_wrong_usage_is_2(argv, capsys):
-    assert cli.main(argv) == 2
+    assert grammar.main(argv) == 2
     assert "usage: tilewise" in capsys.readouterr().err
 
 
@@ -72,13 +75,13 @@ def test_wrong_usage_is_2(argv, capsys):
 )
 def test_errors_are_one_sentence(argv, code, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(argv) == code
+    assert grammar.main(argv) == code
     said = capsys.readouterr().err
     assert said.startswith(sentence) and said.count("\n") == 1
 
 
 def test_too_many_threads_are_refused_in_a_sentence(capsys):
-    assert cli.main(["explain", "--threads", "99999"]) == 2
+    assert grammar.main(["explain", "--threads", "99999"]) == 2
     cores = os.cpu_count()
     sentence = f"argument --threads: 99999 is too many; this machine's {cores} cores take up to {8 * cores}, 8 for each\n"
     assert capsys.readouterr().err.endswith(sentence)
@@ -98,7 +101,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(command, out, tmp_
     Path("a file").write_text("kept")
     for module, work in ((job, "run"), (bench, "run")):
         monkeypatch.setattr(module, work, lambda *args, **kwargs: pytest.fail("it worked before it looked"))
-    assert cli.main([command, "--out", out]) == 3
+    assert grammar.main([command, "--out", out]) == 3
     said = capsys.readouterr().err
     assert said.startswith(f"tilewise {command}: ") and said.count("\n") == 1 and out.split("/report")[0] in said
     assert Path("a file").read_text() == "kept" and not list(Path("a folder").iterdir())
@@ -111,7 +114,7 @@ def test_looking_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path, m
     monkeypatch.setattr(bench, "run", interrupt)
     new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
     old.write_text("a row\n")
-    assert [cli.main(["bench", "--out", str(path)]) for path in (new, old)] == [130, 130]
+    assert [grammar.main(["bench", "--out", str(path)]) for path in (new, old)] == [130, 130]
     assert not new.exists() and old.read_text() == "a row\n"
 
 
@@ -127,7 +130,7 @@ def test_output_that_nobody_reads_is_no_failure(argv):
 
 def test_traceback_on_demand():
     with pytest.raises(ValueError, match="is in no check's name"):
-        cli.main(["check", "--case", "no such case", "--traceback"])
+        grammar.main(["check", "--case", "no such case", "--traceback"])
 
 
 def test_interruption_is_130(tmp_path, monkeypatch, capsys):
@@ -136,7 +139,7 @@ def test_interruption_is_130(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(job, "run", interrupt)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["demo"]) == 130
+    assert grammar.main(["demo"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
@@ -145,14 +148,14 @@ def test_unexpected_errors_point_to_traceback(monkeypatch, capsys):
         raise RuntimeError("the sky fell\nin many lines")
 
     monkeypatch.setattr(job, "run", fail)
-    assert cli.main(["demo"]) == 3
+    assert grammar.main(["demo"]) == 3
     assert capsys.readouterr().err == "tilewise demo: the sky fell (run it with --traceback to see where)\n"
 
 
 def test_demo_writes_its_page_and_says_what_ran(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
     page = tmp_path / "new folder" / "report.html"
-    assert cli.main(["demo", *TINY, "--out", str(page)]) == 0
+    assert grammar.main(["demo", *TINY, "--out", str(page)]) == 0
     out = capsys.readouterr().out
     assert "The two trainings agree: at each of 2 steps" in out and "report.html" in out
     q = torch.empty(1, 64, 4, 64, requires_grad=True)
@@ -168,7 +171,7 @@ def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
     monkeypatch.setattr(type(chosen), "describe", lambda self: "for the [abacus] of 12 rods", raising=False)
     assert f"backend: {chosen.name} (for the [abacus] of 12 rods)\n" in job.explain(config, 1, CPU)
     monkeypatch.setenv("COLUMNS", "160")
-    assert cli.main(["doctor"]) == 0
+    assert grammar.main(["doctor"]) == 0
     assert "for the [abacus] of 12 rods" in capsys.readouterr().out
     monkeypatch.setattr(type(chosen), "describe", None)
     assert f"backend: {chosen.name}\n" in job.explain(config, 1, CPU)
@@ -178,14 +181,14 @@ def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
     ours = job.ATTENTIONS["tilewise"]
     monkeypatch.setitem(job.ATTENTIONS, "tilewise", lambda q, k, v: 1.5 * ours(q, k, v))
-    assert cli.main(["demo", *TINY, "--out", str(tmp_path / "report.html")]) == 1
+    assert grammar.main(["demo", *TINY, "--out", str(tmp_path / "report.html")]) == 1
     assert "DISAGREE" in capsys.readouterr().out
 
 
 def test_check_passes_and_lists(capsys):
-    assert cli.main(["check", "--case", "closed form: key order", "--backend", "reference"]) == 0
+    assert grammar.main(["check", "--case", "closed form: key order", "--backend", "reference"]) == 0
     assert "reference" in capsys.readouterr().out
-    assert cli.main(["check", "--list"]) == 0
+    assert grammar.main(["check", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert len(names) > 100 and "closed form: ones give ones" in names and any("causal-bf16" in name for name in names)
 
@@ -240,24 +243,24 @@ def test_checks_find_what_is_wrong_and_name_what_is_skipped():
 @pytest.mark.parametrize(("backend", "code", "said"), [(Wrong, 1, "failed: wrong, closed form"), (Refusing, 3, f"skipped {FORMS}: ")])
 def test_check_exit_codes(backend, code, said, monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "backends", lambda: (backend(),))
-    assert cli.main(["check", "--case", "closed form"]) == code
+    assert grammar.main(["check", "--case", "closed form"]) == code
     assert said in capsys.readouterr().out
 
 
 def test_bench_writes_rows_that_report_turns_into_tables_plots_and_a_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = ["--seqlen", "32,64", "--heads", "2/1", "--head-dim", "16", "--mask", "causal", "--budget", "0.01"]
-    assert cli.main(["bench", *sizes, "--impl", "tilewise,sdpa", "--out", "results/rows.jsonl"]) == 0
+    assert grammar.main(["bench", *sizes, "--impl", "tilewise,sdpa", "--out", "results/rows.jsonl"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
     assert {(row["impl"], row["case"]["seqlen_q"], row["passed"]) for row in rows} == {
         (impl, seqlen, True) for impl in ("tilewise", "sdpa") for seqlen in (32, 64)
     }
     document = tmp_path / "document.md"
     document.write_text("<!-- tilewise:begin time -->\n<!-- tilewise:end time -->\n")
-    assert cli.main(["report", "results/rows.jsonl", "--docs", str(document), "--plots", "plots"]) == 0
+    assert grammar.main(["report", "results/rows.jsonl", "--docs", str(document), "--plots", "plots"]) == 0
     assert "| time (ms, median) | tilewise | sdpa |" in document.read_text()
     assert (tmp_path / "plots" / "time.svg").read_text().count("<svg") == 1
-    assert cli.main(["report", "results/rows.jsonl", "--html", "page.html"]) == 0
+    assert grammar.main(["report", "results/rows.jsonl", "--html", "page.html"]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 4 and "tilewise" in page and "<script" not in page
     capsys.readouterr()
@@ -267,7 +270,7 @@ BLIND = ["bench", "--mask", "documents:5:6", "--seqlen", "100", "--budget", "0.0
 
 
 def test_rows_that_see_nothing_are_right_in_the_formula_too(capsys):
-    assert cli.main([*BLIND, "--impl", "tilewise,naive"]) == 0
+    assert grammar.main([*BLIND, "--impl", "tilewise,naive"]) == 0
     assert "wrong" not in capsys.readouterr().out
 
 
@@ -281,28 +284,28 @@ def test_only_results_of_tilewise_decide_how_bench_ends(wrong, code, monkeypatch
         return (lambda q, k, v: 1.5 * attend(q, k, v)) if self.name == wrong else attend
 
     monkeypatch.setattr(type(spoiled), "prepare", prepare)
-    assert cli.main([*BLIND, "--impl", "tilewise,tilewise:reference,naive"]) == code
+    assert grammar.main([*BLIND, "--impl", "tilewise,tilewise:reference,naive"]) == code
     out = capsys.readouterr().out
     assert out.count(" wrong") == 1 and f"{wrong}: missed the tolerance: o[" in out
 
 
 def test_bench_lists_its_contenders(capsys):
-    assert cli.main(["bench", "--list"]) == 0
+    assert grammar.main(["bench", "--list"]) == 0
     assert {"tilewise", "sdpa", "naive"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("mask", ["causal", "window:15", "documents:20:44", "Causal()&SlidingWindow(15,None)|FirstKeys(4)"])
 def test_explain_names_the_backend(mask, capsys):
-    assert cli.main(["explain", "--seqlen", "64", "--heads", "4/2", "--dtype", "bf16", "--mask", mask, "--grad"]) == 0
+    assert grammar.main(["explain", "--seqlen", "64", "--heads", "4/2", "--dtype", "bf16", "--mask", mask, "--grad"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("backend: ") and "visible pairs: " in out
 
 
 def test_doctor_reports_packages_and_backends(capsys):
-    assert cli.main(["doctor"]) == 0
+    assert grammar.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "nvidia-cutlass-dsl" in out and all(backend.name in out for backend in dispatch.backends())
-    assert cli.main(["doctor", "--json"]) == 0
+    assert grammar.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["torch"] and found["packages"]["numpy"]
     assert [status["name"] for status in found["backends"] if status["device"] == "cpu"] == [each.name for each in dispatch.backends()]
@@ -311,7 +314,7 @@ def test_doctor_reports_packages_and_backends(capsys):
 
 def test_doctor_without_a_usable_backend_is_3(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "backends", lambda: (Refusing(),))
-    assert cli.main(["doctor"]) == 3
+    assert grammar.main(["doctor"]) == 3
     assert "it takes nothing" in capsys.readouterr().out
 
 
@@ -320,7 +323,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
     monkeypatch.setattr(job, "run", missing)
-    assert cli.main(["demo"]) == 3
+    assert grammar.main(["demo"]) == 3
     assert "the package 'matplotlib' is not installed; install it with: pip install matplotlib" in capsys.readouterr().err
 
 
@@ -329,7 +332,7 @@ def test_no_backend_is_3(monkeypatch, capsys):
         raise UnsupportedError("no backend can run this problem")
 
     monkeypatch.setattr(job, "run", unsupported)
-    assert cli.main(["demo"]) == 3
+    assert grammar.main(["demo"]) == 3
     assert capsys.readouterr().err == "tilewise demo: no backend can run this problem\n"
 
 
@@ -353,7 +356,7 @@ def test_module_runs_and_importing_the_command_line_is_light():
     ],
 )
 def test_rungs_on_the_command_line(arguments, code, message, capsys):
-    assert cli.main(["bench", *arguments]) == code
+    assert grammar.main(["bench", *arguments]) == code
     assert message in capsys.readouterr().err
 
 
@@ -362,7 +365,7 @@ def test_parts_of_a_benchmark(tmp_path, capsys):
     sizes, codes = ["--seqlen", "16,32,48", "--heads", "1", "--head-dim", "8", "--mask", "causal"], []
     for part in range(1, 6):
         out = tmp_path / f"{part}.jsonl"
-        codes.append(cli.main(["bench", "naive", *sizes, "--check", "--part", f"{part}/5", "--out", str(out)]))
+        codes.append(grammar.main(["bench", "naive", *sizes, "--check", "--part", f"{part}/5", "--out", str(out)]))
     found = [json.loads(line)["case"]["seqlen_q"] for path in sorted(tmp_path.glob("*.jsonl")) for line in path.read_text().splitlines()]
     assert codes == [0, 0, 0, 2, 2] and found == [16, 32, 48]
     assert "part is 4/5, and there are 3 workloads" in capsys.readouterr().err
@@ -370,7 +373,7 @@ def test_parts_of_a_benchmark(tmp_path, capsys):
 
 def test_checks_without_times(capsys, tmp_path):
     sizes = ["--seqlen", "48", "--heads", "2", "--mask", "causal"]
-    assert cli.main(["bench", "tilewise", "sdpa,naive", *sizes, "--check", "--out", str(tmp_path / "rows.jsonl")]) == 0
+    assert grammar.main(["bench", "tilewise", "sdpa,naive", *sizes, "--check", "--out", str(tmp_path / "rows.jsonl")]) == 0
     out = capsys.readouterr().out
     assert "Against the fp64 oracle" in out and out.count("passed") == 3
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -380,18 +383,18 @@ def test_checks_without_times(capsys, tmp_path):
 def test_cells_of_the_ladder_for_any_contender(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     cell = ["--set", "ladder", "--seqlen", "16", "--head-dim", "64", "--causal", "0"]
-    assert cli.main(["bench", "k5,sdpa:cudnn", *cell, "--device", "cpu", "--check"]) == 3
+    assert grammar.main(["bench", "k5,sdpa:cudnn", *cell, "--device", "cpu", "--check"]) == 3
     out = capsys.readouterr().out
     assert "b1024 s16 h32 d64 Full() bf16 fwd" in out and "it runs on a Hopper GPU" in out and "torch has no cudnn kernel on a CPU" in out
 
 
 def test_calls_that_no_machine_holds_are_refused_in_one_sentence(capsys):
-    assert cli.main(["explain", "--seqlen", "9999999999"]) == cli.UNUSABLE
+    assert grammar.main(["explain", "--seqlen", "9999999999"]) == grammar.UNUSABLE
     said = "tilewise explain: q, k and v of this call would take 61,440 GB, which cpu does not have; give a smaller --seqlen"
     assert capsys.readouterr().err.startswith(said)
-    assert cli.main(["explain", "--seqlen", "9" * 30]) == cli.UNUSABLE
+    assert grammar.main(["explain", "--seqlen", "9" * 30]) == grammar.UNUSABLE
     assert "GB, which cpu does not have" in capsys.readouterr().err
     error = RuntimeError(
         "[enforce fail at alloc.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 20479999997952 bytes."
     )
-    assert cli._sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"
+    assert grammar._sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"

@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import tilewise as tw
-from tilewise import ShapeError, decode_operator
-from tilewise.decode_operator import Operands
+from tilewise import ShapeError
+from tilewise.runtime import decode_operator
+from tilewise.runtime.decode_operator import Operands
 
 LENGTHS = torch.tensor([3, 9])
 TABLE = torch.tensor([[2, 0, 5], [1, 3, 4]])

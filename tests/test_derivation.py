@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise import derivation
+from tilewise.ladder import derivation
 
 FORWARDS = {
     "one_pass": lambda q, k, v, tile_m, tile_n, **kw: derivation.attention_one_pass(q, k, v, **kw),

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import dispatch, problem, repeats
+from tilewise import problem
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Full
+from tilewise.runtime import dispatch, repeats
 
 
 class Half:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.backends.hopper.tables import tables
+from tilewise.backends.tables.runs import tables
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, Slices, SlidingWindow
 from tilewise.testing.cases import masks, random_mask
 

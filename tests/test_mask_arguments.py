@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.bitmap import Bitmap
-from tilewise.dense_masks import Packed
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import (
     Causal,
@@ -20,6 +18,8 @@ from tilewise.masks import (
     SlidingWindow,
     parse,
 )
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.dense import Packed
 
 BAD = [
     (lambda: SlidingWindow(-1, 0), ValueError, r"SlidingWindow: left must be an integer, 0 or more, or None for unbounded, got -1"),

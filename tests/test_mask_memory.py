@@ -7,8 +7,11 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import expression, mask_text, masks, repeats
-from tilewise.bands import Bands
+from tilewise.masks import constructors as masks
+from tilewise.masks import mask as expression
+from tilewise.masks import text as mask_text
+from tilewise.masks.bands import Bands
+from tilewise.runtime import repeats
 
 DOCUMENTS = 2000
 

@@ -13,9 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.bitmap import Bitmap, Recent
-from tilewise.dense_masks import Packed
-from tilewise.expression import KEPT
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
@@ -29,7 +26,10 @@ from tilewise.masks import (
     SlidingWindow,
     parse,
 )
-from tilewise.tiles import lower
+from tilewise.masks.bitmap import Bitmap, Recent
+from tilewise.masks.dense import Packed
+from tilewise.masks.mask import KEPT
+from tilewise.masks.tiles import lower
 
 
 def causal(sq, sk, i, j):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise import cli, doctor
+from tilewise.cli import doctor, grammar
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "tilewise"
@@ -53,7 +53,7 @@ def names_in(text: str) -> list[str]:
 
 def test_a_missing_name_is_found():
     assert missing("tilewise.compat.transformers") == "tilewise.compat.transformers: tilewise has no compat"
-    assert missing("tilewise.tiles.lowered").endswith("tilewise.tiles has no lowered")
+    assert missing("tilewise.masks.tiles.lowered").endswith("tilewise.masks.tiles has no lowered")
     assert names_in("see `tilewise.compat.x`, tilewise.merge(a)") == ["tilewise.compat.x", "tilewise.merge"]
     assert not missing("tilewise.merge") and not missing("tilewise.backends.cpu.build") and not missing("tilewise.masks.Causal")
 
@@ -70,9 +70,9 @@ def test_files_in_the_design():
 
 
 def test_names_in_the_command_line(capsys):
-    texts = [source.read_text() for source in (SOURCES / "cli.py", SOURCES / "commands.py", SOURCES / "kernel_commands.py")]
-    for command in cli.COMMANDS:
-        assert cli.main([command, "--help"]) == 0
+    texts = [source.read_text() for source in (SOURCES / "cli/grammar.py", SOURCES / "cli/commands.py", SOURCES / "cli/kernels.py")]
+    for command in grammar.COMMANDS:
+        assert grammar.main([command, "--help"]) == 0
     assert not list(filter(None, map(missing, names_in(" ".join(texts) + capsys.readouterr().out))))
 
 

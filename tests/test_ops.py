@@ -5,7 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise import masks, ops
+from tilewise import masks
+from tilewise.runtime import operator
 
 
 def qkv(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, dtype=torch.float64, grad=True, seed=0):
@@ -18,7 +19,7 @@ def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
     tensors = []
     absent = dict.fromkeys(("bias", "alibi_slopes", "sink", "diagonal", "rng", "scale", "backend"))
     settings = {"softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "grad": True, "mask": mask.text(tensors), "mask_tensors": tensors}
-    return tuple(ops.Operands(**(dict(q=q, k=k, v=v) | absent | settings | fields)))
+    return tuple(operator.Operands(**(dict(q=q, k=k, v=v) | absent | settings | fields)))
 
 
 OPCHECKS = {
@@ -33,7 +34,7 @@ OPCHECKS = {
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("extra", OPCHECKS.values(), ids=OPCHECKS)
 def test_opcheck(extra, backend):
-    torch.library.opcheck(ops.forward, operands(*qkv(), **extra, backend=backend))
+    torch.library.opcheck(operator.forward, operands(*qkv(), **extra, backend=backend))
 
 
 FEATURES = {

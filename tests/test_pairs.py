@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 import tilewise as tw
-from tilewise.band_tables import LONGEST
 from tilewise.masks import Slices
+from tilewise.masks.band_tables import LONGEST
 
 LENGTHS = (2**31 - 1, 2**31, 2**32 + 1, 2**40, 2**45 + 3, 2**60)
 MASKS = (

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tilewise import philox
+from tilewise.backends import philox
 from tilewise.problem import Dropout
 
 ONES = 0xFFFFFFFF

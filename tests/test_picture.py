@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.masks import Causal, Dense, Documents, Full, PerHead, SlidingWindow
-from tilewise.picture import COLOURS, FILLED, HIDDEN, PARTIAL, SKIPPED
+from tilewise.masks.picture import COLOURS, FILLED, HIDDEN, PARTIAL, SKIPPED
 
 
 def test_text_shows_a_character_a_tile():

@@ -5,9 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise import repeats
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Dense, SlidingWindow
+from tilewise.runtime import repeats
 
 
 @pytest.fixture(autouse=True)

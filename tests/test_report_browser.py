@@ -8,7 +8,7 @@ from html import escape
 import pytest
 from matplotlib import image
 
-from tilewise import cli
+from tilewise.cli import grammar
 from tilewise.demo import pictures, sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -40,7 +40,7 @@ def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
-        assert cli.main(["demo", "--steps", "3", "--seqlens", "64,128", "--batch", "1", "--context", "64", "--out", str(path)]) == 0
+        assert grammar.main(["demo", "--steps", "3", "--seqlens", "64,128", "--batch", "1", "--context", "64", "--out", str(path)]) == 0
     return path
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tilewise.machines import A100, H100, KB, MACHINES, machine_for
-from tilewise.roofline import (
+from tilewise.machine.roofline import (
     Launch,
     Shape,
     Tile,
@@ -17,6 +16,7 @@ from tilewise.roofline import (
     paper_flops,
     score_matrix_bytes,
 )
+from tilewise.machine.sheets import A100, H100, KB, MACHINES, machine_for
 
 
 def shape(seqlen=4096, head_dim=128, heads=1, batch=1, **changes):

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.bands import INF, Band, Bands
-from tilewise.bitmap import Bitmap
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, SlidingWindow
-from tilewise.tiles import BAND, BITMAP, FULL, lower
+from tilewise.masks.bands import INF, Band, Bands
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.tiles import BAND, BITMAP, FULL, lower
 
 
 @st.composite

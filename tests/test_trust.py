@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import trust
 from tilewise.backends.cpu import build, native
+from tilewise.machine import trust
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users own files on POSIX systems")
 STRANGER = 12345

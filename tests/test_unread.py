@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.backends.hopper.documents import by_rows, offsets
+from tilewise.backends.tables.documents import by_rows, offsets
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow, Unread, parse
 

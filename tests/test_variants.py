@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import gradients, warmup
-from tilewise.backends.hopper.backward_config import configure
+from tilewise.backends.hopper import warmup
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward.config import configure
 from tilewise.bench.workloads import gpu_shapes, paper_sweep
 
 BOARD = gradients.Board(132, 0)

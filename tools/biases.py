@@ -23,8 +23,8 @@ from tilewise.bench.provenance import provenance
 from tilewise.bench.store import Row, append
 from tilewise.bench.timing import interleave
 from tilewise.bench.workloads import Workload
+from tilewise.machine.roofline import DIRECTIONS
 from tilewise.masks import Causal, Full, Mask
-from tilewise.roofline import DIRECTIONS
 
 CLOSE = 2**-6  # of the largest number: results and gradients are rounded to eight bits
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = rungs_of(arguments.names) if arguments.command == "rungs" else calls_of(arguments)
     except ValueError as error:
         parser.error(str(error))
-    from tilewise.hopper.compile import why_not_here
+    from tilewise.sm90.jit import why_not_here
 
     if reasons := why_not_here():
         sys.exit(f"Hopper's kernels cannot be profiled here: {'; '.join(reasons)}")

@@ -64,7 +64,7 @@ fi
 
 "$PYTHON" - <<'PY' || exit 3
 import sys
-from tilewise.hopper.compile import why_not_here
+from tilewise.sm90.jit import why_not_here
 sys.exit("; ".join(why_not_here()) or None)
 PY
 

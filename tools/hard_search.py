@@ -25,7 +25,7 @@ from tilewise.bench.runner import TIME_SEED, call_of
 from tilewise.bench.selectors import mask_from
 from tilewise.bench.timing import Stats, interleave
 from tilewise.bench.workloads import DTYPES, Workload
-from tilewise.roofline import DIRECTIONS
+from tilewise.machine.roofline import DIRECTIONS
 
 TOGETHER = 4  # candidates that are timed in turns with one call on normal inputs
 SUSPECT = 1.1  # times the normal time

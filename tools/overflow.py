@@ -16,7 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import Hopper, gradients
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import call as gradients
 from tilewise.bench.provenance import provenance
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, Documents, Full, Mask, SlidingWindow

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = calls_of(arguments)
     except ValueError as error:
         parser.error(str(error))
-    from tilewise.hopper.compile import why_not_here
+    from tilewise.sm90.jit import why_not_here
 
     if reasons := why_not_here():
         sys.exit(f"Hopper's kernels cannot be measured here: {'; '.join(reasons)}")
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def variant_from(text: str) -> Variant:
     """Raises ArgumentTypeError for what is no variant."""
-    from tilewise.backends.hopper.backward_config import Config
+    from tilewise.backends.hopper.backward.config import Config
 
     name, colon, given = text.partition(":")
     found, known = {}, {field.name for field in fields(Config)}
@@ -87,7 +87,7 @@ def variant_from(text: str) -> Variant:
 @contextmanager
 def in_place(variant: Variant):
     """The backward pass as the variant has it."""
-    from tilewise.backends.hopper import gradients
+    from tilewise.backends.hopper.backward import call as gradients
 
     shipped_config, shipped_order = gradients.config_of, gradients._order
 

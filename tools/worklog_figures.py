@@ -18,11 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
-from tilewise.bench.plots import COLOURS, STYLE
-from tilewise.machines import H100
+from tilewise.bench.plots import COLOURS
+from tilewise.display.style import STYLE
+from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
+from tilewise.machine.sheets import H100
 from tilewise.masks import Causal
-from tilewise.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
-from tilewise.tiles import lower
+from tilewise.masks.tiles import lower
 
 FOLDER = Path(__file__).parents[1] / "docs" / "worklog" / "figures"
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK = COLOURS

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from worklog_figures import SHAPE, length, score_memory
 
-from tilewise.machines import H100, KB
+from tilewise.machine.roofline import Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
+from tilewise.machine.sheets import H100, KB
 from tilewise.masks import Causal
-from tilewise.roofline import Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
-from tilewise.tiles import lower
+from tilewise.masks.tiles import lower
 
 PAGES = Path(__file__).parents[1] / "docs" / "worklog"
 

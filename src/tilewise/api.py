@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tilewise import errors, ops, repeats, vmaps  # noqa: F401 (vmaps registers itself)
+from tilewise import errors
 from tilewise.errors import ShapeError
-from tilewise.explain import Explanation, describe
 from tilewise.masks import Causal, Full, Mask, PerHead
+from tilewise.runtime import operator, repeats, vmaps  # noqa: F401 (vmaps registers itself)
+from tilewise.runtime.explain import Explanation, describe
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -90,7 +91,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    o, lse = ops.attend(given)
+    o, lse = operator.attend(given)
     if alone:
         repeats.remember(*tensors, options, given)
     return (o, lse) if return_lse else o
@@ -161,7 +162,7 @@ def attention_varlen(
     documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
     text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse = ops.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
+    o, lse = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     return (o, lse) if return_lse else o
 
@@ -190,7 +191,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
     given = operands(q, k, v, combine(wanted["causal"], wanted["mask"]), dropout=dropout, **{name: wanted[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
-    return describe(ops.call_of(given), given.backend, copied)
+    return describe(operator.call_of(given), given.backend, copied)
 
 
 def operands(
@@ -207,7 +208,7 @@ def operands(
     deterministic: bool,
     backend: str | None,
     bias: Tensor | None = None,
-) -> ops.Operands:
+) -> operator.Operands:
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
     if scale is not None:
@@ -228,7 +229,7 @@ def operands(
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
     q, k, v = (_dense(name, x) if _last_dim_strided(x) else x for name, x in (("q", q), ("k", k), ("v", v)))
-    return ops.Operands(
+    return operator.Operands(
         q=q,
         k=k,
         v=v,
@@ -243,7 +244,7 @@ def operands(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         deterministic=deterministic,
-        grad=ops.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
+        grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         backend=backend,
     )
 

@@ -1,11 +1,9 @@
-"""Attention of a few new tokens against a key/value cache, plain or paged: the contract and its checks; decode_operator.py does the work."""
+"""Attention of a few new tokens against a key/value cache, plain or paged: the contract and its checks; runtime/decode_operator.py does the work."""
 
 import torch
 from torch import Tensor
 
-from tilewise import decode_operator
 from tilewise.api import INDEX_DTYPES, autocast, combine, operands
-from tilewise.decode_operator import NO_GRADIENT
 from tilewise.errors import (
     ShapeError,
     UnsupportedError,
@@ -19,6 +17,8 @@ from tilewise.errors import (
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
+from tilewise.runtime import decode_operator
+from tilewise.runtime.decode_operator import NO_GRADIENT
 
 
 def decode(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import repeats
+from tilewise.runtime import repeats
 
 HERE = Path(__file__)
 TIME_LIMIT_S = 300

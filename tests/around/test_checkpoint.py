@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise import repeats
+from tilewise.runtime import repeats
 
 WITH_GRADIENTS = [name for name, function in FUNCTIONS.items() if function.grads]
 MASKS = {

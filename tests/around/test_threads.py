@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from surroundings import FUNCTIONS, check_cells, check_equal, of, plain
 
-from tilewise import repeats
+from tilewise.runtime import repeats
 
 THREADS, ROUNDS = 6, 20
 STEADY = [name for name in FUNCTIONS if name != "attention, seed drawn"]  # torch's generator is one for all threads

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise as tw
-from tilewise import repeats
+from tilewise.runtime import repeats
 
 WITH_GRADIENTS = [name for name, function in FUNCTIONS.items() if function.grads]
 DRAWN = "attention, seed drawn"  # whose random numbers a vmap draws otherwise

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import philox
+from tilewise.backends import philox
 from tilewise.backends.reference import Reference, delta, differentiate, eager, linearise
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Gradients

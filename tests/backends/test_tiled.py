@@ -9,9 +9,9 @@ import torch
 from tilewise.backends.tiled import Tiled, parts
 from tilewise.backends.tiled.parts import _band_predicate
 from tilewise.backends.tiled.products import Care, accumulate, care
-from tilewise.bands import Band
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.masks import Causal, Dense, Documents, Full, PerHead, SlidingWindow
+from tilewise.masks.bands import Band
 from tilewise.problem import Call
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import FULL, QUICK, Case, make, upstream

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tilewise import bench, cli
+from tilewise import bench
 from tilewise.bench.distributions import DISTRIBUTIONS, HIDDEN
 from tilewise.bench.gate import Gate, sample_of
 from tilewise.bench.impls import Naive, Sdpa, Tilewise
 from tilewise.bench.runner import Timing, run
 from tilewise.bench.selectors import workloads_from
 from tilewise.bench.store import append, load
+from tilewise.cli import grammar
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_the_command(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     options = ["--head-dim", "16", "--dtype", "fp32", "--data", "normal,late jump,nan in v", "--mask", "causal", "--direction", "fwd"]
     command = ["bench", "--set", "hard-inputs", *options, "--impl", "tilewise,sdpa", "--budget", "0.01", "--no-memory", "--out", str(out)]
-    assert cli.main(command) == 0
+    assert grammar.main(command) == 0
     said = capsys.readouterr().out
     assert (
         "d16 fwd Causal() fp32, 512 tokens: finite inputs at most" in said

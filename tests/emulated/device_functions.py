@@ -1,7 +1,7 @@
 """Kernels that are nothing but a function of another one's."""
 
-from tilewise.backends.hopper.backward_finish import share_before
-from tilewise.hopper.dsl import Constexpr, CUstream, Int32, arch, cute
+from tilewise.backends.hopper.backward.finish import share_before
+from tilewise.sm90.dsl import Constexpr, CUstream, Int32, arch, cute
 
 
 @cute.jit

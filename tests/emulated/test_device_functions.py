@@ -4,15 +4,15 @@ import pytest
 import torch
 from emulator.backend import NEEDED, Emulated
 
-from tilewise.hopper import compile as hopper
+from tilewise.sm90 import jit
 
 pytestmark = NEEDED
 
 
 def arguments(config):
-    from tilewise.hopper.dsl import Int32
+    from tilewise.sm90.dsl import Int32
 
-    return [hopper.tensor(Int32, hopper.size(), aligned=False), Int32(0), Int32(0)]
+    return [jit.tensor(Int32, jit.size(), aligned=False), Int32(0), Int32(0)]
 
 
 @pytest.mark.parametrize(("m_blocks", "n_blocks"), [(5, 3), (1, 1), (65536, 32768), (90000, 45000), (92000, 46000), (46000, 46001)])

@@ -66,7 +66,7 @@ def test_a_call_that_waits_for_the_gpu_is_timed_with_its_launch():
 
 
 def test_the_ceiling_is_below_the_data_sheet():
-    from tilewise.machines import machine_for
+    from tilewise.machine.sheets import machine_for
 
     roof, sheet = ceiling("cuda", torch.bfloat16), machine_for("cuda")
     if sheet is None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilewise.cli import main
-from tilewise.hopper.compile import why_not_here
+from tilewise.cli.grammar import main
+from tilewise.sm90.jit import why_not_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 

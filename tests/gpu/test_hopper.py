@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, drawing, held_forward
+from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, Fixed, drawing, held_forward
 
 import tilewise as tw
-from tilewise.backends.hopper import _PARTIALS, Hopper
-from tilewise.backends.hopper.config import shipped
-from tilewise.backends.hopper.tune import Fixed
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.forward.call import _PARTIALS
+from tilewise.backends.hopper.forward.config import shipped
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.testing import conformance

@@ -9,8 +9,9 @@ import torch
 from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, drawing, held, held_each_way, same_bits
 
 import tilewise as tw
-from tilewise.backends.hopper import Hopper, gradients
-from tilewise.backends.hopper.backward_config import LONG, TILES
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward.config import LONG, TILES
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
 from tilewise.problem import Call
@@ -223,14 +224,14 @@ def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
 @pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "finishes" in step[2]], ids=str)
 def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
     """On short sequences, of so many heads that some of dQ is complete when later blocks look for it: right, and the same bits as without."""
-    plain, order, compiled, given = gradients.config_of, gradients._order, gradients.hopper.compiled, []
+    plain, order, compiled, given = gradients.config_of, gradients._order, gradients.jit.compiled, []
     monkeypatch.setattr(gradients, "_order", lambda *of: (*order(*of)[:-1], 150))
 
     def recording(launch, *of):
         kernel = compiled(launch, *of)
         return (lambda *args: (given.append(args), kernel(*args))[1]) if launch == gradients.LAUNCH else kernel
 
-    monkeypatch.setattr(gradients.hopper, "compiled", recording)
+    monkeypatch.setattr(gradients.jit, "compiled", recording)
     stays = sees != "from"  # there with one block of keys a thread block, too, as long sequences have it
     for seqlen_q, seqlen_k, heads_k in ((500, 500, 16), (330, 410, 8), (129, 700, 4)):
         packs = Documents((0, seqlen_q // 3, seqlen_q), (0, seqlen_k // 3, seqlen_k), inner=Causal())

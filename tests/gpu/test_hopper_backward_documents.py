@@ -5,7 +5,7 @@ import torch
 from hopper_problems import INNER, NEEDS_HOPPER, cumulated, drawing, held, packs, same_bits
 
 import tilewise as tw
-from tilewise.backends.hopper.backward_config import TILES
+from tilewise.backends.hopper.backward.config import TILES
 from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance

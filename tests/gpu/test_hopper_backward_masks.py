@@ -5,12 +5,12 @@ import torch
 from hopper_problems import LENGTHS_OF_TABLES, NEEDS_HOPPER, beyond_one_band, drawing, held, random_slices, same_bits
 
 import tilewise as tw
-from tilewise import repeats
-from tilewise.backends.hopper.backward_config import TILES
+from tilewise.backends.hopper.backward.config import TILES
 from tilewise.errors import UnsupportedError
-from tilewise.expression import KEPT
 from tilewise.masks import Causal, Dense, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.masks.mask import KEPT
 from tilewise.problem import Call
+from tilewise.runtime import repeats
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case, masks
 

@@ -7,8 +7,9 @@ import torch
 from hopper_problems import NEEDS_HOPPER, beyond_one_band, drawing, held, held_each_way, random_shape, same_bits
 
 import tilewise as tw
-from tilewise.backends.hopper import Hopper, bias_gradient
-from tilewise.backends.hopper.backward_config import TILES
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.backward.config import TILES
 from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import FEATURES, FILLS, Case, make, random_mask, upstream

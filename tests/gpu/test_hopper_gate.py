@@ -13,7 +13,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tilewise.backends.hopper import Hopper
-from tilewise.hopper.compile import why_not_here
+from tilewise.sm90.jit import why_not_here
 from tilewise.testing import conformance
 from tilewise.testing.cases import FULL, make
 from tilewise.testing.strategies import cases

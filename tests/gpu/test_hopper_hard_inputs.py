@@ -7,7 +7,8 @@ import pytest
 import torch
 from hopper_problems import NEEDS_HOPPER
 
-from tilewise.backends.hopper import Hopper, gradients
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import call as gradients
 from tilewise.bench.distributions import DISTRIBUTIONS, FINITE_LIMIT, HIDDEN, NON_FINITE_LIMIT, NORMAL
 from tilewise.bench.hard_inputs import padded
 from tilewise.bench.timing import interleave

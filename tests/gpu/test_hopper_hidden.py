@@ -1,4 +1,4 @@
-"""NaN and infinities of V in tiles that some rows see and others do not: they reach the rows that see them, and no others (hidden.py)."""
+"""NaN and infinities of V in tiles that some rows see and others do not: they reach the rows that see them, and no others (forward/hidden.py)."""
 
 import math
 

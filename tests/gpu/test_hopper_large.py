@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import Documents, SlidingWindow
+from tilewise.sm90.jit import why_not_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import repeats
-from tilewise.backends.hopper import Hopper, config
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.repeat import Repeat
-from tilewise.hopper import compile as hopper
-from tilewise.hopper.compile import why_not_here
 from tilewise.masks import SlidingWindow
+from tilewise.runtime import repeats
+from tilewise.sm90 import jit
+from tilewise.sm90.jit import why_not_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 
@@ -151,8 +152,8 @@ def test_new_lengths_compile_nothing(monkeypatch):
     """One call for each step of lengths (config.Choice) leaves nothing to compile for any other."""
     for seqlen in config.lengths():
         tw.attention(*qkv(seqlen), causal=True)
-    monkeypatch.setattr(hopper, "build", None)
-    monkeypatch.setattr(hopper.cache, "load", None)
+    monkeypatch.setattr(jit, "build", None)
+    monkeypatch.setattr(jit.cache, "load", None)
     for seqlen in (1, 101, 257, 1000, 3000):
         assert tw.attention(*qkv(seqlen, heads=seqlen % 5 + 1), causal=True).shape[1] == seqlen
 

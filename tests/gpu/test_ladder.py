@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.hopper.compile import why_not_here
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.masks import Causal, Full
+from tilewise.sm90.jit import why_not_here
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case
 

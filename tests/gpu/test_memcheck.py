@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tilewise.hopper.compile import why_not_here
+from tilewise.sm90.jit import why_not_here
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tilewise.errors import UnsupportedError
-from tilewise.hopper.compile import why_not_here
-from tilewise.hopper.phases import Phase
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.ladder.tracing import record
+from tilewise.sm90.jit import why_not_here
+from tilewise.sm90.phases import Phase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import arguments, config
-from tilewise.hopper import cache
-from tilewise.hopper import compile as hopper
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.call import arguments
+from tilewise.sm90 import cache, jit
 
-LAUNCH = "tilewise.backends.hopper.forward:launch"
+LAUNCH = "tilewise.backends.hopper.forward.kernel:launch"
 
 
 class Exported:
@@ -34,7 +34,7 @@ def exported(tmp_path_factory, small) -> Exported:
     if not cache.library():
         pytest.skip("the DSL is not installed, or not for this processor")
     path = tmp_path_factory.mktemp("object") / "kernel.o"
-    hopper.build(*small).export_to_c(str(path), cache.FUNCTION)
+    jit.build(*small).export_to_c(str(path), cache.FUNCTION)
     return Exported(path)
 
 
@@ -43,6 +43,6 @@ def kept(tmp_path, monkeypatch, exported) -> Path:
     """The folder of an empty cache."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TILEWISE_CACHE", raising=False)
-    hopper.compiled.cache_clear()
+    jit.compiled.cache_clear()
     yield cache.folder()
-    hopper.compiled.cache_clear()
+    jit.compiled.cache_clear()

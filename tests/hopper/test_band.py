@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from tilewise.backends.hopper import band
+from tilewise.backends.tables import band
 from tilewise.masks import Causal, Full, SlidingWindow
 
 SIDES = (None, 0, 1, 2, 5, 9, 10**12)

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.backends.hopper import Hopper, bias_gradient, changes, gradients
+from tilewise.backends.hopper import Hopper, changes
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.masks import Causal, Full
 from tilewise.problem import LEAST_SOFTCAP, Call
 
@@ -31,7 +33,7 @@ def test_what_the_kernel_leaves_is_summed_up(shape, parts, dtype, monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(bias_gradient.hopper, "compiled", compiled)
+    monkeypatch.setattr(bias_gradient.jit, "compiled", compiled)
     monkeypatch.setattr(bias_gradient, "parts_of", lambda *_: parts)
     statistics = torch.zeros(2, 3, 4, 64)
     found = bias_gradient.compute(call, (call.q, call.k, call.v, call.q), statistics, 132)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise import trust
-from tilewise.backends.hopper import config
-from tilewise.hopper import cache
-from tilewise.hopper import compile as hopper
+from tilewise.backends.hopper.forward import config
+from tilewise.machine import trust
+from tilewise.sm90 import cache, jit
 
 
 def said_by(function) -> str:
@@ -33,20 +32,20 @@ def builds(exported, monkeypatch) -> list:
         calls.append(given)
         return exported
 
-    monkeypatch.setattr(hopper, "build", build)
+    monkeypatch.setattr(jit, "build", build)
     return calls
 
 
 @pytest.fixture
 def path(kept, small) -> Path:
-    return cache.entry(small[0], small[2], hopper.arch())
+    return cache.entry(small[0], small[2], jit.arch())
 
 
 def test_the_second_process_does_not_compile(kept, small, builds, path):
-    first = hopper.compiled(*small)
-    assert hopper.compiled(*small) is first and len(builds) == 1
-    hopper.compiled.cache_clear()  # as in another process
-    assert "launch(mQ" in said_by(hopper.compiled(*small)) and len(builds) == 1
+    first = jit.compiled(*small)
+    assert jit.compiled(*small) is first and len(builds) == 1
+    jit.compiled.cache_clear()  # as in another process
+    assert "launch(mQ" in said_by(jit.compiled(*small)) and len(builds) == 1
     assert list(path.parent.iterdir()) == [path] and cache.entries() == [path]
 
 
@@ -54,14 +53,14 @@ def test_a_function_and_its_name_have_one_entry(kept, small, builds):
     from importlib import import_module
 
     module, _, name = small[0].partition(":")
-    hopper.compiled(*small)
-    hopper.compiled(getattr(import_module(module), name), *small[1:])
+    jit.compiled(*small)
+    jit.compiled(getattr(import_module(module), name), *small[1:])
     assert len(builds) == 1 and len(cache.entries()) == 1
 
 
 def test_with_options_it_is_compiled_afresh(kept, small, builds):
-    hopper.compiled(*small)
-    hopper.compiled(*small, "remarks{ptx}")
+    jit.compiled(*small)
+    jit.compiled(*small, "remarks{ptx}")
     assert [call[3] for call in builds] == ["", "remarks{ptx}"] and len(cache.entries()) == 1
 
 
@@ -79,19 +78,19 @@ def test_with_options_it_is_compiled_afresh(kept, small, builds):
     ],
 )
 def test_a_damaged_entry_is_replaced(spoil, kept, small, builds, path):
-    hopper.compiled(*small)
+    jit.compiled(*small)
     right = path.read_bytes()
     path.unlink()  # a new file, as what is loaded must not change
     path.write_bytes(spoil(right))
-    hopper.compiled.cache_clear()
+    jit.compiled.cache_clear()
     assert cache.load(path) is None
-    assert "launch(mQ" in said_by(hopper.compiled(*small)) and len(builds) == 2
+    assert "launch(mQ" in said_by(jit.compiled(*small)) and len(builds) == 2
     assert path.read_bytes() == right
 
 
 def test_an_entry_under_another_name_is_not_taken(kept, small, builds, path):
-    hopper.compiled(*small)
-    other = cache.entry(small[0], replace(small[2], dtype=torch.float16), hopper.arch())
+    jit.compiled(*small)
+    other = cache.entry(small[0], replace(small[2], dtype=torch.float16), jit.arch())
     shutil.copy(path, other)
     assert cache.load(path) and cache.load(other) is None
 
@@ -150,7 +149,7 @@ def test_other_versions_have_other_entries(kept, small, sources, monkeypatch):
 def test_changed_device_code_has_other_entries(kept, small, sources):
     before = cache.entry(small[0], small[2], "sm_90a")
     assert before is not None
-    changed = sources / "hopper" / "fragments.py"
+    changed = sources / "sm90" / "fragments.py"
     changed.write_text(changed.read_text() + "\n")
     os.utime(changed, (1e9, 1e9))
     after = cache.entry(small[0], small[2], "sm_90a")
@@ -159,21 +158,21 @@ def test_changed_device_code_has_other_entries(kept, small, sources):
 
 def test_code_that_was_edited_under_this_process_is_not_kept(kept, small, sources, exported):
     before = cache.entry(small[0], small[2], "sm_90a")
-    os.utime(sources / "hopper" / "fragments.py", (cache.IMPORTED + 5, cache.IMPORTED + 5))
+    os.utime(sources / "sm90" / "fragments.py", (cache.IMPORTED + 5, cache.IMPORTED + 5))
     assert cache.entry(small[0], small[2], "sm_90a") is None and not cache.store(before, exported)
 
 
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_switched_off(value, kept, small, builds, monkeypatch, exported):
     monkeypatch.setenv("TILEWISE_CACHE", value)
-    assert hopper.compiled(*small) is exported and not kept.exists()
+    assert jit.compiled(*small) is exported and not kept.exists()
     assert cache.describe() == f"every process compiles what it needs: the cache is off, because TILEWISE_CACHE is '{value}'"
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, kept, small, builds, monkeypatch, exported):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "file"))
-    assert hopper.compiled(*small) is exported
+    assert jit.compiled(*small) is exported
     assert f"every process compiles what it needs: {tmp_path / 'file'} cannot be written to" in cache.describe()
 
 
@@ -181,20 +180,20 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, kept, small, builds, monke
 def test_a_folder_without_the_right_to_write(tmp_path, kept, small, builds, exported):
     tmp_path.chmod(0o500)
     try:
-        assert hopper.compiled(*small) is exported and "cannot be written to" in cache.describe()
+        assert jit.compiled(*small) is exported and "cannot be written to" in cache.describe()
     finally:
         tmp_path.chmod(0o700)
 
 
 def test_entries_of_a_folder_that_became_read_only_are_used(kept, small, builds, path, monkeypatch):
-    hopper.compiled(*small)
-    hopper.compiled.cache_clear()
+    jit.compiled(*small)
+    jit.compiled.cache_clear()
 
     def refuse(*_):
         raise PermissionError("read-only")
 
     monkeypatch.setattr(os, "utime", refuse)
-    hopper.compiled(*small)
+    jit.compiled(*small)
     assert len(builds) == 1
 
 
@@ -214,7 +213,7 @@ def test_what_was_not_used_for_longest_goes_first(kept, small, exported, monkeyp
 RACE = """
 import sys
 from pathlib import Path
-from tilewise.hopper import cache
+from tilewise.sm90 import cache
 
 class Exported:
     def export_to_c(self, path, name):
@@ -248,8 +247,9 @@ WARM = """
 import json, sys, time
 import torch
 start = time.perf_counter()
-from tilewise.backends.hopper import arguments, config
-from tilewise.hopper.compile import compiled
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.call import arguments
+from tilewise.sm90.jit import compiled
 function = compiled(sys.argv[1], arguments, config.configure(torch.bfloat16, 64, 64, "all"))
 seconds = time.perf_counter() - start
 print(json.dumps({"seconds": seconds, "kind": type(function).__module__, "dsl": "cutlass" in sys.modules}))
@@ -280,15 +280,15 @@ def refused(monkeypatch):
 @pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
 @pytest.mark.parametrize("level", ["folder", "version", "ahead"])
 def test_a_folder_that_others_may_write_to_is_not_used(level, kept, small, builds, path, monkeypatch, exported):
-    hopper.compiled(*small)
-    hopper.compiled.cache_clear()
+    jit.compiled(*small)
+    jit.compiled.cache_clear()
     open_to_all = {"folder": kept, "version": path.parent, "ahead": kept.parent}[level]
     open_to_all.chmod(0o777)
     right = path.read_bytes()
     with refused(monkeypatch) as said:
-        assert hopper.compiled(*small) is exported  # in memory
-        hopper.compiled.cache_clear()
-        assert hopper.compiled(*small) is exported
+        assert jit.compiled(*small) is exported  # in memory
+        jit.compiled.cache_clear()
+        assert jit.compiled(*small) is exported
     assert len(said) == 1 and str(said[0].message).startswith(f"{open_to_all} can be written to by everybody")
     assert path.read_bytes() == right and len(builds) == 3
     if level != "version":
@@ -297,17 +297,17 @@ def test_a_folder_that_others_may_write_to_is_not_used(level, kept, small, build
 
 @pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
 def test_an_entry_that_others_may_write_to_is_replaced(kept, small, builds, path, monkeypatch):
-    hopper.compiled(*small)
-    hopper.compiled.cache_clear()
+    jit.compiled(*small)
+    jit.compiled.cache_clear()
     path.chmod(0o666)
     with refused(monkeypatch) as said:
-        assert "launch(mQ" in said_by(hopper.compiled(*small))
+        assert "launch(mQ" in said_by(jit.compiled(*small))
     assert len(said) == 1 and len(builds) == 2 and path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
 def test_an_entry_of_another_user_is_not_loaded(kept, small, builds, path, monkeypatch):
-    hopper.compiled(*small)
+    jit.compiled(*small)
     lstat = os.lstat
 
     def changed(at, **options):
@@ -324,7 +324,7 @@ def test_an_entry_of_another_user_is_not_loaded(kept, small, builds, path, monke
 def test_new_folders_are_for_this_user_alone(kept, small, builds, path):
     before = os.umask(0)
     try:
-        hopper.compiled(*small)
+        jit.compiled(*small)
     finally:
         os.umask(before)
     assert [each.stat().st_mode & 0o777 for each in (kept.parent, kept, path.parent)] == [0o700] * 3

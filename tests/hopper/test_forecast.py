@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import Hopper, forecast
-from tilewise.backends.hopper.config import TILES, Config, configure
-from tilewise.dispatch import choose
-from tilewise.machines import H100
+from tilewise.backends.hopper.forward.call import config_of
+from tilewise.backends.hopper.forward.config import TILES, Config, configure
+from tilewise.machine.sheets import H100
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import Call
+from tilewise.runtime.dispatch import choose
 
 BF16 = torch.bfloat16
 
@@ -83,7 +84,7 @@ def test_one_short_unit_leaves_the_rest_idle():
 def test_sentences():
     backend = Hopper()
     said = "\n".join(backend.details(call(4096, head_dim=72, mask=Causal())))
-    config = backend._config(call(4096, head_dim=72, mask=Causal()))
+    config = config_of(call(4096, head_dim=72, mask=Causal()))
     assert f"{config.kv_stages} stages of {config.tile_n} keys, {config.consumers} warpgroups" in said
     assert f"{config.registers[1]} a computing thread" in said
     assert "head_dim 72, head_dim_v 72 are computed as 96, 96 (75% is useful work)" in said
@@ -98,7 +99,7 @@ def test_heads_that_share_a_tile():
 
 
 def test_explain_prints_them(monkeypatch):
-    explaining = import_module("tilewise.explain")  # the package has a function of this name
+    explaining = import_module("tilewise.runtime.explain")  # the package has a function of this name
 
     class Here(Hopper):
         name = "here"

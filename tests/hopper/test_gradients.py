@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends.hopper import Hopper, backward_config, changes, gradients
+from tilewise.backends.hopper import Hopper, changes
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
 from tilewise.problem import LEAST_SOFTCAP, Call
@@ -47,7 +49,7 @@ def test_every_mask_is_taken(mask):
     assert launched[-1] == gradients.LAUNCH
     (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
     assert ("cu_seqlens" in line) == (SEES[mask] == "rows") and ("tables" in line) == (SEES[mask] == "runs")
-    assert (launched.count("tilewise.backends.hopper.backward_intervals:launch") == 1) == (SEES[mask] == "rows")
+    assert (launched.count("tilewise.backends.hopper.backward.intervals:launch") == 1) == (SEES[mask] == "rows")
 
 
 def test_keys_of_one_block_need_no_sum():
@@ -192,7 +194,7 @@ def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
 
 def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     launched = []
-    monkeypatch.setattr(gradients.hopper, "compiled", lambda *_: lambda *given: launched.append(given))
+    monkeypatch.setattr(gradients.jit, "compiled", lambda *_: lambda *given: launched.append(given))
     monkeypatch.setattr(gradients, "_board", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     batch = gradients.MOST + 21

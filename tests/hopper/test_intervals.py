@@ -8,7 +8,8 @@ import pytest
 import torch
 from emulator.backend import NEEDED, Emulated
 
-from tilewise.backends.hopper.documents import RowsConfig, kernel, offsets
+from tilewise.backends.hopper.forward.rows import RowsConfig, kernel
+from tilewise.backends.tables.documents import offsets
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 
 pytestmark = NEEDED

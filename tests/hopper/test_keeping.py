@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
-from tilewise.backends.hopper import keeping
-from tilewise.backends.hopper.tables import tables
-from tilewise.expression import KEPT
+from tilewise.backends.tables import keeping
+from tilewise.backends.tables.runs import tables
 from tilewise.masks import PrefixLM
+from tilewise.masks.mask import KEPT
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tilewise.hopper import cache, link
+from tilewise.sm90 import cache, link
 
 NEEDED = (cache.RUNTIME, "libtvm_ffi.so")
 SYMBOL = f"__tvm_ffi_{cache.FUNCTION}"

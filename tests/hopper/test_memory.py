@@ -8,7 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilewise.backends.hopper import backward_config, gradients
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing.cases import random_mask
@@ -74,7 +75,7 @@ SHAPES = [None, (1, 1, LONGEST), (1, 6, LONGEST), (2, 6, LONGEST), (1, 1, 1), (2
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
-@pytest.mark.parametrize("dims", [*backward_config.TILES, *SMALLER], ids=str)
+@pytest.mark.parametrize("dims", [*config.TILES, *SMALLER], ids=str)
 def test_one_dQ_in_fp32(dims, mask, shape):
     for seqlen_k in (LONGEST, 96) if mask.kind in ("full", "band") else (LONGEST,):
         for dtype in (torch.bfloat16, torch.float32):

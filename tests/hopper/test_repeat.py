@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import ops, repeats
-from tilewise.backends import hopper
-from tilewise.backends.hopper import Hopper, keeping, repeat
+from tilewise.backends.hopper import Hopper, repeat
+from tilewise.backends.hopper.forward import call as forward
+from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call
+from tilewise.runtime import operator, repeats
 
 BF16 = torch.bfloat16
 
@@ -169,11 +170,11 @@ def stub(device, monkeypatch):
         for mine, right in zip((o, lse), Tiled().forward(_causal(q, k, v)), strict=True):
             mine.copy_(right)
 
-    monkeypatch.setattr(hopper, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(hopper.hopper, "compiled", lambda *kernel_: kernel)
+    monkeypatch.setattr(forward, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(forward, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(forward.jit, "compiled", lambda *kernel_: kernel)
     monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
-    monkeypatch.setattr(ops, "choose", lambda problem, name: backend)
+    monkeypatch.setattr(operator, "choose", lambda problem, name: backend)
     repeats.forget()
     yield backend
     repeats.forget()

@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from tilewise.backends.hopper import Hopper, _section
+from tilewise.backends.hopper.forward.call import _section, config_of
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 
@@ -18,7 +18,7 @@ def made(batch=1, seqlen=8192, heads=16, heads_k=None, head_dim=128, head_dim_v=
     shapes = (heads, head_dim), (heads_k or heads, head_dim), (heads_k or heads, head_dim_v or head_dim)
     q, k, v = (torch.empty((batch, seqlen, *shape), dtype=torch.bfloat16, device="meta") for shape in shapes)
     call = Call(q=q, k=k, v=v, mask=mask, scale=1.0)
-    return call, Hopper()._config(call)
+    return call, config_of(call)
 
 
 def busy(call, config):
@@ -44,12 +44,12 @@ def test_pairs_of_blocks_where_there_are_queries_for_both():
     assert [made(seqlen=n)[1].cluster for n in (2048, 2049)] == [1, 2]
     assert [made(seqlen=8192, mask=SlidingWindow(n, 0))[1].cluster for n in (1023, 4095)] == [1, 2]
     few, many = ((torch.empty((1, n, 4, 128), dtype=torch.bfloat16, device="meta")) for n in (100, 8192))
-    assert Hopper()._config(Call(q=few, k=many, v=many, mask=CAUSAL, scale=1.0)).cluster == 1
+    assert config_of(Call(q=few, k=many, v=many, mask=CAUSAL, scale=1.0)).cluster == 1
 
 
 def test_short_tiles_only_where_keys_are_few():
     few, many = ((torch.empty((1, n, 4, 64), dtype=torch.bfloat16, device="meta")) for n in (100, 8192))
-    assert [Hopper()._config(Call(q=few, k=k, v=k, mask=CAUSAL, scale=1.0)).tile_m for k in (few, many)] == [64, 192]
+    assert [config_of(Call(q=few, k=k, v=k, mask=CAUSAL, scale=1.0)).tile_m for k in (few, many)] == [64, 192]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""How the units that are left over are shared: schedule.py's arithmetic, run on the host by the DSL."""
+"""How the units that are left over are shared: forward/scheduler.py's arithmetic, run on the host by the DSL."""
 
 import itertools
 
 import pytest
 import torch
 
-from tilewise.hopper.compile import why_no_compiler
+from tilewise.sm90.jit import why_no_compiler
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
 TURNS = 3
@@ -16,16 +16,16 @@ def cut():
     """(first, share, pieces): pieces[cluster, turn] is (which, first, last, slot, begin, end)."""
     from cutlass.cute.runtime import from_dlpack
 
-    from tilewise.backends.hopper import schedule
-    from tilewise.hopper.dsl import Int32, cute, cutlass
+    from tilewise.backends.hopper.forward import scheduler
+    from tilewise.sm90.dsl import Int32, cute, cutlass
 
     @cute.jit
     def fill(found: cute.Tensor, shares: cute.Tensor, units: Int32, tiles: Int32, clusters: Int32):
-        shared = schedule.shared_of(units, tiles, clusters, 128)
+        shared = scheduler.shared_of(units, tiles, clusters, 128)
         shares[0], shares[1] = shared.first, shared.share
         for cluster in cutlass.range(clusters, unroll=1):
             for turn in cutlass.range(TURNS, unroll=1):
-                which, span = schedule.piece(cluster, turn, units - shared.first, shared)
+                which, span = scheduler.piece(cluster, turn, units - shared.first, shared)
                 begin, end = span.slots
                 numbers = which, span.first, span.last, span.slot, begin, end
                 for i in cutlass.range_constexpr(6):

@@ -9,16 +9,17 @@ from importlib import import_module
 import pytest
 import torch
 
-from tilewise import cli
-from tilewise.backends.hopper import config, forecast, tune
+from tilewise.backends.hopper import forecast
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.tiled import Tiled
+from tilewise.bench import tune
 from tilewise.bench.runner import run
 from tilewise.bench.store import Row
 from tilewise.bench.workloads import Workload
-from tilewise.hopper import cache
-from tilewise.hopper import compile as hopper
+from tilewise.cli import grammar
 from tilewise.masks import Causal, SlidingWindow
 from tilewise.problem import Call
+from tilewise.sm90 import cache, jit
 
 BF16 = torch.bfloat16
 
@@ -171,7 +172,7 @@ def test_a_compiled_candidate_is_kept_and_a_bad_one_is_not(kept, exported, monke
         os.write(2, REMARK.format(stack=0, stores=0, loads=4 * (config is spilled), used=168, more="").encode())
         return exported
 
-    monkeypatch.setattr(hopper, "build", build)
+    monkeypatch.setattr(jit, "build", build)
     found = [tune._compile(each) for each in (good, spilled, broken)]
     assert [each.wrong for each in found] == [(), ("4 bytes are spilled or on a stack",), ("RuntimeError: no such instruction",)]
     assert found[0].registers == 168 and len(cache.entries()) == 1
@@ -186,11 +187,11 @@ def test_processes_compile_candidates(kept):
 
 
 def test_the_command_without_a_gpu(capsys, monkeypatch):
-    assert cli.main(["tune", "--dry-run", "--head-dim", "128", "--mask", "causal", "--most", "5"]) == 0
+    assert grammar.main(["tune", "--dry-run", "--head-dim", "128", "--mask", "causal", "--most", "5"]) == 0
     said = capsys.readouterr().out
     assert "(128, 128) 'until', bfloat16: 5 shapes" in said and "the operands do not fit the shared memory" in said
-    monkeypatch.setattr(hopper, "why_not_here", lambda: ["torch sees no GPU here"])
-    assert cli.main(["tune"]) == 3
+    monkeypatch.setattr(jit, "why_not_here", lambda: ["torch sees no GPU here"])
+    assert grammar.main(["tune"]) == 3
     assert "torch sees no GPU here. Without one, --dry-run lists the candidates" in capsys.readouterr().err
 
 
@@ -200,7 +201,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     base = shipped((64, 64), "all")
     todo = [base, *(replace(base, tile_n=n) for n in (96, 112, 80))]
     rates = {128: 100e12, 96: 200e12, 80: None}
-    monkeypatch.setattr(hopper, "why_not_here", list)
+    monkeypatch.setattr(jit, "why_not_here", list)
     monkeypatch.setattr(tune, "shapes", lambda found: (todo, {}))
     monkeypatch.setattr(tune, "manners", list)
     monkeypatch.setattr(tune, "compile_all", lambda todo, processes: [
@@ -218,7 +219,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune, "measure", measure)
     out = tmp_path / "rows" / "tune.jsonl"
-    assert cli.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
+    assert grammar.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert (
         "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, draws=False, q_stages=2)}," in said
@@ -227,12 +228,12 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     )
     assert len(out.read_text().splitlines()) == 2
     rates[128] = None  # what ships is wrong
-    assert cli.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 1
+    assert grammar.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 1
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(9, 0)], ids=repr)
 def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
-    ran, backend = [], import_module("tilewise.backends.hopper")
+    ran, backend = [], import_module("tilewise.backends.hopper.forward.call")
 
     def compiled(launch, arguments, config):
         def kernel(q, k, v, o, lse, *_):
@@ -241,9 +242,9 @@ def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(hopper, "compiled", compiled)
+    monkeypatch.setattr(jit, "compiled", compiled)
     monkeypatch.setattr(backend, "_counter", lambda device: None)
-    monkeypatch.setattr(backend, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backend, "_num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     workload = Workload(name="x", batch=1, seqlen_q=40, heads_q=2, head_dim=64, mask=mask, dtype=BF16)
     candidate = replace(shipped((64, 64), "until"), tile_n=96)

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from tilewise.hopper.compile import why_no_compiler
+from tilewise.sm90.jit import why_no_compiler
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
 
 
 @pytest.mark.parametrize("first", [0, 2, 4, 6])
 def test_a_threads_numbers_of_a_bitmaps_row(first):
-    from tilewise.backends.hopper.visible import gathered
-    from tilewise.hopper import fragments
+    from tilewise.backends.hopper.forward.seen import gathered
+    from tilewise.sm90 import fragments
 
     draw = random.Random(first)
     for row in (0, (1 << 128) - 1, *(draw.getrandbits(128) for _ in range(200))):

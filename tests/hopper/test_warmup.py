@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import cli
-from tilewise.backends.hopper import backward_config, config, gradients, warmup
+from tilewise.backends.hopper import warmup
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config
+from tilewise.cli import grammar
 from tilewise.errors import UnsupportedError
-from tilewise.hopper import cache
-from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.sm90 import cache, jit
 
 BF16 = torch.bfloat16
 CELL = warmup.Cell(64, 64, BF16, Full())
@@ -77,7 +79,7 @@ def test_what_the_backend_does_not_cover_is_refused(cell, sentence):
 
 def test_what_is_there_is_not_compiled_again(kept, exported, monkeypatch):
     (kernel,) = warmup.kernels([CELL])
-    cache.store(cache.entry(kernel.launch, kernel.config, hopper.arch()), exported)
+    cache.store(cache.entry(kernel.launch, kernel.config, jit.arch()), exported)
     monkeypatch.setattr(warmup, "ProcessPoolExecutor", None)
     (outcome,) = warmup.warm([kernel])
     assert outcome.state == "cached" and outcome.bytes == cache.entries()[0].stat().st_size
@@ -85,15 +87,15 @@ def test_what_is_there_is_not_compiled_again(kept, exported, monkeypatch):
 
 def test_outcomes_of_compiling(kept, exported, monkeypatch):
     (kernel,) = warmup.kernels([CELL])
-    monkeypatch.setattr(hopper, "build", lambda *_: exported)
+    monkeypatch.setattr(jit, "build", lambda *_: exported)
     assert warmup._compile(kernel).state == "compiled" and len(cache.entries()) == 1
 
     def fail(*_):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(hopper, "build", fail)
+    monkeypatch.setattr(jit, "build", fail)
     assert warmup._compile(kernel).reason == "RuntimeError: out of registers"
-    monkeypatch.setattr(hopper, "build", lambda *_: exported)
+    monkeypatch.setattr(jit, "build", lambda *_: exported)
     monkeypatch.setattr(cache, "store", lambda *_: False)
     cache.clear()
     assert warmup._compile(kernel).state == "failed"
@@ -103,37 +105,37 @@ def test_outcomes_of_compiling(kept, exported, monkeypatch):
 def test_processes_compile_and_the_next_run_finds_all(kept, capsys):
     command = ["warmup", "--head-dim", "64", "--dtype", "bf16", "--mask", "full", "--processes", "2"]
     for state in ("compiled", "cached"):
-        assert cli.main(command) == 0
+        assert grammar.main(command) == 0
         said = capsys.readouterr().out
         assert said.count(state) == 2 and f"{cache.folder()}: 2 kernels" in said
 
 
 def test_the_command_lists_and_clears(kept, exported, capsys):
     (kernel,) = warmup.kernels([CELL])
-    assert cli.main(["warmup", "--forward", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
+    assert grammar.main(["warmup", "--forward", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
     said = capsys.readouterr().out
     cells = [warmup.Cell(*dims, BF16, mask) for dims in ((64, 64), (192, 128)) for mask in (Full(), Causal(), SlidingWindow(1, 0))]
     assert said.count("forward") == len(warmup.kernels(cells)) and "192/128" in said and not cache.entries()
-    cache.store(cache.entry(kernel.launch, kernel.config, hopper.arch()), exported)
-    assert cli.main(["warmup", "--clear"]) == 0 and not cache.entries()
+    cache.store(cache.entry(kernel.launch, kernel.config, jit.arch()), exported)
+    assert grammar.main(["warmup", "--clear"]) == 0 and not cache.entries()
     assert f"removed: 1 kernels from {kept}" in capsys.readouterr().out
 
 
 def test_a_kernel_that_fails_makes_the_command_fail(kept, capsys, monkeypatch):
     (kernel,) = warmup.kernels([CELL])
     monkeypatch.setattr(warmup, "warm", lambda todo, processes: [warmup.Outcome(kernel, "failed", 1.0, reason="out of registers")])
-    assert cli.main(["warmup", "--head-dim", "64"]) == 1
+    assert grammar.main(["warmup", "--head-dim", "64"]) == 1
     assert "bfloat16 sees=all" in (said := capsys.readouterr().out) and "out of registers" in said
 
 
 def test_without_a_cache_there_is_nothing_to_fill(monkeypatch, capsys):
-    monkeypatch.setattr(hopper, "why_no_compiler", list)
+    monkeypatch.setattr(jit, "why_no_compiler", list)
     monkeypatch.setenv("TILEWISE_CACHE", "0")
     for command in (["warmup"], ["warmup", "--clear"]):
-        assert cli.main(command) == 3
+        assert grammar.main(command) == 3
         assert "kept: the cache is off, because TILEWISE_CACHE is '0'" in capsys.readouterr().err
 
 
 def test_without_the_dsl_nothing_compiles(monkeypatch, capsys):
-    monkeypatch.setattr(hopper, "why_no_compiler", lambda: ["cutlass is not installed"])
-    assert cli.main(["warmup"]) == 3 and "cutlass is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["cutlass is not installed"])
+    assert grammar.main(["warmup"]) == 3 and "cutlass is not installed" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tilewise.hopper.compile import why_no_compiler
+from tilewise.sm90.jit import why_no_compiler
 
 if not why_no_compiler() and "cutlass" not in sys.modules:
     _kept = tempfile.TemporaryDirectory(prefix="tilewise-compile-")  # lives as long as this module does

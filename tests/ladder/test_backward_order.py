@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tilewise.backends.hopper import documents
-from tilewise.backends.hopper.band import NOTHING, band_of
-from tilewise.hopper.compile import why_no_compiler
+from tilewise.backends.tables import documents
+from tilewise.backends.tables.band import NOTHING, band_of
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.sm90.jit import why_no_compiler
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
 
@@ -21,15 +21,17 @@ pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no
 @pytest.fixture(scope="module")
 def order(in_python):
     """The modules' functions and tuples."""
-    from tilewise.backends.hopper import backward_order, backward_visible
+    from tilewise.backends.hopper.backward import order as backward_order
+    from tilewise.backends.hopper.backward import seen
 
     names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "last_visits", "begun", "turn_of"
-    return plain(in_python, vars(backward_visible) | vars(backward_order), names)
+    return plain(in_python, vars(seen) | vars(backward_order), names)
 
 
 @pytest.fixture(scope="module")
 def documents_kernels(in_python):
-    from tilewise.backends.hopper import backward_intervals, intervals
+    from tilewise.backends.hopper.backward import intervals as backward_intervals
+    from tilewise.backends.hopper.forward import intervals
 
     return plain(in_python, vars(intervals) | vars(backward_intervals), ("interval", "weighed", "settled", "settle"))
 
@@ -186,7 +188,7 @@ def check_walk(problem, block):
 
 def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
     """The shares of a head's blocks of keys, of which a later block finishes dQ, are all tiles of queries, each once."""
-    from tilewise.backends.hopper import backward_finish
+    from tilewise.backends.hopper.backward import finish as backward_finish
 
     random.seed(3)
     for _ in range(100):
@@ -203,7 +205,8 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
 
 def test_blocks_that_stay_finish_every_tile_once(in_python):
     """By the numbers of `tile_numbered`."""
-    from tilewise.backends.hopper import backward_finish, backward_order
+    from tilewise.backends.hopper.backward import finish as backward_finish
+    from tilewise.backends.hopper.backward import order as backward_order
 
     finish = plain(in_python, vars(backward_finish), ("tile_numbered",))
     random.seed(5)

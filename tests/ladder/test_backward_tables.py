@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward_tables import KEYS, QUERIES, query_visits_of, visits_of
-from tilewise.hopper.compile import why_no_compiler
+from tilewise.backends.hopper.backward.tables import KEYS, QUERIES, query_visits_of, visits_of
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.sm90.jit import why_no_compiler
 from tilewise.testing.cases import masks, random_mask
 
 pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no_compiler()))
@@ -22,8 +22,10 @@ TILES = ((64, 128), (128, 128), (64, 64))
 
 @pytest.fixture(scope="module")
 def kernel(in_python):
-    """Functions of backward_visible.py and backward_order.py."""
-    from tilewise.backends.hopper import backward_order, backward_visible, visible
+    """Functions of backward/seen.py and backward/order.py."""
+    from tilewise.backends.hopper.backward import order as backward_order
+    from tilewise.backends.hopper.backward import seen as backward_visible
+    from tilewise.backends.hopper.forward import seen as visible
 
     found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
     found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)

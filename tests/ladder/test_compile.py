@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import _launch, arguments, backward_config, backward_tables, bias_gradient, config, documents, gradients
-from tilewise.hopper.compile import build, compiled, why_no_compiler
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward import tables as backward_tables
+from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.forward import call as forward_call
+from tilewise.backends.hopper.forward import config, rows
 from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.sm90.jit import build, compiled, why_no_compiler
 
 EVERY = {**RUNGS, **VARIANTS}
 REMARKS = "remarks{ptx}"  # the compiler's notes, where it has something to say about warpgroup products; they take time
@@ -163,14 +168,14 @@ def test_changed_scores_under_masks_beyond_one_band(dims, sees, changes, compile
 
 def test_intervals_of_documents(compile_and_inspect, capfd):
     """The small kernels ahead of "rows"."""
-    forward = documents.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
+    forward = rows.kernel(config.configure(torch.bfloat16, 128, 128, "rows"))
     backward = backward_tables.kernel(backward_config.configure(torch.bfloat16, 128, 128, "rows"))
     for kernel in (forward, backward):
         check_nothing_spills(compile_and_inspect(lambda kernel=kernel: build(*kernel, REMARKS), kernel[2], capfd))
 
 
 def check_shipped(shipped, compile_and_inspect, capfd):
-    found = compile_and_inspect(lambda: build(_launch(), arguments, shipped, REMARKS), shipped, capfd)
+    found = compile_and_inspect(lambda: build(forward_call.LAUNCH, forward_call.arguments, shipped, REMARKS), shipped, capfd)
     check_nothing_spills(found)
     check_registers(found, shipped)
     check_descriptors(found)
@@ -182,7 +187,7 @@ def check_shipped(shipped, compile_and_inspect, capfd):
 
 def test_the_series_of_tanh():
     """In fp32, as the kernel evaluates it, against fp64."""
-    from tilewise.backends.hopper.scores import SMALL, TANH
+    from tilewise.backends.hopper.forward.scores import SMALL, TANH
 
     y = torch.linspace(1e-6, SMALL, 100_000)
     z = y * y
@@ -287,7 +292,7 @@ BACKWARD_CHANGED_SMALLER = list(itertools.product((*SMALLER, (200, 200)), SEES, 
     ],
 )
 def test_backward_of_changed_scores(dims, sees, changes, compile_and_inspect, capfd):
-    """With what backward_scores.py does between the products."""
+    """With what backward/scores.py does between the products."""
     check_changed(many_keys(dims, sees, changes), compile_and_inspect, capfd)
 
 
@@ -347,7 +352,7 @@ def backward_products(shipped) -> tuple[int, int]:
     over_m, over_n = shipped.tile_m // 16, shipped.tile_n // 16
     ahead = shipped.head_dim // 16, shipped.head_dim_v // 16
     if shipped.dq_apart:
-        from tilewise.backends.hopper.backward_queries import KEYS
+        from tilewise.backends.hopper.backward.by_queries import KEYS
 
         return 2 * 3 + 3, 2 * sum(ahead) + 4 * over_m + KEYS // 16
     if shipped.split == "columns":
@@ -395,7 +400,7 @@ def check_registers(found: Compiled, config, kernels: int = 1):
 
 def test_a_wrong_kernel_is_seen(compile_and_inspect, capfd, monkeypatch):
     """Touching the sums between two products of a group makes the compiler serialise them; the gate must see that."""
-    from tilewise.hopper.dsl import cute
+    from tilewise.sm90.dsl import cute
 
     right = cute.gemm
 

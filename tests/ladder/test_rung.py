@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilewise.cli import ladder as command
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.hopper import compile as hopper
-from tilewise.ladder import RUNGS, VARIANTS, __main__
+from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.ladder.rung import Rung
+from tilewise.sm90 import jit
 
 EVERY = {**RUNGS, **VARIANTS}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -53,36 +54,36 @@ def test_bad_tensors(given, error, message):
 
 @pytest.mark.parametrize("missing, name", [("cutlass", "NVIDIA's CuTe DSL"), ("tvm_ffi", "apache-tvm-ffi")])
 def test_without_the_dsl(monkeypatch, missing, name):
-    monkeypatch.setattr(hopper, "find_spec", lambda module: None if module == missing else object())
+    monkeypatch.setattr(jit, "find_spec", lambda module: None if module == missing else object())
     sentence = f"{name} is not installed: pip install 'tilewise[hopper]'"
-    assert hopper.why_not_here() == [sentence]
+    assert jit.why_not_here() == [sentence]
     assert RUNGS["k5"].reasons(torch.bfloat16, 64, "cuda") == [sentence]
     with pytest.raises(UnsupportedError, match=f"k5 cannot be compiled: {name} is not installed"):
         Rung("k5", "k5_warp_specialised", "").compiled(64, False)
 
 
 def test_without_a_hopper_gpu(monkeypatch):
-    monkeypatch.setattr(hopper, "find_spec", lambda name: object())
+    monkeypatch.setattr(jit, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hopper.why_not_here() == ["torch sees no GPU here: run it on a machine with an H100 or H200"]
+    assert jit.why_not_here() == ["torch sees no GPU here: run it on a machine with an H100 or H200"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
-    assert hopper.why_not_here() == ["it needs a Hopper GPU (compute capability 9.0), and this is 8.0"]
-    assert hopper.why_not_here((9, 0)) == [] and "this is 12.0" in hopper.why_not_here((12, 0))[0]  # another one than the current
+    assert jit.why_not_here() == ["it needs a Hopper GPU (compute capability 9.0), and this is 8.0"]
+    assert jit.why_not_here((9, 0)) == [] and "this is 12.0" in jit.why_not_here((12, 0))[0]  # another one than the current
 
 
 @pytest.mark.parametrize("capability", [None, (9, 0)])
 def test_an_amd_gpu_is_none_whatever_its_capability(capability, monkeypatch):
-    monkeypatch.setattr(hopper, "find_spec", lambda name: object())
+    monkeypatch.setattr(jit, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))  # as a gfx90a says
-    assert hopper.why_not_here(capability) == ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
+    assert jit.why_not_here(capability) == ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
 
 
 @NO_GPU
 def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
-    assert __main__.main([], {}) == 2
+    assert command.main([], {}) == 2
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == list(EVERY)
     assert err.startswith("The ladder cannot run here: ") and err.count("\n") == 1
@@ -98,7 +99,7 @@ def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(arguments, environment, message, capsys):
-    assert __main__.main(arguments, environment) == 2
+    assert command.main(arguments, environment) == 2
     assert message in capsys.readouterr().err
 
 
@@ -109,14 +110,14 @@ def test_the_command_runs_the_cells_of_the_environment(monkeypatch, capsys):
         asked.update(cells=cells, names=[each.name for each in contenders], **options)
         return []
 
-    monkeypatch.setattr(__main__, "why_not_here", lambda: [])
-    monkeypatch.setattr(__main__.bench, "run", run)
+    monkeypatch.setattr(command, "why_not_here", lambda: [])
+    monkeypatch.setattr(command.bench, "run", run)
     environment = {"CHECK": "1", "SEQLEN": "512", "HEADDIM": "64", "CAUSAL": "0"}
-    assert __main__.main(["k1..k3_1", "sdpa:cudnn"], environment) == 0
+    assert command.main(["k1..k3_1", "sdpa:cudnn"], environment) == 0
     (cell,) = asked["cells"]
     assert asked["names"] == ["k1", "k2", "k3_1", "sdpa:cudnn"] and asked["device"] == "cuda"
     assert (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim, cell.dtype) == (32, 512, 32, 64, torch.bfloat16)
-    assert __main__.main([], {}) == 0
+    assert command.main([], {}) == 0
     assert len(asked["cells"]) == 24 and asked["names"] == list(RUNGS)
     assert "Against the fp64 oracle" in capsys.readouterr().out
 
@@ -133,18 +134,18 @@ def test_a_score_matrix_that_does_not_fit(monkeypatch):
 
 def test_rows_are_laid_out_as_the_kernels_need_them():
     whole = torch.randn(4, 10, 72).bfloat16()
-    assert hopper.aligned(whole) is whole and hopper.aligned(whole[:, 2:, :64]).data_ptr() == whole[:, 2:].data_ptr()
+    assert jit.aligned(whole) is whole and jit.aligned(whole[:, 2:, :64]).data_ptr() == whole[:, 2:].data_ptr()
     for x in (
         whole[..., 1:65],
         torch.randn(4, 10, 128).bfloat16()[..., ::2],
         whole.flatten()[1 : 1 + 4 * 8 * 64].view(4, 8, 64),
         torch.randn(4, 10, 68).bfloat16()[..., :64],
     ):
-        copy = hopper.aligned(x)
+        copy = jit.aligned(x)
         assert torch.equal(copy, x) and copy.data_ptr() % 16 == 0 and not any(step % 8 for step in copy.stride()[:-1])
 
 
-@pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler()))
+@pytest.mark.skipif(bool(jit.why_no_compiler()), reason="; ".join(jit.why_no_compiler()))
 @pytest.mark.parametrize("cached", ["0", "1"], ids=["compiled", "from disk"])
 @pytest.mark.parametrize("name", ["k2", "k5"])
 def test_what_a_kernel_is_given(name, cached, monkeypatch, tmp_path):
@@ -153,9 +154,9 @@ def test_what_a_kernel_is_given(name, cached, monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     q = heads(2, 100, 64)
-    hopper.compiled.cache_clear()
+    jit.compiled.cache_clear()
     try:
         with pytest.raises(ValueError, match="Mismatched Tensor on argument #0.*device_type=cuda"):
             RUNGS[name].run(q, q, q, causal=False, scale=1.0)
     finally:
-        hopper.compiled.cache_clear()
+        jit.compiled.cache_clear()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.hopper.phases import SLOTS, WARPS, Phase
 from tilewise.ladder import tracing, tracing_picture
 from tilewise.ladder.tracing import Case, Trace
+from tilewise.sm90.phases import SLOTS, WARPS, Phase
 
 CASE = Case(rung="k6:turns", seqlen=256, head_dim=128, causal=False, heads=2, device="made up", cost=0.021)
 GHZ = 1.5

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import philox
+from tilewise.backends import philox
 from tilewise.problem import Call, Gradients, Problem
 
 INF = float("inf")

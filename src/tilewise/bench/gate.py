@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tilewise.bench.impls import Attend
 from tilewise.bench.workloads import Inputs, Workload
-from tilewise.bitmap import Bitmap
 from tilewise.masks import Dense, Mask
+from tilewise.masks.bitmap import Bitmap
 from tilewise.problem import Call
 from tilewise.testing import tolerance
 

@@ -4,8 +4,8 @@ import torch
 
 from tilewise.bench.distributions import DISTRIBUTIONS, HIDDEN, NORMAL
 from tilewise.bench.workloads import Workload
+from tilewise.machine.roofline import Direction
 from tilewise.masks import Causal, Documents, Full, Mask, SlidingWindow
-from tilewise.roofline import Direction
 
 NAME = "hard-inputs"
 ON_A_CPU = {"seqlen": "512", "heads": "2"}

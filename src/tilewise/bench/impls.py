@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise.bench.memory import available_bytes
 from tilewise.bench.packed_impls import SdpaDocuments, documents_of
 from tilewise.bench.workloads import Workload
+from tilewise.machine.roofline import score_matrix_bytes
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
-from tilewise.roofline import score_matrix_bytes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -50,9 +50,9 @@ class Tilewise:
         return "tilewise" if self.backend is None else f"tilewise:{self.backend}"
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        from tilewise.dispatch import choose
         from tilewise.errors import UnsupportedError
         from tilewise.problem import Problem
+        from tilewise.runtime.dispatch import choose
 
         problem = Problem(
             device=device.type,
@@ -298,7 +298,7 @@ def ours(name: str) -> bool:
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
     from tilewise.bench.gpu_impls import gpu_impls
-    from tilewise.dispatch import backends
+    from tilewise.runtime.dispatch import backends
 
     everyone: list[Impl] = [
         Tilewise(),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tilewise.bench.report import Metric, describe, metric_of
 from tilewise.bench.store import Row, latest
+from tilewise.display.style import STYLE
 
 # Okabe and Ito's palette, told apart by every kind of colour vision; markers tell the lines apart without any.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -15,19 +16,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOGARITHMIC = ("time", "memory", "error")
 MOST_LABELS = 7  # along an axis of lengths; more would touch each other
 STEPS = (1, 2, 5)  # of a logarithmic axis that shows few decades
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tilewise",  # the same rows give the same file
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-}
 
 
 def svg(rows: Iterable[Row], metric: str = "time") -> str:

@@ -6,8 +6,8 @@ from itertools import product
 from tilewise.bench.distributions import DISTRIBUTIONS
 from tilewise.bench.hard_inputs import hard_inputs
 from tilewise.bench.workloads import DTYPES, SETS, Workload, ladder_cells
+from tilewise.machine.roofline import DIRECTIONS
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
-from tilewise.roofline import DIRECTIONS
 
 DEFAULTS = {
     "batch": "1",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.bench.distributions import DISTRIBUTIONS, NORMAL, Inputs, Source
+from tilewise.machine.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, PrefixLM, SlidingWindow
-from tilewise.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

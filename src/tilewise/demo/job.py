@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import tilewise
@@ -17,6 +17,7 @@ from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict,
 from tilewise.demo.place import CPU, Place, place_of
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
+from tilewise.display.progress import progress
 
 ATTENTIONS = {"tilewise": tilewise_attention, "SDPA": sdpa_attention}
 SIZES = {
@@ -77,12 +78,6 @@ def run(options: Options, console: Console) -> bool:
     console.print(verdict(training), style="bold green" if training.same else "bold red")
     console.print(f"Report: {options.out.resolve()}", highlight=False, soft_wrap=True)
     return training.same
-
-
-def progress(console: Console) -> Progress:
-    """A bar with a count, the time taken, and a field `note` beside it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
-    return Progress(*columns, console=console)
 
 
 def _train(options: Options, model: GPTConfig, deadline: float, bars: Progress) -> Training:

@@ -1,50 +1,9 @@
-"""`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
-
-Without names every rung runs over the sweep; SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, and
-CHECK=1 prints what the checks said. `k1..k6` is a range, and peers are named as for `tilewise bench`.
-"""
+"""`python -m tilewise.ladder`: see cli/ladder.py."""
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-
-from tilewise import bench
-from tilewise.hopper.compile import why_not_here
-from tilewise.ladder import RUNGS, VARIANTS
-
-OK, WRONG, UNUSABLE = 0, 1, 2
-SELECTORS = {"SEQLEN": "seqlen", "HEADDIM": "head_dim", "CAUSAL": "causal"}
-TIMING = bench.Timing(budget_s=0.15, clocks=("events",), once_above_s=0.3)
-
-
-def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run; the exit code."""
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    if any(name.startswith("-") for name in arguments):
-        console.print(__doc__, highlight=False, markup=False)
-        return OK if {"-h", "--help"} & set(arguments) else UNUSABLE
-    try:
-        contenders = bench.find(",".join(arguments) or ",".join(RUNGS))
-        cells = bench.ladder_from({option: environment[name] for name, option in SELECTORS.items() if name in environment})
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return UNUSABLE
-    if not arguments:
-        for rung in (*RUNGS.values(), *VARIANTS.values()):
-            console.print(f"{rung.name:13} {rung.title}", highlight=False, markup=False)
-    if reasons := why_not_here():
-        print(f"The ladder cannot run here: {'; '.join(reasons)}.", file=sys.stderr)
-        return UNUSABLE
-    rows = bench.run(cells, contenders, device="cuda", memory=False, timing=TIMING)
-    if environment.get("CHECK", "0") != "0":
-        console.print(bench.verdicts(rows))
-    console.print(bench.ladder_table(rows))
-    for reason in dict.fromkeys(f"{row.impl}: {row.reason}" for row in rows if row.reason):
-        console.print(reason, highlight=False, markup=False)
-    return WRONG if any(row.passed is False for row in rows) else OK
-
+from tilewise.cli.ladder import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], os.environ))

@@ -6,8 +6,8 @@ in turn, hold its m and l in registers, each a copy, and reduce by shuffles. Num
 
 from typing import NamedTuple
 
-from tilewise.hopper.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
-from tilewise.hopper.fragments import LN2
+from tilewise.sm90.dsl import BFloat16, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.fragments import LN2
 
 WIDE = 8  # bf16 in 16 bytes
 QUAD = 4  # fp32 in 16 bytes

@@ -10,8 +10,8 @@ Equations: 1 to 3 of docs/algorithm.md.
 
 from dataclasses import dataclass
 
-from tilewise.hopper.dsl import BFloat16, Constexpr, CUstream, Float32, arch, const_expr, cute, cutlass
-from tilewise.hopper.fragments import LN2
+from tilewise.sm90.dsl import BFloat16, Constexpr, CUstream, Float32, arch, const_expr, cute, cutlass
+from tilewise.sm90.fragments import LN2
 
 SIDE = 16  # of a block of threads, for the products
 ROWS_A_BLOCK = 256  # for the softmax

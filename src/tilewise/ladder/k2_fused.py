@@ -12,10 +12,10 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.hopper import trace, walk
-from tilewise.hopper.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
-from tilewise.hopper.phases import Phase
 from tilewise.ladder import cuda_cores
+from tilewise.sm90 import trace, walk
+from tilewise.sm90.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
+from tilewise.sm90.phases import Phase
 
 THREADS = 256
 

@@ -13,10 +13,10 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.hopper import tma, trace, walk
-from tilewise.hopper.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, pipeline
-from tilewise.hopper.phases import Phase
 from tilewise.ladder import cuda_cores
+from tilewise.sm90 import tma, trace, walk
+from tilewise.sm90.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, pipeline
+from tilewise.sm90.phases import Phase
 
 THREADS = 256
 

@@ -12,8 +12,9 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.hopper import fragments, tma, trace, walk, wgmma
-from tilewise.hopper.dsl import (
+from tilewise.ladder import cuda_cores
+from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
     CUstream,
@@ -27,8 +28,7 @@ from tilewise.hopper.dsl import (
     range_constexpr,
     warpgroup,
 )
-from tilewise.hopper.phases import Phase
-from tilewise.ladder import cuda_cores
+from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 

@@ -12,8 +12,8 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md, as in every
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.hopper import fragments, tma, trace, walk, wgmma
-from tilewise.hopper.dsl import (
+from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
     CUstream,
@@ -27,7 +27,7 @@ from tilewise.hopper.dsl import (
     pipeline,
     warpgroup,
 )
-from tilewise.hopper.phases import Phase
+from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 

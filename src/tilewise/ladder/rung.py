@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.hopper import compile as hopper
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Problem
+from tilewise.sm90 import jit
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 65535  # the second dimension of a grid
@@ -66,15 +66,15 @@ class Rung:
     @cached_property
     def code(self) -> ModuleType:
         """The rung's module; imports the DSL, which reads there and then for which GPU it compiles."""
-        os.environ.setdefault("CUTE_DSL_ARCH", hopper.ARCH)
+        os.environ.setdefault("CUTE_DSL_ARCH", jit.ARCH)
         return import_module(f"tilewise.ladder.{self.module}")
 
     def compiled(self, head_dim: int, causal: bool, options: str = ""):
         """The kernel for a Hopper GPU; needs the DSL, but no GPU."""
-        if missing := hopper.why_no_compiler():
+        if missing := jit.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
         config = self.code.configure(head_dim, causal, **self.choice)
-        return hopper.compiled(self.code.launch, _arguments_with_scores if self._stores_scores else _arguments, config, options)
+        return jit.compiled(self.code.launch, _arguments_with_scores if self._stores_scores else _arguments, config, options)
 
     @property
     def _stores_scores(self) -> bool:
@@ -89,7 +89,7 @@ class Rung:
             wrong.append(f"it takes head_dim {' and '.join(map(str, HEAD_DIMS))}, and this is {head_dim}")
         if device != "cuda":
             wrong.append(f"it runs on a Hopper GPU, and the tensors are on {device}: move them to 'cuda'")
-        return wrong or hopper.why_not_here()
+        return wrong or jit.why_not_here()
 
     def require(self, dtype: torch.dtype, head_dim: int, device: str) -> None:
         if reasons := self.reasons(dtype, head_dim, device):
@@ -108,7 +108,7 @@ class Rung:
         scratch = [self._scores(q)] if self._stores_scores else []
         kernel, stamps = self.compiled(head_dim, causal), [events] if self._stamps(head_dim, causal) else []
         with torch.cuda.device(q.device):
-            kernel(*(hopper.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
+            kernel(*(jit.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
         return o, lse
 
     def _stamps(self, head_dim: int, causal: bool) -> bool:
@@ -154,18 +154,18 @@ class Rung:
 
 def _arguments(config) -> list:
     """q, k, v, o (heads, seqlen, head_dim) bf16, lse (heads, seqlen) fp32, scale_log2."""
-    from tilewise.hopper.dsl import BFloat16, Float32
+    from tilewise.sm90.dsl import BFloat16, Float32
 
-    heads, seqlen = hopper.size(), hopper.size()
-    rows = [hopper.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(4)]
-    return [*rows, hopper.tensor(Float32, heads, seqlen, aligned=False), Float32(1.0)]
+    heads, seqlen = jit.size(), jit.size()
+    rows = [jit.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(4)]
+    return [*rows, jit.tensor(Float32, heads, seqlen, aligned=False), Float32(1.0)]
 
 
 def _arguments_with_scores(config) -> list:
     """The same with S, (heads, seqlen, seqlen) fp32, before scale_log2."""
     *before, scale_log2 = _arguments(config)
     heads, seqlen = before[-1].shape
-    return [*before, hopper.tensor(before[-1].element_type, heads, seqlen, seqlen, aligned=False), scale_log2]
+    return [*before, jit.tensor(before[-1].element_type, heads, seqlen, seqlen, aligned=False), scale_log2]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What the warps of a rung do, and when: recorded by the kernel itself, as a picture and for a trace viewer.
 
-`python -m tilewise.ladder.tracing k5 k6 --seqlen 4096 --head-dim 128 --out DIR` runs the rungs with stamps (hopper/trace.py) and writes, for
+`python -m tilewise.ladder.tracing k5 k6 --seqlen 4096 --head-dim 128 --out DIR` runs the rungs with stamps (sm90/trace.py) and writes, for
 each, the events (.npz), a file for Perfetto or chrome://tracing (.json.gz) and a picture (.svg). Given .npz files it draws them again, and
 needs no GPU. All blocks are stamped, so that all pay the same for it; kept are the first that ran on one multiprocessor.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.hopper.phases import SLOTS, WARPS, Phase
+from tilewise.sm90.phases import SLOTS, WARPS, Phase
 
 BLOCKS = 8  # kept of a trace
 MOST_BLOCKS = 1 << 15  # of a grid: 4 GB of events
@@ -70,7 +70,7 @@ class Case:
 class Trace:
     """The events of a few blocks that ran on one multiprocessor, in the order of their beginning.
 
-    blocks: (n,) their places in the grid, block of queries first; events: (n, WARPS, SLOTS, 2) int32 (hopper/phases.py).
+    blocks: (n,) their places in the grid, block of queries first; events: (n, WARPS, SLOTS, 2) int32 (sm90/phases.py).
     """
 
     case: Case

@@ -4,9 +4,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from tilewise.bench.plots import STYLE
-from tilewise.hopper.phases import Phase
+from tilewise.display.style import STYLE
 from tilewise.ladder.tracing import WORDS, Span, Trace
+from tilewise.sm90.phases import Phase
 
 BEGINNING_US = 15  # at least, and three tiles
 TILES = 3  # of the steady state

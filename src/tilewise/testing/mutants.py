@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import philox
-from tilewise.backends import Backend
+from tilewise.backends import Backend, philox
 from tilewise.backends.reference import INF, alibi, lse_dtype, pair_products, visibility, weigh
 from tilewise.errors import UnsupportedError
 from tilewise.problem import Call, Gradients, Problem

@@ -19,12 +19,13 @@ from emulator.machine import Machine
 from emulator.memory import Memory
 from emulator.program import Program
 from emulator.ptx import parse
-from tilewise.backends import hopper as backend
-from tilewise.backends.hopper import Hopper, gradients
-from tilewise.hopper import compile as hopper
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.forward import call as forward
+from tilewise.sm90 import jit
 
 NEEDED = [
-    pytest.mark.skipif(bool(hopper.why_no_compiler()), reason="; ".join(hopper.why_no_compiler())),
+    pytest.mark.skipif(bool(jit.why_no_compiler()), reason="; ".join(jit.why_no_compiler())),
     pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
 ]
 """Marks of tests that compile kernels and run their launch functions."""
@@ -48,7 +49,7 @@ class Emulated(Hopper):
             return super().backward(*arguments, **named)
 
     def compiled(self, launch, arguments, config, options="") -> Callable:
-        """In place of `tilewise.hopper.compile.compiled`."""
+        """In place of `tilewise.sm90.jit.compiled`."""
         host, programs = translated(launch, arguments, config, self.change)
 
         def call(*given) -> None:
@@ -67,8 +68,8 @@ class Emulated(Hopper):
             (torch.cuda, "is_current_stream_capturing"): lambda: False,
             (torch.cuda, "current_stream"): lambda device=None: stream,
             (gradients, "_board"): lambda device: gradients.Board(self.slots, gradients.AGAIN[0][1]),
-            (backend, "_multiprocessors"): lambda device: self.slots,
-            (hopper, "compiled"): self.compiled,
+            (forward, "_num_sms"): lambda device: self.slots,
+            (jit, "compiled"): self.compiled,
         }
         with ExitStack() as patches:
             for (module, name), stand_in in stand_ins.items():
@@ -80,7 +81,7 @@ class Emulated(Hopper):
 def built(launch, arguments, config) -> tuple[Host, str]:
     """The launch function, and the kernels' PTX."""
     with tempfile.TemporaryDirectory() as folder:
-        kernel = hopper.build(launch, arguments, config, f"--keep-ptx --dump-dir {folder}")
+        kernel = jit.build(launch, arguments, config, f"--keep-ptx --dump-dir {folder}")
         return Host(kernel, Path(folder)), kernel.__ptx__
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.hopper import cache
+from tilewise.sm90 import cache
 
 NONE, INT, FLOAT, TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
 ON_GPU = 2  # kDLCUDA
@@ -102,7 +102,7 @@ class Host:
     """A compiled launch function; `run` gets the grids of a call in order."""
 
     def __init__(self, kernel, folder: Path) -> None:
-        """kernel: what `tilewise.hopper.compile.build` returns."""
+        """kernel: what `tilewise.sm90.jit.build` returns."""
         objects, library = folder / "kernel.o", folder / "kernel.so"
         kernel.export_to_c(str(objects), cache.FUNCTION)
         source = Path(__file__).with_name("host.c")

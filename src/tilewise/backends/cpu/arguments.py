@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.planes import planes_of
-from tilewise.philox import keep_scale, threshold
+from tilewise.backends.philox import keep_scale, threshold
 from tilewise.problem import Call, in_fp32
 
 CPU = torch.device("cpu")  # torch takes the name in half a microsecond more

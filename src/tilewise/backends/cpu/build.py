@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tilewise import trust
+from tilewise.machine import trust
 
 SOURCES = Path(__file__).parent / "csrc"
 DEFINITIONS = Path(__file__).parent / "CMakeLists.txt"

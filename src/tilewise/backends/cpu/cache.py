@@ -11,9 +11,9 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, add_per_head, add_workspace, plain, rows, set_tensor
 from tilewise.backends.cpu.native import Library, run
 from tilewise.backends.cpu.planes import table_of
-from tilewise.band_tables import INF
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
+from tilewise.masks.band_tables import INF
 
 
 def decode(

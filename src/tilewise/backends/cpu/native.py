@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tilewise import trust
 from tilewise.backends.cpu import abi
+from tilewise.machine import trust
 
 NAME = "libtilewise_cpu.so"
 _FAILURES = {abi.NO_MEMORY: "out of memory", abi.BAD_ABI: "it is of another version", abi.BAD_ISA: "no such instruction set"}

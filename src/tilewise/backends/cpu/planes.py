@@ -12,11 +12,11 @@ import numpy as np
 from numpy import ndarray
 
 from tilewise.backends.cpu import abi
-from tilewise.band_tables import INF, expand
-from tilewise.bands import Bands
-from tilewise.bitmap import Bitmap
-from tilewise.expression import Mask, Plane
-from tilewise.tiles import Kind, lower
+from tilewise.masks.band_tables import INF, expand
+from tilewise.masks.bands import Bands
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.mask import Mask, Plane
+from tilewise.masks.tiles import Kind, lower
 
 FEW = 4  # so many bands are looked at one by one; above, they are listed by row block
 TILE_N = 96  # keys of a tile of a bitmap that is classified as a whole

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.hopper import compile as hopper
 from tilewise.problem import Call, in_fp32
+from tilewise.sm90 import jit
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
@@ -77,16 +77,16 @@ def in_pairs(bias: Tensor) -> bool:
 
 def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> list:
     """For the compiler: inner, factor, bias, slopes, diagonal. The lengths are symbols."""
-    from tilewise.hopper.dsl import Float32, Int64
+    from tilewise.sm90.dsl import Float32, Int64
 
-    bias = hopper.tensor(dsl(config.bias), *(hopper.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
-    slopes = hopper.tensor(Float32, hopper.size(), heads_q, aligned=False) if config.alibi else None
-    diagonal = hopper.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
+    bias = jit.tensor(dsl(config.bias), *(jit.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
+    slopes = jit.tensor(Float32, jit.size(), heads_q, aligned=False) if config.alibi else None
+    diagonal = jit.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     return [Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None, bias, slopes, diagonal]
 
 
 def dsl(dtype: torch.dtype):
     """torch's dtype as the DSL calls it."""
-    from tilewise.hopper import dsl as names
+    from tilewise.sm90 import dsl as names
 
     return {torch.bfloat16: names.BFloat16, torch.float16: names.Float16, torch.float32: names.Float32}[dtype]

@@ -7,10 +7,10 @@ A warpgroup's product reads both operands from shared memory but for P, which is
 import math
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import Config
-from tilewise.machines import H100, Machine
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.machine.sheets import H100, Machine
+from tilewise.masks.tiles import lower
 from tilewise.problem import Call
-from tilewise.tiles import lower
 
 PRODUCTS, EXPONENTIALS, SMEM_BYTES = 4096, 16, 128  # a clock
 ROWS, THREADS_A_ROW = 64, 4  # of a warpgroup's scores: rows, and threads that hold one

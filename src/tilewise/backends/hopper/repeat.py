@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper.keeping import hold
+from tilewise.backends.tables.keeping import hold
 from tilewise.errors import check_memory
-from tilewise.hopper.compile import aligned
 from tilewise.problem import Call
+from tilewise.sm90.jit import aligned
 
 # torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
 current_device = getattr(torch._C, "_cuda_getDevice", None)

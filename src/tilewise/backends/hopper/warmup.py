@@ -10,12 +10,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import Hopper, backward_config, config, gradients
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
-from tilewise.hopper import cache
-from tilewise.hopper import compile as hopper
 from tilewise.masks import Mask
 from tilewise.problem import Call
+from tilewise.sm90 import cache, jit
 
 EXTRAS = ("softcap", "bias", "alibi", "sink")  # what changes scores; a bias is of the call's dtype
 
@@ -32,7 +34,7 @@ class Cell(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What `compile.compiled` takes."""
+    """What `jit.compiled` takes."""
 
     launch: str  # "module:function"
     arguments: Callable
@@ -74,7 +76,7 @@ def extras_from(text: str) -> list[tuple[str, ...]]:
 
 def require_compiler() -> None:
     """Raise UnsupportedError where nothing can be compiled."""
-    if missing := hopper.why_no_compiler():
+    if missing := jit.why_no_compiler():
         raise UnsupportedError("; ".join(missing))
 
 
@@ -128,21 +130,21 @@ def _call(cell: Cell, seqlen: int) -> Call:
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
     if cell.grad and gradients.why_not(call.problem):
         call = replace(call, grad=False)
-    here = hopper.why_not_here()
+    here = jit.why_not_here()
     if wrong := [why for why in Hopper().why_not(replace(call.problem, device="cuda")) if why not in here]:
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")
     return call
 
 
 def _entry(kernel: Kernel):
-    return cache.entry(kernel.launch, kernel.config, hopper.arch())
+    return cache.entry(kernel.launch, kernel.config, jit.arch())
 
 
 def _compile(kernel: Kernel) -> Outcome:
     """In a process of its own."""
     start, entry = time.perf_counter(), _entry(kernel)
     try:
-        made = hopper.build(*kernel)
+        made = jit.build(*kernel)
     except Exception as error:  # of the compiler, which has many; said in the table
         return Outcome(kernel, "failed", time.perf_counter() - start, reason=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - start

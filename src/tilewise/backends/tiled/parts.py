@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.bands import Band, Bands, within
-from tilewise.bitmap import Bitmap
+from tilewise.masks.bands import Band, Bands, within
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.tiles import BAND, FULL, lower
 from tilewise.problem import Call
-from tilewise.tiles import BAND, FULL, lower
 
 # Pairs whose scores are alive at once, per device type. CPU: 2 MiB in fp32, what two cores keep in their second-level caches.
 _PAIRS = {"cpu": 1 << 19}

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise import philox
+from tilewise.backends import philox
 from tilewise.backends.tiled.parts import ALL, Part, Predicate, cut
 from tilewise.backends.tiled.products import Care
 from tilewise.problem import in_fp32

@@ -1,0 +1,143 @@
+"""The gradient of an additive bias on Hopper, seen from torch: the call of bias/kernel.py, and the last sum."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.backward import tables as backward_tables
+from tilewise.backends.tables import documents
+from tilewise.backends.tables.band import band_of
+from tilewise.masks import Full
+from tilewise.problem import Call
+from tilewise.sm90 import jit
+
+LAUNCH = "tilewise.backends.hopper.backward.bias.kernel:launch"
+TILE = 128  # queries, and keys
+COLUMNS = 64  # of a stage
+WAVES = 2  # of thread blocks that there should be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
+
+    dtype: torch.dtype
+    sees: Literal["band", "rows", "runs"]  # as in seen.py, but any single band
+    bias: torch.dtype
+    bias_pairs: bool
+    rows: bool  # the bias has a row for each query
+    whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up
+    chunks: int = 1  # of COLUMNS columns, of Q and K
+    chunks_v: int = 1  # of dO and V
+    softcap: bool = False
+    alibi: bool = False
+    diagonal: bool = False
+    tile_m: int = TILE
+    tile_n: int = TILE
+    registers: tuple[int, int] = (24, 240)  # of a producer's and a consumer's thread
+    natural: bool = True
+    modified: bool = True
+    sink: bool = False
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def stages(self) -> int:
+        """Of the ring, 32 KB each, beside what threads keep of the bias."""
+        return 6 if self.bias.itemsize == 2 else 5
+
+    @property
+    def behind(self) -> int:
+        """How many groups of products may be under way when the next is asked for; no more than dP has, so that S is complete when all are."""
+        return min(self.chunks_v, 2)
+
+    @property
+    def vector(self) -> int:
+        """Numbers of a bias in 16 bytes."""
+        return 16 // self.bias.itemsize
+
+    @property
+    def vectors(self) -> int:
+        """That a thread keeps: of its two rows, or of one where all are the same."""
+        return (2 if self.rows else 1) * self.tile_n // (4 * self.vector)
+
+
+def parts_of(call: Call, multiprocessors: int) -> int:
+    """Into how many parts each sum is cut, so that there is work for the whole machine, and memory for them: what dQ in fp32 takes."""
+    bias, m_blocks, n_blocks = call.bias, -(-call.seqlen_q // TILE), -(-call.seqlen_k // TILE)
+    owners = bias.shape[0] * bias.shape[1]
+    blocks, items = n_blocks * owners, call.batch * call.heads_q // owners
+    if by_rows(call):
+        blocks *= m_blocks
+    else:
+        items *= m_blocks
+    room = (call.q.numel() - _numbers_of_total(bias)) // bias.numel()
+    return max(1, min(WAVES * multiprocessors // blocks, items, room))
+
+
+def bytes_of_sums(call: Call, multiprocessors: int) -> int:
+    """Of the memory that the gradient takes beside itself."""
+    parts = parts_of(call, multiprocessors)
+    return 0 if parts == 1 else 4 * (parts * call.bias.numel() + _numbers_of_total(call.bias))
+
+
+def _numbers_of_total(bias: Tensor) -> int:
+    """Of all parts together, in fp32, where that is not dB itself."""
+    return 0 if bias.dtype == torch.float32 else bias.numel()
+
+
+def by_rows(call: Call) -> bool:
+    """Whether the bias has a row for each query."""
+    return call.bias.shape[2] > 1 or call.seqlen_q == 1
+
+
+def config_of(call: Call, rows: bool, whole: bool) -> Config:
+    """`whole`: dB needs no last sum."""
+    sees = "rows" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "runs"
+    chunks, chunks_v = (-(-x.shape[-1] // COLUMNS) for x in (call.q, call.v))
+    shape = {"rows": rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
+    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
+
+
+def kernels(call: Call) -> list[tuple]:
+    """What `jit.compiled` takes, for every shape that the bias may have."""
+    configs = [config_of(call, rows, whole) for rows in (True, False) for whole in (True, False)]
+    ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
+    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+
+
+def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
+    """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
+    parts, bias = parts_of(call, multiprocessors), call.bias
+    config = config_of(call, by_rows(call), parts == 1)
+    sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
+    changed = changes.operands(call)
+    band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
+    tables = backward_tables.tables(call, config)
+    factors = changes.factors(config, call.scale, call.softcap)
+    kernel = jit.compiled(LAUNCH, arguments, config)
+    kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal, *tables)
+    return sums[0] if config.whole else sums.sum(0).to(bias.dtype)
+
+
+def arguments(config) -> list:
+    """Stand-ins for `backward_bias.launch`'s tensors, band and changes."""
+    from tilewise.sm90.dsl import Float32, Int32
+
+    dtype = changes.dsl(config.dtype)
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows = (jit.size() for _ in range(8))
+    q, k = (jit.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
+    v, d_o = (jit.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
+    statistics = [jit.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
+    kept = seqlen_q if config.rows else jit.size()
+    sums = jit.tensor(
+        changes.dsl(config.bias if config.whole else torch.float32), *(jit.size() for _ in range(3)), kept, seqlen_k, aligned=False
+    )
+    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, jit.size())
+    numbers = [Int32(0) for _ in range(6)]
+    return [q, k, v, d_o, *statistics, sums, *numbers, *changes.stand_ins(config, seqlen_q, seqlen_k, heads_q), *tables]

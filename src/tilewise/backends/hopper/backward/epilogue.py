@@ -1,0 +1,117 @@
+"""The end of a block of keys in the backward pass on Hopper: dK and dV from registers to global memory, each warp its 16 rows."""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward import parts
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.order import Block
+from tilewise.backends.hopper.backward.parts import Tensors
+from tilewise.backends.hopper.backward.repair import report_keys
+from tilewise.backends.hopper.backward.tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, layouts_of, shares_of, thread_of
+from tilewise.sm90 import fragments, tma
+from tilewise.sm90.dsl import Constexpr, Float32, Int32, Int64, arch, const_expr, cpasync, cute, range_constexpr, warp, warpgroup
+
+ROWS = 16  # of a warp
+
+
+class Stores(NamedTuple):
+    """How the copy engine stores them."""
+
+    dK: tma.Tma
+    dV: tma.Tma
+
+
+@cute.jit
+def write(
+    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, scale: Float32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """dK = scale * acc_dK, and dV, by way of K and V in shared memory."""
+    write_through(tensors, stores, acc_dK, acc_dV, sm.K, sm.V, mma, block, scale, config)
+
+
+@cute.jit
+def places(sm: Smem, config: Constexpr[Config]) -> tuple[cute.Tensor, cute.Tensor]:
+    """Where dK and dV go through shared memory if the next K is to arrive meanwhile: dK in the place of dS, dV behind it or in that of V."""
+    dtype, layouts, dV = sm.K.element_type, layouts_of(config, sm.K.element_type), sm.V
+    dK = cute.make_tensor(cute.recast_ptr(sm.dS.iterator, layouts.K.inner, dtype), layouts.K.outer)
+    if const_expr(fit_in_dS(config)):
+        behind = sm.dS.iterator + config.tile_n * config.head_dim
+        dV = cute.make_tensor(cute.recast_ptr(behind, layouts.V.inner, dtype), layouts.V.outer)
+    return dK, dV
+
+
+def fit_in_dS(config: Config) -> bool:
+    """Whether both dK and dV do."""
+    return config.head_dim + config.head_dim_v <= config.tile_m * config.ds_stages
+
+
+@cute.jit
+def write_through(
+    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
+    block: Block, scale: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where a block stays, dV and then dK may still be on their
+    way from there at the end. What is not finite is listed.
+    """
+    thread = thread_of(config)
+    if const_expr(config.repairs):
+        finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
+        if arch.vote_any_sync(not finite):
+            rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
+            for part in range_constexpr(config.repaired_parts[1] // config.column_parts):
+                report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
+    arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
+    of_K, of_V = shares_of(config)
+    put(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], mma.dv, config)
+    put(acc_dK, scale, sdK[None, None, 0], mma.dk, config)
+    arch.fence_proxy("async.shared", space="cta")
+    arch.sync_warp()
+    send(sdV[None, None, 0], stores.dV, block, box_columns(of_V), config)
+    send(sdK[None, None, 0], stores.dK, block, box_columns(of_K), config)
+    if const_expr(not config.stays):
+        arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def place_of(number: Int32, config: Config) -> tuple[Int32, Int32]:
+    """Of a consumer's warp: which 16 of the block's keys, and which of the parts of the columns."""
+    return number % (config.tile_n // ROWS), number // (config.tile_n // ROWS)
+
+
+def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
+    """For storing dK or dV, 16 rows of `box_columns(share)` at a time. mX: (seqlen, dim, heads, batch)."""
+    box = ROWS, box_columns(share)
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box[1] == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, mX.element_type), box, order=(0, 1))
+    return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, layout, box))
+
+
+@cute.jit
+def put(acc: cute.Tensor, scale: Float32, sX: cute.Tensor, tiled_mma: cute.TiledMma, config: Constexpr[Config]):
+    """scale * acc, dK or dV of these warpgroups, rounded, into sX (tile_n, dim): each warp its 16 rows."""
+    r = cute.make_rmem_tensor_like(acc, sX.element_type)
+    for i in range_constexpr(cute.size(acc)):
+        acc[i] *= scale
+    fragments.round_into(r, acc)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), tiled_mma).get_slice(
+        thread_of(config)
+    )
+    cute.copy(copy, copy.retile(r), copy.partition_D(sX))
+
+
+@cute.jit
+def send(sX: cute.Tensor, target: tma.Tma, block: Block, columns: Constexpr[int], config: Constexpr[Config]):
+    """What this warp put there to global memory: `columns` at a time, as many as a swizzled block of sX has."""
+    number = arch.make_warp_uniform(thread_of(config) // WARP)
+    rows, share = place_of(number, config)
+    width = const_expr(cute.size(sX, mode=[1]) // config.column_parts)
+    box = const_expr((ROWS, columns))
+    gX = target.gmem[None, None, block.head_k, block.batch]
+    if block.n0 + rows * ROWS < gX.shape[0]:
+        for c in range_constexpr(width // box[1]):
+            column = share * (width // box[1]) + c
+            piece = cute.local_tile(sX, box, (rows, column))
+            place = cute.local_tile(gX, box, (block.n0 // ROWS + rows, column))
+            s, g = cpasync.tma_partition(target.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(place, 0, 2))
+            cute.copy(target.atom, s, g, cache_policy=Int64(tma.FIRST))
+    arch.cp_async_bulk_commit_group()

@@ -1,0 +1,242 @@
+"""What the backward pass on Hopper sees beyond one band: of keys and queries, by what tables.py puts into memory.
+
+config.sees says what is known when the kernel is compiled:
+
+    all       every query sees every key
+    from      a key is seen by the queries from a beginning on; band masks
+    interval  by those from a beginning to an end; band masks
+    rows      likewise, but each key's beginning and end are read from memory: packed documents
+    runs      anything: the tiles that a block of keys visits, and what is seen of each, come from tables
+
+For "runs" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.order import Block, Walk
+from tilewise.backends.hopper.backward.tiles import FAR, KEYS, WARP
+from tilewise.backends.hopper.forward.seen import Band, interval
+from tilewise.backends.tables.runs import EVERYTHING
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
+
+WORD = 32  # queries in a word of a bitmap
+FIELDS = 4  # of a visit
+UNMASKED = -1 - EVERYTHING
+
+
+class Tables(NamedTuple):
+    """In global memory, int32, for Band.tables; tables.py makes them. None where they are not for this kernel."""
+
+    keys: cute.Tensor | None  # (2, seqlen_q): begin and end of the keys that a query sees
+    queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
+    walks: (
+        cute.Tensor | None
+    )  # (n_blocks + 1, 4): first, last, free_first, free_last of backward_order.Walk; then the most tiles of one, and all
+    visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
+    visits: cute.Tensor | None  # (visits, 4): the fields of Visit
+    bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
+    bitmaps: cute.Tensor | None  # (bitmaps, tile_n, tile_m / WORD)
+    spans: cute.Tensor | None  # (planes, n_blocks, 2): the visits of a block of keys
+    visited: cute.Tensor | None  # (planes, m_blocks): how many blocks of keys visit a tile of queries
+    seeing: cute.Tensor | None  # (planes, seqlen_q): whether a query sees any key
+    planes: cute.Tensor | None  # (batch, heads_q): whose mask each head has
+
+    # For by_queries.py:
+    query_walks: cute.Tensor | None = None  # (tiles of queries, 4): the fields of its Walk
+    query_visits: cute.Tensor | None = None  # as those of keys; for these, queries are the rows
+    query_bands: cute.Tensor | None = None
+    query_bitmaps: cute.Tensor | None = None
+    query_spans: cute.Tensor | None = None
+
+
+class Visit(NamedTuple):
+    """A block of keys at a tile of queries, or the other way round: backward_tables.Visits."""
+
+    tile: Int32
+    ref: Int32
+    turn: Int32
+    unused: Int32  # it is copied in 16 bytes
+
+
+@cute.jit
+def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
+    """[begin, end) of the keys that a query sees, which may lie beyond the last one; for "runs" those that it may see."""
+    if const_expr(config.sees == "rows"):
+        return interval_in(band.tables.keys, row)
+    return interval(row, band)
+
+
+@cute.jit
+def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
+    """[begin, end) of the queries that see a key, which may lie beyond the last one; for "runs" those that may see it."""
+    if const_expr(config.sees == "rows"):
+        return interval_in(band.tables.queries, key)
+    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
+    if key < band.k0 or key >= band.k1:
+        end = begin
+    return begin, end
+
+
+@cute.jit
+def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+    """A block's walk without the tiles at its ends that see none of a warpgroup's keys, from this one on; one warp works it out."""
+    begin, end = Int32(FAR), Int32(0)
+    for i in range_constexpr(KEYS // WARP):
+        of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
+        if of_key[0] < of_key[1]:
+            begin, end = min(begin, of_key[0]), max(end, of_key[1])
+    begin, end = (arch.make_warp_uniform(x) for x in (-arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")))
+    first = min(max(max(begin, 0) // config.tile_m, walk.first), walk.last)
+    last = max(min(cute.ceil_div(end, config.tile_m), walk.last), first)
+    start = first
+    if walk.step < 0:
+        start = last - 1
+    return Walk(start, walk.step, first, last, walk.free_first, walk.free_last)
+
+
+@cute.jit
+def interval_in(ends: cute.Tensor, at: Int32):
+    """Column `at` of (2, .), empty beyond the last."""
+    there = min(at, ends.shape[1] - 1)
+    begin, end = ends[0, there], ends[1, there]
+    if at > there:
+        end = begin
+    return begin, end
+
+
+@cute.jit
+def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a query sees any key."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.seeing[band.tables.planes[batch, head], row] != 0
+    begin, end = keys_of(row, band, config)
+    return begin < end
+
+
+@cute.jit
+def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+    """A block's walk for one query head: for "runs" every head has its own."""
+    if const_expr(config.sees == "runs"):
+        plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
+        first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
+        return Walk(
+            last - 1, Int32(-1), first, last, first, first
+        )  # always down: a direction more would take registers that the adding warps lack
+    return walk
+
+
+def apart(group: Int32, config: Constexpr[Config]) -> Int32:
+    """How many heads of a group go their own ways, one after another; where it is one, they visit every tile together."""
+    return group if config.sees == "runs" else 1
+
+
+@cute.jit
+def next_in(place: Int32, walk: Walk, config: Constexpr[Config]) -> Int32:
+    """The place after this one."""
+    if const_expr(config.sees == "runs"):
+        return place - 1
+    return place + walk.step
+
+
+@cute.jit
+def tile_at(place: Int32, band: Band, config: Constexpr[Config]) -> Int32:
+    """The tile of queries at a place of a walk."""
+    if const_expr(config.sees == "runs"):
+        return band.tables.visits[place, 0]
+    return place
+
+
+@cute.jit
+def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
+    """What the producer has put into a stage. sVisits: (FIELDS, stages)."""
+    found = cute.make_rmem_tensor(FIELDS, Int32)
+    cute.autovec_copy(cute.make_tensor(sVisits[None, stage].iterator.align(16), cute.make_layout(FIELDS)), found)
+    return Visit(found[0], found[1], found[2], found[3])
+
+
+@cute.jit
+def hide_unseen(
+    acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor, hidden: Constexpr[float] = 0.0
+):  # fmt: skip
+    """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to. `hidden`: as in
+    `backward_tiles.hide`.
+    """
+    if visit.ref != UNMASKED:
+        P = fragments.by_rows(acc)
+        columns = const_expr(4 * cute.size(P, mode=[1]))
+        row, column0 = place_in_tile()
+        if visit.ref >= 0:
+            for r in range_constexpr(fragments.ROWS):
+                for w in range_constexpr(columns // WORD):
+                    hide_by_word(P, r, w, bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
+        else:
+            edges = edges_of(visit.ref, bands)
+            first = visit.tile * columns + column0
+            for r in range_constexpr(fragments.ROWS):
+                begin, end = interval(row0 + row + 8 * r, edges)
+                begin, end = begin - first, end - first
+                for c in range_constexpr(cute.size(P, mode=[1])):
+                    column = fragments.column(c)
+                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(hidden)
+
+
+@cute.jit
+def edges_of(ref: Int32, bands: cute.Tensor) -> Band:
+    """The band of a visit with ref < 0."""
+    edges = bands[-1 - ref, None]
+    return Band(edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], None)
+
+
+@cute.jit
+def place_in_tile() -> tuple[Int32, Int32]:
+    """(row, column) of this consumer's thread's first number of S^T, or S. Worked out anew each time: there is no register to keep it in."""
+    thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.thread_idx()[0]]) - 128
+    return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+
+
+@cute.jit
+def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32, hidden: Constexpr[float]):
+    """Row r of P = 0 for those queries from 32 w on whose bit is 0; this thread's first one's is the lowest."""
+    for c in range_constexpr(WORD // 4):
+        shown = word & (1 << fragments.column(c)) != 0
+        P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(hidden)
+
+
+@cute.jit
+def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: Tables) -> tuple[Boolean, Int32]:
+    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits are in the order of the tiles."""
+    low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
+    high = end
+    while low < high:  # the first visit of this tile or of one behind it
+        middle = (low + high) // 2
+        if tables.visits[middle, 0] < m_block:
+            low = middle + 1
+        else:
+            high = middle
+    there = min(low, tables.visits.shape[0] - 1)
+    return low < end and tables.visits[there, 0] == m_block, there
+
+
+@cute.jit
+def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+    """Whether a query sees a key, for "runs"."""
+    tables = band.tables
+    found, (visited, there) = Boolean(False), visit_of(query // config.tile_m, key // config.tile_n, tables.planes[batch, head], tables)
+    if visited:
+        found = shows_in(tables.visits[there, 1], query, key, tables, config)
+    return found
+
+
+@cute.jit
+def shows_in(ref: Int32, query: Int32, key: Int32, tables: Tables, config: Constexpr[Config]) -> Boolean:
+    """Likewise, of a visit that refers to `ref`."""
+    found = Boolean(False)
+    if ref >= 0:
+        at = query % config.tile_m
+        found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
+    else:
+        first, last = interval(key, edges_of(ref, tables.bands))
+        found = query >= first and query < last
+    return found

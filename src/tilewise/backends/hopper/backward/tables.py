@@ -1,0 +1,240 @@
+"""What the backward pass reads to know what is visible, where that is no single band: the tensors of backward_visible.Tables.
+
+For packed documents the GPU finds them from cu_seqlens (`Columns`); for any other mask they are made from its tiles once, as tables.py does for
+the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig
+from tilewise.backends.tables.documents import Offsets, found
+from tilewise.backends.tables.keeping import kept
+from tilewise.backends.tables.runs import EVERYTHING, FAR, lowered
+from tilewise.masks import Documents, Unread
+from tilewise.masks.band_tables import expand
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.mask import Plane
+from tilewise.masks.tiles import lower
+from tilewise.problem import Call
+from tilewise.sm90 import jit
+
+WORD = 32  # queries in a word of a bitmap
+QUERIES, KEYS = 128, 64  # of a tile of by_queries.py
+EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries that exist
+
+
+class Columns(NamedTuple):
+    """Packed documents, int32, as backward_visible.Tables has them."""
+
+    keys: Tensor  # (2, seqlen_q)
+    queries: Tensor  # (2, seqlen_k)
+    walks: Tensor  # (n_blocks + 1, 4)
+    visitors: Tensor  # (m_blocks, 2)
+    query_walks: Tensor  # (tiles of QUERIES queries, 4); none of `tables`, but of `query_tables`
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Any other mask, int32, likewise.
+
+    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], in ascending order. The tile is
+    masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by bands[-1 - ref], for which keys are the rows and queries the columns; all of it is
+    seen for bands[EVERYTHING]. Of the blocks that visit it, visits[i, 2] have a smaller number than this one.
+    """
+
+    visits: Tensor  # (visits, 4)
+    bands: Tensor  # (bands, 6)
+    bitmaps: Tensor  # (bitmaps, tile_n, tile_m / 32): query i of a tile is bit i % 32 of word i // 32
+    spans: Tensor  # (planes, n_blocks, 2)
+    visited: Tensor  # (planes, m_blocks): how many blocks visit a tile
+    seeing: Tensor  # (planes, seqlen_q): whether a query sees any key
+    planes: Tensor  # (batch, heads_q): which plane each uses
+    regions: tuple  # kept alive, because others find these tables by their identities
+
+
+@dataclass(frozen=True, eq=False)
+class QueryVisits:
+    """Likewise, of QUERIES queries that visit tiles of KEYS keys: queries are the rows, and visits[i, 2:] of no use."""
+
+    visits: Tensor  # (visits, 4)
+    bands: Tensor  # (bands, 6)
+    bitmaps: Tensor  # (bitmaps, QUERIES, KEYS / 32)
+    spans: Tensor  # (planes, tiles of queries, 2)
+    regions: tuple
+
+
+COLUMNS, VISITS = len(Columns._fields) - 1, len(Visits.__dataclass_fields__) - 1
+
+
+def tables(call: Call, config: Config) -> tuple[Tensor | None, ...]:
+    """The fields of backward_visible.Tables for a call, None where its kernel has none."""
+    columns, visits = [None] * COLUMNS, [None] * VISITS
+    if config.sees == "rows":
+        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)[:COLUMNS]
+    if config.sees == "runs":
+        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        found = visits_of(planes, call.batch, call.heads_q, config, call.q.device)
+        visits = [getattr(found, name) for name in Visits.__dataclass_fields__][:VISITS]
+    return *columns, *visits
+
+
+def of_call(call: Call, config: Config) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The fields of backward_visible.Tables for a call: those of `tables`, and those for by_queries.py."""
+    if config.sees == "rows":
+        *columns, walks = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        return (*columns, *[None] * VISITS), (walks if config.dq_apart else None, *[None] * 4)
+    if config.sees == "runs" and config.dq_apart:
+        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+        found = query_visits_of(planes, call.q.device)
+        return tables(call, config), (None, found.visits, found.bands, found.bitmaps, found.spans)
+    return tables(call, config), (None,) * 5
+
+
+def of_batch(tables: tuple[Tensor | None, ...], part: slice) -> tuple[Tensor | None, ...]:
+    """The same for some of the batch entries."""
+    *others, planes = tables
+    return *others, None if planes is None else planes[part]
+
+
+def arguments(config: Config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> list:
+    """Stand-ins for them."""
+    from tilewise.sm90.dsl import Int32
+
+    columns, visits = [None] * COLUMNS, [None] * VISITS
+    if config.sees == "rows":
+        shapes = (2, seqlen_q), (2, seqlen_k), (jit.size(), 4), (m_blocks, 2)
+        columns = [jit.tensor(Int32, *shape, aligned=False) for shape in shapes]
+    if config.sees == "runs":
+        many, planes, n_blocks, bands, bitmaps = (jit.size() for _ in range(5))
+        shapes = (bands, 6), (bitmaps, config.tile_n, config.tile_m // WORD), (planes, n_blocks, 2), (planes, m_blocks), (planes, seqlen_q)
+        others = [jit.tensor(Int32, *shape, aligned=False) for shape in shapes]
+        visits = [jit.tensor(Int32, many, 4), *others, jit.tensor(Int32, batch, heads_q, aligned=False)]
+    return [*columns, *visits]
+
+
+def query_arguments(config: Config) -> list:
+    """Stand-ins for those for by_queries.py."""
+    from tilewise.sm90.dsl import Int32
+
+    made = [None] * 5
+    if config.dq_apart and config.sees == "rows":
+        made[0] = jit.tensor(Int32, jit.size(), 4, aligned=False)
+    if config.dq_apart and config.sees == "runs":
+        shapes = (jit.size(), 6), (jit.size(), QUERIES, KEYS // WORD), (jit.size(), jit.size(), 2)
+        made[1:] = jit.tensor(Int32, jit.size(), 4), *(jit.tensor(Int32, *shape, aligned=False) for shape in shapes)
+    return made
+
+
+def kernel(config: Config) -> tuple:
+    """What `jit.compiled` takes for the kernels that find the columns for one of `config`."""
+    tiles = (QUERIES, KEYS), (config.tile_n, config.tile_m)
+    rows, columns = (RowsConfig(tile_m=m, tile_n=n, least=0) for m, n in tiles)
+    return "tilewise.backends.hopper.backward.intervals:launch", columns_arguments, ColumnsConfig(rows=rows, columns=columns)
+
+
+def columns_arguments(config: ColumnsConfig) -> list:
+    """Stand-ins for `backward_intervals.launch`'s tensors and numbers."""
+    from tilewise.sm90.dsl import Int32
+
+    documents, seqlen_q, seqlen_k, n_blocks, m_blocks = (jit.size() for _ in range(5))
+    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (jit.size(), 4), (m_blocks, 2), (jit.size(), 4)
+    return [*(jit.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(4))]
+
+
+def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
+    """The columns of packed documents, as `documents.found` finds them. Bad cu_seqlens that nobody checked lead to nothing outside of the tensors,
+    and no block waits for ever.
+    """
+    return found(mask, seqlen_q, seqlen_k, "columns", config, device, _columns)
+
+
+def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
+    n_blocks, m_blocks = -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
+    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
+    keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes)
+    jit.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, keys, queries, scratch, *made, *inner)
+    return Columns(keys, queries, *made)
+
+
+def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config, device: torch.device) -> Visits:
+    """The visits of a mask whose regions are `planes`, for `batch` entries and `heads` query heads; made once, and kept."""
+    regions = tuple(plane.region for plane in planes)
+    where = tuple((plane.batch, plane.heads) for plane in planes)
+    key = "hopper visits", config.tile_m, config.tile_n, device, batch, heads, where, tuple(map(id, regions))
+
+    def make() -> Visits:
+        return Visits(*_on_device(_arrays(planes, batch, heads, config.tile_m, config.tile_n), device), regions)
+
+    return kept(regions[0].memo, key, make)
+
+
+def query_visits_of(planes: tuple[Plane, ...], device: torch.device) -> QueryVisits:
+    """Likewise, for by_queries.py."""
+    regions = tuple(plane.region for plane in planes)
+    key = "hopper query visits", device, tuple(map(id, regions))
+    return kept(regions[0].memo, key, lambda: QueryVisits(*_on_device(_visits(regions, QUERIES, KEYS), device), regions))
+
+
+def _on_device(arrays: Iterable[ndarray], device: torch.device) -> Iterator[Tensor]:
+    """As int32."""
+    return (torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device) for x in arrays)
+
+
+def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
+    """The arrays of `Visits`, in its order."""
+    regions, m_blocks = [plane.region for plane in planes], -(-planes[0].region.seqlen_q // tile_m)
+    *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m)
+    visited = [np.bincount(by_keys[0][begin[0, 0] : begin[-1, 1], 0], minlength=m_blocks) for begin in spans]
+    used = np.zeros((batch, heads), np.int32)
+    for number, plane in enumerate(planes):
+        used[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = number
+    seeing = np.stack([_seeing(region) for region in regions])
+    return *by_keys, spans, np.stack(visited), seeing, used
+
+
+def _visits(regions: Sequence, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
+    """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns."""
+    seqlen_q, seqlen_k = regions[0].seqlen_q, regions[0].seqlen_k
+    everything = [0, seqlen_q, 0, seqlen_k, -FAR, FAR]
+    bands, bitmaps = [np.array([everything, [0, 0, 0, 0, -FAR, FAR], everything])], [np.zeros((1, tile_m, tile_n // WORD), np.int32)]
+    spans, visits = [], [np.zeros((1, 4), np.int64)]
+    for region in regions:
+        made = lowered(lower(region, tile_m, tile_n), sum(map(len, bands)), sum(map(len, bitmaps)), words=tile_n // WORD, blind=False)
+        bands.append(made.bands)
+        bitmaps.append(made.bitmaps)
+        block, tiles = _tiles(made.runs, seqlen_q // tile_m)
+        start = sum(map(len, visits)) + np.searchsorted(block, np.arange(-(-seqlen_q // tile_m) + 1))
+        spans.append(np.stack([start[:-1], start[1:]], axis=1)[None])
+        visits.append(tiles)
+    return tuple(map(np.concatenate, (visits, bands, bitmaps, spans)))
+
+
+def _tiles(runs: ndarray, whole: int) -> tuple[ndarray, ndarray]:
+    """Rows of Visits.visits, and the block of each, from rows block, masked, first, last, ref; blocks from `whole` on are not full."""
+    run, place = expand(runs[:, 3] - runs[:, 2])
+    n_block, masked, first, _, ref = runs[run].T
+    m_block = first + place
+    ref = np.where((ref == -1 - EVERYTHING) & ((masked == 1) | (n_block >= whole)), -1 - EXISTING, ref)
+    by_query = np.lexsort((n_block, m_block))
+    turn = np.empty(len(run), np.int64)
+    turn[by_query] = np.arange(len(run)) - np.searchsorted(m_block[by_query], m_block[by_query])
+    order = np.lexsort((m_block, n_block))
+    return n_block[order], np.stack([m_block, ref, turn, np.zeros_like(turn)], axis=1)[order]
+
+
+def _seeing(region) -> ndarray:
+    """Whether each query sees any key."""
+    if isinstance(region, Bitmap):
+        return region.bits.any(axis=1)
+    change = np.zeros(region.seqlen_q + 1, np.int64)  # no row of a band is empty
+    np.add.at(change, region.table[:, 0], 1)
+    np.add.at(change, region.table[:, 1], -1)
+    return np.cumsum(change)[:-1] > 0

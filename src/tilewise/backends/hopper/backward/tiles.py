@@ -1,0 +1,280 @@
+"""What the roles of the backward kernel on Hopper share: tiles in shared memory, pipes, products, and what a tile of scores goes through."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.sm90 import fragments, tma
+from tilewise.sm90.dsl import (
+    Constexpr,
+    Float32,
+    Int32,
+    Int64,
+    OperandMajorMode,
+    arch,
+    const_expr,
+    cute,
+    pipeline,
+    range_constexpr,
+    sm90,
+    warpgroup,
+)
+
+THREADS = 128  # of a warpgroup
+WARP = 32
+KEYS = 64  # of a warpgroup, where keys are split
+FAR = 1 << 30  # beyond every row
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is the whole block's."""
+
+    DS = 1  # dS of all warpgroups is in shared memory
+    DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
+    DQ_FULL = 5  # and the following, one for each warp that adds: dQ is written there; `direct`: one a warpgroup, its part is added
+    P = 8  # P is in shared memory
+    END = 11  # the walk is over for all; not DS, at which a warpgroup that arrives, where columns are split, and comes again would meet itself
+    S = 12  # S has been computed
+    READ = 13  # and the following, one a warpgroup: the other one has read dS
+    OWN = 9  # and the following, one a warpgroup: all of its threads are here
+
+
+class Smem(NamedTuple):
+    K: cute.Tensor  # (tile_n, head_dim, 1)
+    V: cute.Tensor  # (tile_n, head_dim_v, 1)
+    Q: cute.Tensor  # (tile_m, head_dim, stages)
+    dO: cute.Tensor  # (tile_m, head_dim_v, stages)
+    dS: cute.Tensor  # (tile_m, tile_n, ds_stages)
+    P: cute.Tensor | None  # likewise, (tile_n, tile_m, ds_stages), where columns are split: P^T
+    dQ: cute.Tensor | None  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32; None if it goes from registers
+    first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
+    lse: cute.Tensor  # (tile_m, stages) fp32
+    minus_delta: cute.Tensor  # (tile_m, stages) fp32
+    visits: cute.Tensor | None  # (backward_visible.FIELDS, stages) int32
+
+
+class Layouts(NamedTuple):
+    """Of the tiles that products read."""
+
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
+    Q: cute.ComposedLayout
+    dO: cute.ComposedLayout
+    dS: cute.ComposedLayout
+
+
+class Pipes(NamedTuple):
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync  # with the tile's log-sum-exp
+    do: pipeline.PipelineTmaAsync  # with its -delta
+
+
+class Loads(NamedTuple):
+    K: tma.Tma
+    V: tma.Tma
+    Q: tma.Tma
+    dO: tma.Tma
+
+
+class Mma(NamedTuple):
+    """The products; the second word says where the left operand lies."""
+
+    s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, shared memory
+    dv: cute.TiledMma  # dV += P^T dO, registers
+    dk: cute.TiledMma  # dK += dS^T Q, registers; `lean`: shared memory
+    dq: cute.TiledMma  # dQ = dS K or dQ^T = K^T dS^T, shared memory
+
+
+def products(config, dtype) -> Mma:
+    smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    k, mn = OperandMajorMode.K, OperandMajorMode.MN
+    by_keys = config.split == "keys"
+    alone, shared = (config.consumers if by_keys else 1, 1, 1), (config.consumers, 1, 1) if by_keys else (1, config.consumers, 1)
+
+    def product(left, right, grid, columns, source=smem):
+        return sm90.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, grid, (64, columns), source)
+
+    return Mma(
+        product(k, k, alone, config.tile_m),
+        product(k, mn, shared, config.head_dim_v // shared[1], rmem if by_keys else smem),
+        product(k, mn, shared, config.head_dim, rmem)
+        if by_keys and not config.lean
+        else product(mn, mn, shared, config.head_dim // shared[1]),
+        product(mn if config.dq_transposed else k, k if config.dq_transposed else mn, (*config.dq_grid, 1), config.dq_width),
+    )
+
+
+def layouts_of(config, dtype) -> Layouts:
+    """Every tile has the dimension contiguous that memory has; products that sum over the other one read it transposed.
+
+    The columns that a warpgroup computes begin where a swizzled block of columns does.
+    """
+
+    dim, dim_v = config.head_dim, config.head_dim_v
+    of_K, of_V = shares_of(config)
+    return Layouts(
+        swizzled(dtype, config.tile_n, dim, 1, of_K),
+        swizzled(dtype, config.tile_n, dim_v, 1, of_V),
+        swizzled(dtype, config.tile_m, dim, config.stages, dim // config.column_parts),
+        swizzled(dtype, config.tile_m, dim_v, config.stages, of_V),
+        swizzled(dtype, config.tile_m, config.tile_n, config.ds_stages, config.tile_n),
+    )
+
+
+def shares_of(config) -> tuple[int, int]:
+    """Columns of K and of V that no swizzled block reaches beyond: what a warpgroup has of dK and dV, or computes of dQ at a time."""
+    of_dK, of_dV = config.head_dim // config.column_parts, config.head_dim_v // config.column_parts
+    return of_dK if config.dq_transposed or config.dq_width % 64 == 0 else config.dq_width, of_dV
+
+
+def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.ComposedLayout:
+    """Columns contiguous; blocks of them do not reach from one part of `share` columns into the next."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box_columns(share) == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
+
+
+@cute.jit
+def load_row(
+    gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
+):  # fmt: skip
+    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
+    with arch.elect_one():
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                sX[None, state.index].iterator.toint(),
+                gX.iterator.toint(),
+                Int32(4 * numbers),
+                pipe.producer_get_barrier(state).toint(),
+            ],
+        )
+
+
+@cute.jit
+def thread_of(config: Constexpr[Config]) -> Int32:
+    """Of a consumer's. Where a block stays, read anew each time: what is worked out from it would otherwise be kept from unit to unit, and spill."""
+    thread = arch.thread_idx()[0]
+    if const_expr(config.stays):
+        thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
+    return thread - THREADS
+
+
+def box_columns(share: int) -> int:
+    """Of a swizzled block: as wide as parts of `share` columns can have theirs to themselves."""
+    return 32 if share % 64 else 64
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    return cute.make_tensor(sX.iterator, cute.select(sX.layout, mode=[1, 0, 2]))
+
+
+@cute.jit
+def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
+    """The numbers of this thread's columns, (tile_m / 4,)."""
+    found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
+    cute.autovec_copy(pairs[None, None, stage], found)
+    return cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
+
+
+@cute.jit
+def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
+    """numbers: one for each of this thread's columns."""
+    rows = fragments.by_rows(acc)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] += numbers[c]
+
+
+@cute.jit
+def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
+    """Whether the query of a column sees the key of row r."""
+    if const_expr(config.sees == "all"):
+        return tile.end[r] > 0
+    if const_expr(config.sees == "from"):
+        return column >= tile.begin[r] - m0
+    return column >= tile.begin[r] - m0 and column < tile.end[r] - m0
+
+
+@cute.jit
+def hide(
+    tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0,
+    first: Constexpr[int] = 0, last: Constexpr[int] = 0,
+):  # fmt: skip
+    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (repair.py).
+
+    `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
+    """
+    P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(first, last or cute.size(P, mode=[1])):
+            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
+
+
+@cute.jit
+def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes P = exp(S - LSE) (Eq. 24)."""
+    subtract(acc_S, lse, scale_log2)
+    exponentiate(acc_S)
+
+
+@cute.jit
+def subtract(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes the exponents of P, in powers of two."""
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = S[r, c] * scale_log2 - lse[c]
+
+
+@cute.jit
+def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[int] = 0):
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(first, last or cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
+
+
+@cute.jit
+def place_of_sum(gSum: cute.Tensor, consumer: Int32, piece: Constexpr[int], config: Constexpr[Config]):
+    """Where a piece of what a warpgroup computes of a tile of dQ begins in the tile's sum, and how many vectors a thread has of it: each belongs to
+    eight columns. `narrow`: a block of rows has all columns of dQ side by side, and none beyond them; there may be none left, or fewer.
+    """
+    vectors = const_expr(config.dq_numbers // (4 * config.dq_pieces))
+    if const_expr(not config.narrow):
+        return THREADS * (consumer * config.dq_numbers + 4 * vectors * piece), vectors
+    over_rows, over_columns = config.dq_grid
+    columns = cute.size(gSum) // (8 * config.tile_m)
+    before = (piece * over_columns + consumer // over_rows) * vectors
+    return 4 * THREADS * (consumer % over_rows * columns + before), columns - before
+
+
+@cute.jit
+def add_directly(tile, flat: cute.Tensor, gSum: cute.Tensor, config: Constexpr[Config]):
+    """A warpgroup's part of a tile of dQ to the sum in global memory, when it is its turn."""
+    begin, vectors = place_of_sum(gSum, tile.consumer, 0, config)
+    address = (gSum.iterator + begin + arch.thread_idx()[0] % THREADS * 4).toint()
+    if const_expr(config.ordered):
+        arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
+    add_vectors(tile, flat, vectors, address, config)
+    if const_expr(config.ordered):
+        arch.barrier_arrive(barrier_id=Barrier.DQ_FULL + tile.consumer, number_of_threads=THREADS + WARP)
+
+
+@cute.jit
+def add_vectors(tile, flat: cute.Tensor, vectors: Int32, address: Int64, config: Constexpr[Config]):
+    """flat: (4, .), of which the first `vectors` of 16 bytes count; a warp's lie side by side. The first block writes instead of adding."""
+    first = Int32(0)
+    if const_expr(config.ordered):
+        first = tile.first[tile.consumer]
+    if first != 0:
+        each_vector("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, vectors, address)
+    else:
+        each_vector("red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", flat, vectors, address)
+
+
+@cute.jit
+def each_vector(instruction: Constexpr[str], flat: cute.Tensor, vectors: Int32, address: Int64):
+    for i in range_constexpr(cute.size(flat, mode=[1])):
+        if i < vectors:
+            arch.inline_ptx(instruction, read_only_args=[address + 16 * THREADS * i, *(flat[j, i] for j in range(4))])

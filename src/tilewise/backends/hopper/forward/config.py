@@ -1,0 +1,240 @@
+"""Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+SHARED_BYTES = 228 * 1024  # of a multiprocessor; a thread block takes 1 KB for itself, and barriers and alignment less than another
+REGISTERS = {(2, 1): (24, 240), (3, 1): (32, 160), (1, 3): (24, 136)}  # of a producer's and a consumer's thread, by consumers and blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    sees: Literal["all", "until", "interval", "rows", "runs"]  # seen.py says what each means
+    tile_m: int
+    tile_n: int
+    q_stages: int = 1
+    kv_stages: int = 2
+    pingpong: bool = False  # warpgroups take turns to multiply
+    late: bool = False  # O is rescaled when the next product is under way
+    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    from_zero: bool = False  # maxima by a shorter way, where no row's maximum so far is below 0
+    cluster: int = 1  # thread blocks that fetch their tiles of keys together
+    blocks: int = 1  # thread blocks that share a multiprocessor
+    softcap: bool = False
+    bias: torch.dtype | None = None  # its dtype, where there is one
+    bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
+    alibi: bool = False
+    diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    sink: bool = False
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a thread block may have for Q, K, V and O."""
+        return SHARED_BYTES // self.blocks - 2048
+
+    @property
+    def lean(self) -> bool:
+        """Whether products read descriptors of `fragments.lean_slice`: those of 16 steps over head_dim do not fit the uniform registers."""
+        return self.head_dim > 192
+
+    @property
+    def pieces_of_O(self) -> int:
+        """In how many pieces, a part of the columns each, O leaves through shared memory of its own; 0: there is none, and it takes Q's.
+
+        Then the next unit's Q has to wait for it.
+        """
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
+        return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= self.shared_bytes), 0)
+
+    @property
+    def smem_of_O(self) -> int:
+        """Numbers of O that its own shared memory holds."""
+        return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether tiles that are left over for less than a round are shared out by keys (scheduler.py): where all take as long, by a fixed step."""
+        return self.sees == "all" and not (self.draws or self.modified or self.sink)  # each piece would count the sink
+
+    @property
+    def partial_numbers(self) -> int:
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
+        return self.cluster * self.tile_m * (self.head_dim_v + 4)
+
+    @property
+    def hides(self) -> bool:
+        """Whether a row may not see what another row of its tile sees, so that V is screened (hidden.py)."""
+        return self.sees != "all"
+
+    @property
+    def natural(self) -> bool:
+        """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
+        return self.alibi or self.bias is not None
+
+    @property
+    def modified(self) -> bool:
+        return self.softcap or self.natural
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers, self.blocks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number.
+
+    Of a window as many queries count as it is wide, of packed documents those of the longest.
+    """
+
+    most_queries: int | None = None
+    few_keys: bool = False
+    fields: dict
+
+    def takes(self, seqlen_q: int, seqlen_k: int) -> bool:
+        return self.most_queries is None or (seqlen_k if self.few_keys and seqlen_k > seqlen_q else seqlen_q) <= self.most_queries
+
+
+def any_length(**fields) -> tuple[Choice, ...]:
+    return (Choice(fields=fields),)
+
+
+def step(**fields) -> dict:
+    """For full masks, whose units all take as long."""
+    return {**fields, "draws": False}
+
+
+def pairs(**fields) -> tuple[Choice, ...]:
+    """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
+    paired = {**fields, "cluster": 2}
+    return (
+        Choice(most_queries=fields["tile_m"], fields=fields),
+        Choice(most_queries=2048, fields=paired),
+        Choice(fields={**paired, "pingpong": False}),
+    )
+
+
+# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first; "rows" and "runs" as "interval", but for their own.
+# H200, driver 580.159, 2026-11-21 and 22, mostly the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
+# benchmarks/results/exploratory/, hopper-h200.jsonl and, for what names the third round (of the lab notes), forward-h200.jsonl.
+# Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
+#   causal 8k at (128, 128) 649 / 658.
+# (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.
+#   Third round: windows of 4,096 504 / 423, packed documents ("rows") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
+#   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
+# (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2
+#   and fwd-2): 460 / 488 at 1k, 584 / 594 at 2k, 666 / 659 at 4k, 681 / 654 at 8k, 711 / 676 at 16k; windows of 1,024 526 / 560, of 4,096 674 / 661.
+#   Documents, 192 queries and 80 keys a tile against 128: one long document 672 / 637, Zipf's lengths 497 / 552, all of 1,024 400 / 489.
+#   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k. Third round: causal 642 / 623 at 16k, windows 628 / 610.
+# (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
+#   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
+#   478 / 461 at 1k, 620 / 602 at 2k. Third round: full 697 / 711 at 2k, 743 / 776 at 8k.
+# (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns; fourth, pairs: 746 / 720.
+# (192, 192): tile_n 112 with intervals would spill 24 bytes.
+TILES = {
+    (64, 64): {
+        "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+        "until": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
+                  Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
+                  *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
+        "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
+        "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+    },
+    (96, 96): {
+        "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+    },
+    (128, 128): {
+        "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                  *any_length(tile_m=128, tile_n=128, cluster=2)),
+        "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                     *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
+        "rows": (Choice(most_queries=16384, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=192, tile_n=80)),
+        "runs": any_length(tile_m=128, tile_n=128, q_stages=2),
+    },
+    (192, 128): {
+        "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
+        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
+        "interval": any_length(tile_m=128, tile_n=128),
+    },
+    (192, 192): {
+        "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
+        "until": any_length(tile_m=128, tile_n=112, late=True),
+        "interval": any_length(tile_m=128, tile_n=96, late=True),
+    },
+    (256, 256): {
+        "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
+                *any_length(**step(tile_m=128, tile_n=80, late=True))),
+        "until": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
+                  *any_length(tile_m=128, tile_n=80, late=True)),
+        "interval": any_length(tile_m=128, tile_n=80, late=True),
+    },
+}  # fmt: skip
+
+
+LONG = 1 << 30  # queries: more than any Choice bounds
+
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
+LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+@lru_cache(maxsize=4096)
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes) -> Config:
+    """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink."""
+    if changes.get("bias") and sees == "until":
+        sees = "interval"  # a few bytes would spill in between the loops of "until"
+    dims = tile_dims(head_dim, head_dim_v)
+    return next(made for choice, made in _choices(dtype, dims, sees, changes) if choice.takes(seqlen_q, seqlen_k))
+
+
+def lengths() -> list[int]:
+    """Numbers of queries, one for each way that Choices depend on them."""
+    bounds = {choice.most_queries for ways in TILES.values() for choices in ways.values() for choice in choices}
+    return [1, *sorted(bound + 1 for bound in bounds if bound is not None)]
+
+
+def shipped(dtype: torch.dtype, **changes) -> list[Config]:
+    """Every configuration that `configure` can give for a dtype and changes of the scores."""
+    return [
+        made for dims in TILES for sees in ("all", "until", "interval", "rows", "runs") for _, made in _choices(dtype, dims, sees, changes)
+    ]
+
+
+def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict) -> list[tuple[Choice, Config]]:
+    """With their configurations, the shortest sequences first."""
+    ways = TILES[dims]
+    choices = ways.get(sees) or ways["interval"]
+    made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
+    return [each for each in made if not (each[1].modified and each[1].blocks > 1)]  # too many registers
+
+
+def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+    if config.natural:
+        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
+    if config.softcap:
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
+    if sees == "rows":
+        config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
+    return replace(config, from_zero=sees == "all")

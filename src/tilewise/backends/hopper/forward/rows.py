@@ -1,0 +1,69 @@
+"""The rows of packed documents for the forward kernel: each row's interval of keys, found on the GPU by the small kernel of intervals.py."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.tables.documents import Offsets, found
+from tilewise.masks import Documents, Unread
+from tilewise.sm90 import jit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """Of the kernel that finds the intervals: the tiles of the one that uses them."""
+
+    tile_m: int
+    tile_n: int
+    least: int = 1  # tiles of keys that a tile of queries visits, whatever it sees
+    cluster: int = 1  # tiles of queries that are computed together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsConfig:
+    """Of the kernels that find what the backward pass reads: tiles of the kernel that walks over keys and, turned round, of the one over queries."""
+
+    rows: RowsConfig
+    columns: RowsConfig
+
+
+class Rows(NamedTuple):
+    """int32, as seen.py has them."""
+
+    order: Tensor  # (ceil(m_blocks / cluster),) tiles of queries, or a cluster's, those that visit the most tiles of keys last
+    ends: Tensor  # (2, seqlen_q): each row's keys
+    walks: Tensor  # (m_blocks, 4)
+
+
+def kernel(config) -> tuple:
+    """What `jit.compiled` takes for the kernel that finds the rows for one of `config`."""
+    return (
+        "tilewise.backends.hopper.forward.intervals:launch",
+        arguments,
+        RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster),
+    )
+
+
+def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
+    """The rows of packed documents, as `found` finds them. Where cu_seqlens are bad and nobody checked them, rows still see existing keys only."""
+    return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
+
+
+def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:
+    new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
+    ends = torch.empty((2, seqlen_q), **new)
+    m_blocks = -(-seqlen_q // config.tile_m)
+    order, walks = torch.empty(-(-m_blocks // config.cluster), **new), torch.empty((m_blocks, 4), **new)
+    jit.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, order, ends, walks, seqlen_k, *inner)
+    return Rows(order, ends, walks)
+
+
+def arguments(config: RowsConfig) -> list:
+    """Stand-ins for `intervals.launch`'s tensors and numbers."""
+    from tilewise.sm90.dsl import Int32
+
+    documents, seqlen_q, m_blocks, units = (jit.size() for _ in range(4))
+    shapes = (documents,), (documents,), (units,), (2, seqlen_q), (m_blocks, 4)
+    return [*(jit.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]

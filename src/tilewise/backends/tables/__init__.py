@@ -1,0 +1,1 @@
+"""Masks as tables on a device, for any GPU backend."""

@@ -1,0 +1,83 @@
+"""Packed documents: each row sees an interval of keys, which the GPU works out from cu_seqlens, so that no call waits for the device.
+
+Tiles of queries straddle documents, so documents shorter than a tile share one. For inner masks that are one band: a row of a document
+sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.tables.keeping import kept
+from tilewise.backends.tables.runs import FAR
+from tilewise.masks import Causal, Documents, SlidingWindow, Unread
+from tilewise.masks.mask import Combined, Full, Mask
+
+
+class Offsets(NamedTuple):
+    """A key is seen at key - query - diagonal in [lo, hi], for the diagonals through the bottom right and the top left corner."""
+
+    lo: int = -FAR
+    hi: int = FAR
+    lo_left: int = -FAR
+    hi_left: int = FAR
+
+
+def offsets(mask: Mask) -> Offsets | None:
+    """Of a document's inner mask; None where it is no single band."""
+    match mask:
+        case Full():
+            return Offsets()
+        case Causal(align=align):
+            return _aligned(align, -FAR, 0)
+        case SlidingWindow(left=left, right=right, align=align):
+            return _aligned(align, -FAR if left is None else -min(left, FAR), FAR if right is None else min(right, FAR))
+        case Combined(operation="&", left=left, right=right):
+            one, two = offsets(left), offsets(right)
+            if one is not None and two is not None:
+                return Offsets(max(one[0], two[0]), min(one[1], two[1]), max(one[2], two[2]), min(one[3], two[3]))
+    return None
+
+
+def _aligned(align: str, lo: int, hi: int) -> Offsets:
+    return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
+
+
+def longest(mask: Documents | Unread) -> int:
+    """Queries of the longest document; 0 where only the device knows."""
+    return max((end - start for start, end in itertools.pairwise(mask.cu_seqlens_q)), default=0) if isinstance(mask, Documents) else 0
+
+
+def by_rows(mask: Mask) -> bool:
+    """Whether `rows_of` can make tables for the mask."""
+    return isinstance(mask, Documents | Unread) and offsets(mask.inner) is not None
+
+
+def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise ShapeError for bad cu_seqlens that are on the device. They are read once; under CUDA graph capture they cannot be."""
+    if isinstance(mask, Unread) and not torch.cuda.is_current_stream_capturing():
+        mask.check(seqlen_q, seqlen_k)
+
+
+def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, config, device: torch.device, find: Callable):
+    """`find(cu_seqlens_q, cu_seqlens_k, offsets, seqlen_q, seqlen_k, config)`, on the current stream, of int32 tensors on the device; where
+    cu_seqlens are there already, without waiting for it. `what` it finds of `Documents` for tiles like config's is found once, and kept.
+    """
+
+    def on_device(*cu_seqlens: Tensor):
+        tensors = (ends.to(device, torch.int32).contiguous() for ends in cu_seqlens)
+        return find(*tensors, offsets(mask.inner), seqlen_q, seqlen_k, config)
+
+    if isinstance(mask, Unread):
+        return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
+    (plane,) = mask.planes(seqlen_q, seqlen_k)
+
+    def make():
+        made = on_device(*(torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k)))
+        torch.cuda.current_stream(device).synchronize()  # other streams may use them next
+        return made
+
+    return kept(plane.region.memo, (what, config.tile_m, config.tile_n, getattr(config, "cluster", 1), device), make)

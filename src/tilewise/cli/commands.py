@@ -1,0 +1,316 @@
+"""What each command of the command line does: it calls the library, and prints what comes back."""
+
+import errno
+import glob
+import json
+import math
+import os
+from argparse import Namespace
+from collections import Counter, defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewise.errors import UnsupportedError
+
+OK, FAILED, UNUSABLE = 0, 1, 3
+SHOWN_FAILURES = 20
+MOST_LINES = 60  # of a table with all numbers; of the ladder's sweep rates alone are shown beyond it
+WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
+
+
+class Output(Console):
+    """Standard output. Where nobody reads it any more that is BrokenPipeError, as for `print`, and not rich's own exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def console_for_tables() -> Output:
+    """The terminal as it is; wide where the output is none."""
+    console = Output()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Output(width=WIDE)
+
+
+def require(device: torch.device) -> None:
+    """Raise UnsupportedError where this machine has no such device."""
+    from tilewise.cli.doctor import devices, why_no_gpu
+
+    if not any(device == found or device == torch.device(found.type) for found in map(torch.device, devices())):
+        raise UnsupportedError(f"there is no device {device} here; {why_no_gpu() or 'tilewise doctor lists those that there are'}")
+
+
+def require_writable(path: Path) -> None:
+    """Make the folder of `path`, and raise OSError where no file can be written at `path`: before the work whose result goes there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+def demo(options: Namespace) -> int:
+    from tilewise.demo import job
+
+    require_writable(options.out)
+    if options.device is not None:
+        require(options.device)
+    names = ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
+    same = job.run(job.options(**{name: getattr(options, name) for name in names}), console_for_tables())
+    return OK if same else FAILED
+
+
+def check(options: Namespace) -> int:
+    """Run the grid; FAILED when a check fails, UNUSABLE when none could run."""
+    from tilewise.display.progress import progress
+    from tilewise.runtime import dispatch
+    from tilewise.testing import checks
+
+    console = console_for_tables()
+    require(options.device)
+    backends = [dispatch.named(name) for name in options.backend.split(",")] if options.backend else dispatch.backends()
+    todo = checks.plan(backends, full=options.full, contains=options.case, seed=options.seed, device=options.device)
+    if not todo:
+        raise ValueError(f"--case {options.case!r} is in no check's name; see the names with: tilewise check --list")
+    if options.list:
+        console.print("\n".join(dict.fromkeys(check.name for check in todo)), highlight=False, markup=False, soft_wrap=True)
+        return OK
+    outcomes = []
+    with progress(console) as bars:
+        task = bars.add_task("Checking", total=len(todo), note="")
+        for outcome in checks.run(todo):
+            outcomes.append(outcome)
+            failed = sum(each.state == "failed" for each in outcomes)
+            bars.update(task, advance=1, note=f"{outcome.backend}" + (f", [red]{failed} failed[/]" if failed else ""))
+    console.print(_check_table(outcomes))
+    _print_reasons(console, outcomes)
+    states = Counter(outcome.state for outcome in outcomes)
+    if states["failed"]:
+        return FAILED
+    return OK if states["passed"] else UNUSABLE
+
+
+def _check_table(outcomes: list) -> Table:
+    from tilewise.testing.checks import STATES
+
+    table = Table(title="Correctness on this machine", title_justify="left")
+    table.add_column("backend")
+    for column in (*STATES, "seconds"):
+        table.add_column(column, justify="right")
+    by_backend = defaultdict(list)
+    for outcome in outcomes:
+        by_backend[outcome.backend].append(outcome)
+    for backend, mine in by_backend.items():
+        states = Counter(outcome.state for outcome in mine)
+        style = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+        cells = (f"[{style[state]}]{states[state]}[/]" if states[state] else "0" for state in STATES)
+        table.add_row(backend, *cells, f"{sum(outcome.seconds for outcome in mine):.1f}")
+    return table
+
+
+def _print_reasons(console: Console, outcomes: list) -> None:
+    failures = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for outcome in failures[:SHOWN_FAILURES]:
+        console.print(f"failed: {outcome.backend}, {outcome.name}: {outcome.reason}", highlight=False, markup=False, soft_wrap=True)
+    if len(failures) > SHOWN_FAILURES:
+        console.print(f"and {len(failures) - SHOWN_FAILURES} more failures")
+    for reason, count in Counter(outcome.reason for outcome in outcomes if outcome.state == "skipped").items():
+        console.print(f"skipped {count}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def bench(options: Namespace) -> int:
+    """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed (or passed --check)."""
+    import tilewise.bench as harness
+    from tilewise.display.progress import progress
+    from tilewise.ladder import RUNGS, VARIANTS
+
+    console = console_for_tables()
+    if options.list:
+        console.print("\n".join(harness.known()), highlight=False)
+        return OK
+    impls = _contenders(options)
+    rungs = {*RUNGS, *VARIANTS}
+    climbing = any(impl.name in rungs for impl in impls)
+    device = options.device or torch.device("cuda" if climbing else "cpu")
+    require(device)
+    names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data", "set")
+    selected = {name: value for name in names if (value := getattr(options, name)) is not None}
+    climbing = climbing and not selected.keys() & {"batch", "heads", "mask"}
+    if selected.get("set") == "ladder" or (climbing and "set" not in selected):
+        workloads = harness.ladder_from({name: value for name, value in selected.items() if name != "set"})
+    else:
+        small = harness.ON_A_CPU if selected.get("set") == "hard-inputs" and device.type == "cpu" else {}
+        workloads = harness.workloads_from(small | selected)
+    part, parts = options.part
+    if part > len(workloads):
+        raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
+    if options.out:
+        require_writable(options.out)
+    with progress(console) as bars:
+        rows = harness.run(
+            workloads[part - 1 :: parts],
+            impls,
+            device=device,
+            progress=_bench_progress(bars),
+            memory=not options.no_memory,
+            keep=partial(harness.append, options.out) if options.out else None,
+            timing=harness.Timing(
+                budget_s=options.budget_s, clocks=() if options.check else options.clock, once_above_s=options.once_above or math.inf
+            ),
+            limit_s=options.limit or math.inf,
+        )
+    if options.check:
+        console.print(harness.verdicts(rows))
+    elif len(rows) <= MOST_LINES or not harness.cells_of(rows):
+        console.print(harness.table(rows, console.width))
+    else:
+        console.print(harness.ladder_table(rows))
+    if any(row.over_normal is not None for row in rows):
+        console.print(harness.hard_verdicts(rows), highlight=False, markup=False, soft_wrap=True)
+    if options.out:
+        console.print(f"{len(rows)} rows appended to {options.out}", highlight=False, soft_wrap=True)
+    if any(row.passed is False and harness.ours(row.impl) for row in rows):
+        return FAILED
+    return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
+
+
+def _contenders(options: Namespace) -> list:
+    from tilewise.bench import find
+
+    if options.names and options.impl:
+        raise ValueError("the contenders are named twice, as arguments and by --impl; give one of them")
+    return find(",".join(options.names) or options.impl or "tilewise,sdpa,naive")
+
+
+def _bench_progress(bars: Progress):
+    task = bars.add_task("Measuring", total=None, note="")
+    return lambda done, total, text: bars.update(task, completed=done, total=total, note=text)
+
+
+def explain(options: Namespace) -> int:
+    """Print what `tilewise.explain` says about the call that the options describe."""
+    import tilewise
+    from tilewise.bench.selectors import workloads_from
+    from tilewise.masks import parse
+
+    require(options.device)
+    selected = {name: getattr(options, name) for name in ("batch", "seqlen", "heads", "head_dim", "dtype")}
+    expression = "(" in options.mask  # an expression of constructors, rather than a short name
+    selected["mask"] = "full" if expression else options.mask
+    workload, *others = workloads_from(selected)
+    if others:
+        raise ValueError("explain describes one call: give one value for each option")
+    mask = parse(options.mask, []) if expression else workload.mask
+    shapes = (
+        (workload.batch, workload.seqlen_q, workload.heads_q, workload.head_dim),
+        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim),
+        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim_v),
+    )
+    try:
+        q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
+    except (RuntimeError, TypeError):  # out of memory, or no int64
+        gigabytes = sum(map(math.prod, shapes)) * workload.dtype.itemsize / 1e9
+        raise MemoryError(
+            f"q, k and v of this call would take {gigabytes:,.0f} GB, which {options.device} does not have; "
+            "give a smaller --seqlen, --batch, --heads or --head-dim"
+        ) from None
+    explanation = tilewise.explain(q, k, v, mask=mask, backend=options.backend)
+    Output().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+    return OK
+
+
+def report(options: Namespace) -> int:
+    """Rewrite tables and plots from rows, or make a page of them."""
+    from tilewise import bench as harness
+    from tilewise.bench import plots
+
+    console = console_for_tables()
+    files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
+    if not files:
+        raise FileNotFoundError("no rows: benchmarks/results/*.jsonl is empty; name a file that `tilewise bench --out` made")
+    rows = harness.load(*files)
+    console.print(f"{len(rows)} rows from {len(files)} files", highlight=False)
+    if options.html:
+        from tilewise.demo.bench_page import render
+
+        options.html.write_text(render(rows), encoding="utf-8")
+        console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
+        return OK
+    documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
+    charted = [row for row in rows if row.name not in ("ladder", "hard-inputs")]  # which have tables, and more than a chart can show
+    on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
+    drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
+    for device in sorted({row.device for row in on_gpus}):
+        drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
+    for path in (*harness.refresh(documents, rows), *drawn):
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return OK
+
+
+def doctor(options: Namespace) -> int:
+    """Say what is here; UNUSABLE when no backend can run on any device."""
+    from dataclasses import asdict
+
+    from tilewise import __version__
+    from tilewise.cli import doctor as diagnosis
+
+    devices, statuses = diagnosis.devices(), diagnosis.backends(diagnosis.devices())
+    verdict = OK if any(status.usable for status in statuses) else UNUSABLE
+    if options.json:
+        found = {
+            "tilewise": __version__,
+            "machine": diagnosis.machine(),
+            "devices": devices,
+            "packages": diagnosis.packages(),
+            "backends": [asdict(status) for status in statuses],
+        }
+        print(json.dumps(found, indent=2))
+        return verdict
+    console = console_for_tables()
+    facts = Table(title=f"tilewise {__version__}", title_justify="left", show_header=False)
+    for name, value in diagnosis.machine().items():
+        facts.add_row(name, value)
+    for name, value in devices.items():
+        facts.add_row(name, value)
+    if reason := diagnosis.why_no_gpu():
+        facts.add_row("GPU", f"[yellow]none[/]: {reason}")
+    console.print(facts)
+    console.print(_packages_table(diagnosis))
+    console.print(_backends_table(statuses))
+    return verdict
+
+
+def _backends_table(statuses: list) -> Table:
+    table = Table(title="Backends, for causal attention with gradients", title_justify="left")
+    for column in ("backend", "device", "usable", "what runs", "why not"):
+        table.add_column(column)
+    for status in statuses:
+        verdict = "[green]yes[/]" if status.usable else "[red]no[/]"
+        table.add_row(status.name, status.device, verdict, escape(status.description), escape("; ".join(status.reasons)))
+    return table
+
+
+def _packages_table(diagnosis) -> Table:
+    table = Table("package", "version", "for", title="Packages", title_justify="left")
+    for name, version in diagnosis.packages().items():
+        table.add_row(name, version or "[dim]not installed[/]", diagnosis.PACKAGES[name])
+    return table
+
+
+def warmup(options: Namespace) -> int:
+    """Compile kernels into the cache; FAILED when one does not compile."""
+    from tilewise.cli import kernels
+
+    return kernels.warmup(options, console_for_tables())
+
+
+def tune(options: Namespace) -> int:
+    """Search the fastest kernel of each cell; FAILED where one that ships is wrong or does not compile."""
+    from tilewise.cli import kernels
+
+    return kernels.tune(options, console_for_tables())

@@ -1,0 +1,1 @@
+"""What every picture and every long command has in common."""

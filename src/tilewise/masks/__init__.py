@@ -1,0 +1,39 @@
+"""What a mask is: the language of its constructors, its text, its bands and bits, the tiles that it touches."""
+
+from tilewise.masks.bands import Bands
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.constructors import (
+    Band,
+    Causal,
+    ChunkedCausal,
+    Documents,
+    FirstKeys,
+    PerHead,
+    PrefixLM,
+    Slices,
+    SlidingWindow,
+    Unread,
+    parse,
+)
+from tilewise.masks.dense import Dense
+from tilewise.masks.mask import Full, Mask, Plane
+
+__all__ = [
+    "Band",
+    "Bands",
+    "Bitmap",
+    "Causal",
+    "ChunkedCausal",
+    "Dense",
+    "Documents",
+    "FirstKeys",
+    "Full",
+    "Mask",
+    "PerHead",
+    "Plane",
+    "PrefixLM",
+    "Slices",
+    "SlidingWindow",
+    "Unread",
+    "parse",
+]

@@ -1,0 +1,360 @@
+"""The mask language: what each constructor means. `a & b`, `a | b`, `a - b` and `~a` combine any two masks.
+
+Every mask here is made of bands: a handful of rectangles cut by diagonals (`bands.py`), placed in all documents at once.
+`dense.py` has the masks that are not.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy import ndarray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilewise.errors import ShapeError
+from tilewise.masks.arguments import align_argument, by_heads, check_count, check_fits, cu_seqlens, integers, ranges
+from tilewise.masks.band_tables import INF, expand
+from tilewise.masks.bands import Band, Bands
+from tilewise.masks.bitmap import Bitmap, Recent
+from tilewise.masks.dense import Dense, Packed
+from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
+from tilewise.masks.text import SHORT, evaluate
+
+LONG_BYTES = 32 << 20  # of masks with long texts
+A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
+
+__all__ = [
+    "Band",
+    "Bands",
+    "Bitmap",
+    "Causal",
+    "ChunkedCausal",
+    "Dense",
+    "Documents",
+    "FirstKeys",
+    "Full",
+    "Mask",
+    "PerHead",
+    "Plane",
+    "PrefixLM",
+    "Slices",
+    "SlidingWindow",
+    "parse",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """Query i sees key j iff j <= i + seqlen_k - seqlen_q (align="bottom_right"), or iff j <= i (align="top_left", torch's convention)."""
+
+    align: str = "bottom_right"
+
+    def __post_init__(self) -> None:
+        self._set("band", f"Causal({align_argument(self.align)})")
+
+    def _bands(self, blocks: Blocks) -> ndarray:
+        return blocks.bands(hi=blocks.diagonal(self.align))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SlidingWindow(Mask):
+    """Query i sees key j iff p - left <= j <= p + right with p = i + seqlen_k - seqlen_q (align="top_left": p = i); None is unbounded."""
+
+    left: int | None
+    right: int | None
+    align: str = "bottom_right"
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(f"SlidingWindow: {name}", value, otherwise=", or None for unbounded"))
+        align = align_argument(self.align)
+        kind = "full" if self.left is None and self.right is None else "band"
+        self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if align else ''}{align})")
+
+    def _bands(self, blocks: Blocks) -> ndarray:
+        diagonal = blocks.diagonal(self.align)
+        lo = -INF if self.left is None else diagonal - min(self.left, INF // 2)
+        return blocks.bands(lo=lo, hi=INF if self.right is None else diagonal + min(self.right, INF // 2))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FirstKeys(Mask):
+    """Every query sees keys 0 .. n-1."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_count("FirstKeys: n", self.n))
+        self._set("runs", f"FirstKeys({self.n})")
+
+    def _bands(self, blocks: Blocks) -> ndarray:
+        return blocks.bands(k1=np.minimum(blocks.k1, blocks.k0 + min(self.n, INF)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixLM(Mask):
+    """Causal (bottom right), and keys 0 .. n-1 for everyone."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_count("PrefixLM: n", self.n))
+        self._set("runs", f"PrefixLM({self.n})")
+
+    def _bands(self, blocks: Blocks) -> ndarray:
+        prefix = np.minimum(blocks.k1, blocks.k0 + min(self.n, INF))
+        return np.concatenate([blocks.bands(k1=prefix), blocks.bands(k0=prefix, hi=blocks.diagonal("bottom_right"))])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChunkedCausal(Mask):
+    """Query i at position p = i + seqlen_k - seqlen_q sees key j iff j <= p and both are in the same chunk of n keys (Llama 4)."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_count("ChunkedCausal: n", self.n, least=1))
+        self._set("runs", f"ChunkedCausal({self.n})")
+
+    def _bands(self, blocks: Blocks) -> ndarray:
+        n = min(self.n, INF)
+        owner, chunk = expand(-(-(blocks.k1 - blocks.k0) // n))
+        blocks, hi = Blocks(*(edge[owner] for edge in blocks)), blocks.diagonal("bottom_right")[owner]
+        k0 = blocks.k0 + chunk * n
+        k1 = np.minimum(k0 + n, blocks.k1)
+        return blocks.bands(q0=np.maximum(blocks.q0, k0 - hi), q1=np.minimum(blocks.q1, k0 + n - hi), k0=k0, k1=k1, hi=hi)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """Packed documents: tokens see only their own document, and there what `inner` allows for that document's lengths (None: everything).
+
+    cu_seqlens_q, cu_seqlens_k: the starts of the documents and the end of the last one, (documents + 1,) integers from 0 up (list, array or
+    tensor); keys follow the queries where cu_seqlens_k is None. Tokens beyond the last document see nothing and are seen by nobody.
+    """
+
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...] | None = None
+    inner: Mask | None = None
+
+    def __post_init__(self) -> None:
+        cu_q = cu_seqlens("cu_seqlens_q", self.cu_seqlens_q)
+        cu_k = cu_q if self.cu_seqlens_k is None else cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
+        if len(cu_q) != len(cu_k):
+            raise ShapeError(
+                f"Documents: cu_seqlens_k describes {len(cu_k) - 1} documents and cu_seqlens_q {len(cu_q) - 1}; "
+                "they must describe the same documents (an absent document has length 0)"
+            )
+        if self.inner is None:
+            object.__setattr__(self, "inner", Full())  # not a default value: torch.compile traces its construction only
+        check_inner(self.inner)
+        object.__setattr__(self, "cu_seqlens_q", cu_q)
+        object.__setattr__(self, "cu_seqlens_k", cu_k)
+        keys = "" if cu_k == cu_q else f",{list(cu_k)}"
+        inner = "" if self.inner.kind == "full" else f",inner={self.inner.source}"
+        self._set("runs", f"Documents({list(cu_q)}{keys}{inner})".replace(" ", ""))
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        check_fits("Documents: cu_seqlens_q", self.cu_seqlens_q[-1], "seqlen_q", blocks.q1 - blocks.q0)
+        check_fits("Documents: cu_seqlens_k", self.cu_seqlens_k[-1], "seqlen_k", blocks.k1 - blocks.k0)
+        cu_q, cu_k = np.array(self.cu_seqlens_q), np.array(self.cu_seqlens_k)
+        q, k = blocks.q0[:, None] + cu_q, blocks.k0[:, None] + cu_k
+        return self.inner._place(Blocks(q[:, :-1].ravel(), q[:, 1:].ravel(), k[:, :-1].ravel(), k[:, 1:].ravel()), seqlen_q, seqlen_k)
+
+
+def check_inner(inner: Mask) -> None:
+    if not isinstance(inner, Mask):
+        raise ValueError(f"Documents: inner must be a mask, got {type(inner).__name__} {inner!r}")
+    if inner.kind == "bitmap" or inner.extent != (1, 1):
+        raise ValueError(
+            f"Documents: inner must be made of bands and be the same for every head, got {inner}; "
+            "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Unread(Mask):
+    """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
+
+    Reading them waits for their device. A backend that can leave them there calls `check`; for all others this is the mask that it reads as.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    inner: Mask
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
+        self._set("runs", None)
+
+    def read(self) -> Documents:
+        """The mask with the values that the tensors hold now."""
+        return Documents(self.cu_seqlens_q, self.cu_seqlens_k, inner=self.inner)
+
+    def check(self, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
+        for axis, seqlen, tensor in (("q", seqlen_q, self.cu_seqlens_q), ("k", seqlen_k, self.cu_seqlens_k)):
+            if (end := _last(f"cu_seqlens_{axis}", tensor)) > seqlen:
+                check_fits(f"Documents: cu_seqlens_{axis}", end, f"seqlen_{axis}", np.array([seqlen]))
+
+    def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
+        return self.read().planes(seqlen_q, seqlen_k, batch, heads)
+
+    def _key(self):
+        return self.read()._key()
+
+    def _write(self, tensors: list[Tensor]) -> str:
+        tensors += [self.cu_seqlens_q, self.cu_seqlens_k]
+        return f"Unread(#{len(tensors) - 2},#{len(tensors) - 1},{self.inner.source})"
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        return self.read()._place(blocks, seqlen_q, seqlen_k)
+
+
+_ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
+
+
+def _last(name: str, tensor: Tensor) -> int:
+    """The last of checked cu_seqlens."""
+    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    seen, end = _ENDS.get(tensor, (None, 0))
+    if version is None or seen != version:
+        end = cu_seqlens(name, tensor)[-1]
+        if version is not None:
+            _ENDS[tensor] = version, end
+    return end
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slices(Mask):
+    """MagiAttention's slices: the union of rectangles q_ranges[i] x k_ranges[i], each cut according to kinds[i]; overlaps count once.
+
+    q_ranges, k_ranges: (n, 2) half-open ranges of integers. kinds: (n,) of 0 full, 1 causal through the bottom right corner, 2 inverse
+    causal (j - k0 >= i - q0) through the top left corner, 3 both.
+    """
+
+    q_ranges: tuple[tuple[int, int], ...]
+    k_ranges: tuple[tuple[int, int], ...]
+    kinds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("q_ranges", "k_ranges"):
+            object.__setattr__(self, name, ranges(f"Slices: {name}", getattr(self, name)))
+        object.__setattr__(self, "kinds", tuple(integers("Slices: kinds", self.kinds, 1)))
+        if not len(self.q_ranges) == len(self.k_ranges) == len(self.kinds):
+            raise ShapeError(
+                f"Slices: q_ranges, k_ranges and kinds must have one entry a slice, "
+                f"got {len(self.q_ranges)}, {len(self.k_ranges)} and {len(self.kinds)}"
+            )
+        for place, kind in enumerate(self.kinds):
+            if kind not in (0, 1, 2, 3):
+                raise ValueError(f"Slices: kinds[{place}] is {kind}; expected 0 full, 1 causal, 2 inverse causal or 3 both")
+        q, k, kinds = [list(map(list, self.q_ranges)), list(map(list, self.k_ranges)), list(self.kinds)]
+        self._set("runs", f"Slices({q},{k},{kinds})".replace(" ", ""))
+
+    @classmethod
+    def from_mask(cls, mask: Mask, seqlen_q: int, seqlen_k: int) -> "Slices":
+        """The slices that are `mask` at these lengths; at most three a band, and they do not overlap."""
+        if not isinstance(mask, Mask):
+            raise ValueError(f"Slices.from_mask: mask must be a mask, got {type(mask).__name__} {mask!r:.100}")
+        return cls(*mask.slices(seqlen_q, seqlen_k))
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        q, k = np.array(self.q_ranges, np.int64).reshape(-1, 2), np.array(self.k_ranges, np.int64).reshape(-1, 2)
+        check_fits("Slices: q_ranges", int(q.max(initial=0)), "seqlen_q", blocks.q1 - blocks.q0)
+        check_fits("Slices: k_ranges", int(k.max(initial=0)), "seqlen_k", blocks.k1 - blocks.k0)
+        kinds = np.tile(np.array(self.kinds, np.int64), len(blocks.q0))
+        (q0, q1), (k0, k1) = ((start[:, None, None] + ranges).reshape(-1, 2).T for start, ranges in ((blocks.q0, q), (blocks.k0, k)))
+        table = Blocks(q0, q1, k0, k1).bands(lo=np.where(kinds & 2, k0 - q0, -INF), hi=np.where(kinds & 1, k1 - q1, INF))
+        return Bands.of(table, seqlen_q, seqlen_k)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PerHead(Mask):
+    """Another mask for each half-open range of query heads: `PerHead({(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)})`.
+
+    The ranges cover heads 0 .. heads_q - 1 exactly once.
+    """
+
+    masks: tuple[tuple[tuple[int, int], Mask], ...]
+
+    def __post_init__(self) -> None:
+        masks = tuple(by_heads(self.masks))
+        end = 0
+        for (first, last), mask in masks:
+            if not isinstance(mask, Mask) or mask.extent[1] != 1:
+                raise ValueError(f"PerHead: heads {(first, last)} need a mask that is the same for every head, got {mask!r}")
+            if first != end or last <= first:
+                raise ValueError(
+                    f"PerHead: the head ranges {[heads for heads, _ in masks]} must be half open and cover every head once from 0 on; "
+                    f"expected a range that starts at {end}, got {(first, last)}"
+                )
+            end = last
+        if not masks:
+            raise ValueError("PerHead: no head ranges given; expected {(first, last): mask, ...}")
+        object.__setattr__(self, "masks", masks)
+        held = any(mask.source is None for _, mask in masks)
+        kind = "bitmap" if any(mask.kind == "bitmap" for _, mask in masks) else "runs"
+        self._set(kind, None if held else self._write([]), (joint_extent("batch", *(mask.extent[0] for _, mask in masks)), end))
+
+    def _write(self, tensors: list[Tensor]) -> str:
+        return "PerHead({" + ",".join(f"({first},{last}):{mask.text(tensors)}" for (first, last), mask in self.masks) + "})"
+
+    def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
+        if heads != self.masks[-1][0][1]:
+            raise ShapeError(f"PerHead: the head ranges cover {self.masks[-1][0][1]} heads, the call has heads {heads}; they must agree")
+        return tuple(
+            plane._replace(heads=range(first, last))
+            for (first, last), mask in self.masks
+            for plane in mask.planes(seqlen_q, seqlen_k, batch, last - first)
+        )
+
+
+CONSTRUCTORS = {
+    kind.__name__: kind
+    for kind in (
+        Full,
+        Causal,
+        SlidingWindow,
+        PrefixLM,
+        FirstKeys,
+        ChunkedCausal,
+        Documents,
+        Slices,
+        Dense,
+        Packed,
+        PerHead,
+        Transpose,
+        Unread,
+    )
+}
+
+
+def parse(text: str, tensors: Iterable[Tensor] = ()) -> Mask:
+    """The mask that `text` describes (see `Mask.text`); `#i` stands for tensors[i] wherever a tensor or a list of integers may be given.
+
+    Raises ValueError where the text is not a mask expression.
+    """
+    tensors = tuple(tensors)
+    if tensors:
+        return _evaluated(text, tensors)
+    return _plain(text) if len(text) <= SHORT else _LONG.get(text, lambda: _evaluated(text, ()))
+
+
+def _evaluated(text: str, tensors: tuple[Tensor, ...]) -> Mask:
+    mask = evaluate(text, CONSTRUCTORS, tensors)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask text {text!r} is not a mask but {mask!r:.100}; expected an expression of {', '.join(CONSTRUCTORS)}")
+    return mask
+
+
+@lru_cache(maxsize=1024)
+def _plain(text: str) -> Mask:
+    return _evaluated(text, ())
+
+
+# Masks with a thousand documents, which may be others in every step.
+_LONG = Recent(1024, LONG_BYTES, lambda mask: A_CHARACTER * len(mask.source))

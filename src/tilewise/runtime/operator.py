@@ -1,0 +1,309 @@
+"""The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
+
+Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap, tangents.py
+the eye on forward-mode differentiation. An operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it
+chooses the backend when it runs, not when it is traced.
+An absent optional output is an empty tensor, because a schema cannot return None.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+
+from tilewise import errors, masks
+from tilewise.problem import Call, Dropout
+from tilewise.runtime import saved
+from tilewise.runtime.dispatch import choose
+from tilewise.runtime.plain import mapped, watched
+from tilewise.tangents import has_tangent, watch
+
+
+class Operands(NamedTuple):
+    """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5.
+
+    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    diagonal: Tensor | None
+    rng: Tensor | None
+    mask_tensors: list[Tensor]
+    mask: str
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    grad: bool
+    backend: str | None
+
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, Tensor? diagonal, Tensor? rng, Tensor[] mask_tensors, "
+    "str mask, float? scale, float softcap, float dropout_p, bool deterministic, bool grad, str? backend"
+)
+TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
+BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
+
+
+def call_of(given: Operands) -> Call:
+    """The `Call` that the operands describe."""
+    dropout = None
+    if given.rng is not None and given.dropout_p > 0.0:
+        seed, offset = given.rng.tolist()
+        dropout = Dropout(given.dropout_p, seed, offset)
+    return Call(
+        q=given.q,
+        k=given.k,
+        v=given.v,
+        mask=masks.parse(given.mask, given.mask_tensors),
+        scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
+        softcap=given.softcap,
+        bias=given.bias,
+        alibi_slopes=given.alibi_slopes,
+        sink=given.sink,
+        diagonal=given.diagonal,
+        dropout=dropout,
+        deterministic=given.deterministic,
+        grad=given.grad,
+    )
+
+
+def named(given: NamedTuple) -> dict[str, Tensor | None]:
+    """The tensors among an operator's operands by their names: all before its list `mask_tensors`, and those of the list."""
+    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors)}
+    first = given._fields.index("mask_tensors")
+    return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
+
+
+def _forward(*operands) -> tuple[Tensor, Tensor]:
+    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
+    given = Operands(*operands)
+    call = call_of(given)
+    o, lse = choose(call.problem, given.backend).forward(call)
+    return o.contiguous(), lse.contiguous()  # as the fake kernels say, whatever the backend finds natural
+
+
+def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
+    given = Operands(*operands)
+    saved.check(*given[:3], o, lse, d_o, d_lse, given[3:7])
+    call = call_of(given)
+    grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
+    return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
+
+
+def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
+    """`_forward` of tensors that nobody has looked at."""
+    _refuse_tangents_forward(*operands)
+    errors.check_memory(**named(Operands(*operands)))
+    return _forward(*operands)
+
+
+def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
+    """`_backward` of tensors that nobody has looked at."""
+    _refuse_tangents_backward(o, lse, d_o, d_lse, bias_grad, *operands)
+    errors.check_memory(o=o, lse=lse, dO=d_o, dLSE=d_lse, **named(Operands(*operands)))
+    return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+
+
+def _refuse_tangents_forward(*operands) -> None:
+    refuse_tangents(named(Operands(*operands)).values())
+
+
+def _refuse_tangents_backward(*operands) -> None:
+    refuse_tangents(_tensors(operands))
+
+
+forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+backward = torch.library.custom_op(
+    "tilewise::backward",
+    _backward_kernel,
+    mutates_args=(),
+    schema=f"(Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, bool bias_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@forward.register_fake
+def _(q, k, v, *_args):
+    batch, seqlen_q, heads_q, _ = q.shape
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, seqlen_q, heads_q, v.shape[-1])), q.new_empty((batch, heads_q, seqlen_q), dtype=statistics)
+
+
+@backward.register_fake
+def _(o, lse, d_o, d_lse, bias_grad, *operands):
+    given = Operands(*operands)
+    inputs = (given.q, given.k, given.v, given.bias if bias_grad else None, given.sink)
+    return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _setup_context(ctx, inputs, output):
+    given = Operands(*inputs)
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, *output))
+    ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_o, d_lse, choose_way):
+    q, k, v, o, lse, *tensors = ctx.saved_tensors
+    rest = TENSORS - 3
+    given = Operands(q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings)
+    bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
+    grads = [None] * len(given)
+    operands = o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given
+    *grads[:3], d_bias, d_sink = choose_way(operands)(*operands)
+    grads[BIAS] = d_bias if bias_grad else None
+    grads[SINK] = None if given.sink is None else d_sink
+    return tuple(grads)
+
+
+def _differentiate_operator(ctx, d_o, d_lse):
+    grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: backward))
+    grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
+    return tuple(grads)
+
+
+def _tensors(operands: tuple) -> list[Tensor | None]:
+    """All tensors among the operands of `backward`."""
+    first = len(operands) - len(Operands._fields)
+    return [*operands[: first - 1], *operands[first : first + TENSORS], *operands[first + TENSORS]]  # without bias_grad
+
+
+def _way_back(operands: tuple):
+    """The shortest way from the operands of `backward` to its results that all who watch allow."""
+    tensors = _tensors(operands)
+    if not watched(tensors):
+        return _Backward.apply if torch.is_grad_enabled() else _backward  # without a gradient of its own nobody needs autograd
+    return backward if mapped(tensors) else _Backward.apply
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "attention has no second derivative here; torch.autograd.grad(..., create_graph=True) may be called, but not differentiated again"
+    )
+
+
+def refuse_forward_mode():
+    raise RuntimeError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode: torch.func.grad, vjp or jacrev")
+
+
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors with tangents where torch would drop those: in a compiled program, or without autograd."""
+    if any(x is not None and has_tangent(x) for x in tensors):
+        refuse_forward_mode()
+
+
+forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
+backward.register_autograd(_refuse_second_derivative)
+watch(forward, "forward", _refuse_tangents_forward)
+watch(backward, "backward", _refuse_tangents_backward)
+
+
+class _Forward(torch.autograd.Function):
+    """`forward` for torch.func, whose transforms take this but not an operator's own autograd."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*operands):
+        return forward(*operands)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, d_o, d_lse):
+        return _differentiate(ctx, d_o, d_lse, _way_back)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_mode()
+
+
+class _Eager(torch.autograd.Function):
+    """`forward` for plain eager calls, without the operator's 40 us, and without torch's 30 us for a context set up apart."""
+
+    @staticmethod
+    def forward(ctx, *operands):
+        output = _forward(*operands)
+        _setup_context(ctx, operands, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, d_o, d_lse):
+        return _differentiate(ctx, d_o, d_lse, _way_back)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_mode()
+
+
+class _Backward(torch.autograd.Function):
+    """`backward` for `_Forward` and `_Eager`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*operands):
+        return backward(*operands) if watched(_tensors(operands)) else _backward(*operands)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _refuse_second_derivative(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_mode()
+
+
+def _transforms() -> set:
+    """The kinds of torch.func's transforms that are active."""
+    return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
+
+
+def traced() -> bool:
+    """Whether a graph is being made of the call, by torch.compile, torch.export or torch.jit.trace: what it does must be an operator of it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def gradients_on() -> bool:
+    """Whether autograd records, or may when what torch.jit.trace records now runs."""
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+
+
+def attend(operands: Operands) -> tuple[Tensor, Tensor]:
+    """O and LSE, by the shortest way that all who watch allow."""
+    tensors = *operands[:TENSORS], *operands.mask_tensors
+    if traced():
+        refuse_tangents(tensors)
+        return forward(*operands)
+    if watched(tensors):
+        errors.check_local(named(operands))
+        if TransformType.Functionalize in (transforms := _transforms()):
+            if operands.grad or transforms & {TransformType.Grad, TransformType.Jvp}:
+                raise errors.UnsupportedError(
+                    "attention has no derivative under torch.func.functionalize, because torch gives an autograd.Function none; "
+                    "leave functionalize out, or trace with torch.compile"
+                )
+            return forward(*operands)
+        return forward(*operands) if mapped(tensors) else _Forward.apply(*operands)
+    return _Eager.apply(*operands) if operands.grad else _forward(*operands)
+
+
+def differentiate(o: Tensor, lse: Tensor, d_o: Tensor, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV of a forward without bias or sink, by the shortest way that all who watch allow."""
+    operands = o, lse, d_o, None, False, *given
+    return _way_back(operands)(*operands)[:3]

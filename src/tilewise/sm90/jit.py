@@ -1,0 +1,97 @@
+"""Compile a rung or kernel once for each (launch, arguments, config): the only place that calls the DSL's compiler.
+
+The key holds nothing that changes from call to call: lengths, batch and strides are symbols of the compiled code.
+"""
+
+import functools
+import os
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tilewise.sm90 import cache
+
+ARCH = "sm_90a"
+ALIGNMENT = 8  # 16-bit numbers in the 16 bytes at whose multiples the copy engine and wide reads start
+
+
+def why_no_compiler() -> list[str]:
+    """A sentence where the DSL, or what its compiled functions are called through, is missing; compiling needs nothing else."""
+    needs = {"cutlass": "NVIDIA's CuTe DSL", "tvm_ffi": "apache-tvm-ffi"}
+    return [f"{name} is not installed: pip install 'tilewise[hopper]'" for module, name in needs.items() if not find_spec(module)]
+
+
+def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
+    """Sentences that say why no Hopper kernel can run on this machine's current GPU, or on one of that compute capability; empty where one can."""
+    if missing := why_no_compiler():
+        return missing
+    if not torch.cuda.is_available():
+        return ["torch sees no GPU here: run it on a machine with an H100 or H200"]
+    if torch.version.hip:  # whose devices have numbers of their own for a capability, 9.0 for MI200s
+        return ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
+    capability = capability or torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return [f"it needs a Hopper GPU (compute capability 9.0), and this is {capability[0]}.{capability[1]}"]
+    return []
+
+
+def arch() -> str:
+    """What is compiled for."""
+    return os.environ.get("CUTE_DSL_ARCH") or ARCH
+
+
+@functools.cache
+def compiled(launch, arguments, config, options: str = ""):
+    """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
+
+    `launch` is a function of the DSL, or "module:function": so named it is not imported, nor is the DSL, where the compiled kernel is on disk
+    (cache.py). `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the
+    function takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py). With `options` for the compiler it is compiled afresh.
+    """
+    name = launch if isinstance(launch, str) else f"{launch.__module__}:{launch.__qualname__}"
+    entry = None if options else cache.entry(name, config, arch())
+    if entry and (known := cache.load(entry)):
+        return known
+    kernel = build(launch, arguments, config, options)
+    return (entry and cache.store(entry, kernel) and cache.load(entry)) or kernel
+
+
+def build(launch, arguments, config, options: str = ""):
+    """The DSL's object of `launch` for `config`, compiled here and now: `compiled` without any cache."""
+    os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
+    from tilewise.sm90.dsl import Int32, cute, make_fake_stream, make_fake_tensor
+
+    if isinstance(launch, str):
+        module, _, function = launch.partition(":")
+        launch = getattr(import_module(module), function)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
+    return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
+
+
+def strided(x: Tensor) -> bool:
+    """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
+    return x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; two bytes a number."""
+    return x if strided(x) and x.data_ptr() % 16 == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def size():
+    """A length known at run time; the same object in several places is the same length."""
+    from tilewise.sm90.dsl import cute
+
+    return cute.sym_int()
+
+
+def tensor(dtype, *sizes, aligned: bool = True):
+    """A tensor whose last dimension is contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
+    from tilewise.sm90.dsl import cute, make_fake_tensor
+
+    divisibility = 128 // dtype.width if aligned else 1
+    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]), 1)
+    return make_fake_tensor(dtype, sizes, strides, assumed_align=16 if aligned else dtype.width // 8)

@@ -1,0 +1,91 @@
+"""Whether a change leaves the device code alone: PTX of a sample of all Hopper kernels, names taken out, before the change and after it.
+
+    python tools/gpu/same_ptx.py before.json                # in a checkout of the commit before
+    python tools/gpu/same_ptx.py after.json before.json     # here: says which kernels differ, and exits with 1 if any does
+
+Needs no GPU, and three minutes on two cores.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+DEBUGGING = re.compile(r"//[^\n]*|^\s*\.(?:loc|file)\b[^\n]*", re.MULTILINE)
+NAMES = re.compile(r"\b\w*(?:cutlass|tilewise)\w*")  # hold modules and classes of Python
+BLANK = re.compile(r"\s+")
+
+
+def digest(ptx: str) -> str:
+    """Of the code alone: without comments, lines for debuggers, and names that come from Python."""
+    seen: dict[str, str] = {}
+    code = NAMES.sub(lambda found: seen.setdefault(found[0], f"name{len(seen)}"), DEBUGGING.sub("", ptx))
+    return hashlib.sha256(BLANK.sub(" ", code).encode()).hexdigest()[:16]
+
+
+def sample() -> dict[str, tuple]:
+    """What `jit.build` takes, by name: rungs, every tile of the production kernels under two kinds of mask, changes of scores, biases."""
+    import torch
+
+    from tilewise.backends.hopper.backward import call as backward_call
+    from tilewise.backends.hopper.backward import config as backward
+    from tilewise.backends.hopper.backward.bias import call as bias
+    from tilewise.backends.hopper.forward import call as forward_call
+    from tilewise.backends.hopper.forward import config as forward
+    from tilewise.ladder import RUNGS, VARIANTS
+
+    found = {}
+    for name, rung in {**RUNGS, **VARIANTS}.items():
+        for dim, causal in ((64, True), (128, False)):
+            found[f"{name} {dim} causal={causal}"] = rung, dim, causal
+    changes = {"softcap": True, "alibi": True, "bias": torch.float32}
+    for i, dims in enumerate(backward.TILES):
+        for j in range(2):
+            dtype, changed = (torch.bfloat16, torch.float16)[(i + j) % 2], changes if i % 3 == j else {}
+            sees = ("all", "until", "interval", "rows", "runs")[(i + 2 * j) % 5]
+            key = f"forward {dims} {sees} {dtype} {sorted(changed)}"
+            found[key] = forward_call.LAUNCH, forward_call.arguments, forward.configure(dtype, *dims, sees, **changed)
+            sees = ("all", "from", "interval", "rows", "runs")[(i + 2 * j) % 5]
+            key = f"backward {dims} {sees} {dtype} {sorted(changed)}"
+            config = backward.configure(dtype, *dims, sees, (1, 4096)[j], few=i % 4 == 3, **changed)
+            found[key] = backward_call.LAUNCH, backward_call.arguments, config
+    for rows, sees in itertools.product((False, True), ("band", "runs")):
+        config = bias.Config(
+            dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, sees=sees, rows=rows, whole=True, chunks=2, chunks_v=2
+        )
+        found[f"bias {rows} {sees}"] = bias.LAUNCH, bias.arguments, config
+    return found
+
+
+def ptx_of(name: str) -> tuple[str, str]:
+    """The kernel's name, and the digest of its PTX."""
+    import tempfile
+
+    from tilewise.sm90.jit import build
+
+    first, *rest = sample()[name]
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--keep-ptx --dump-dir {folder}"
+        kernel = build(first, *rest, options) if len(rest) == 2 and not hasattr(first, "compiled") else first.compiled(*rest, options)
+        return name, digest(kernel.__ptx__)
+
+
+def main(out: str, before: str | None = None) -> int:
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        found = dict(pool.map(ptx_of, sample()))
+    Path(out).write_text(json.dumps(found, indent=1))
+    if before is None:
+        return 0
+    known = json.loads(Path(before).read_text())
+    differ = [name for name in known.keys() | found.keys() if known.get(name) != found.get(name)]
+    print(f"{len(found) - len(differ)} of {len(found)} kernels have the PTX of {before}", *sorted(differ), sep="\n  differs: ")
+    return bool(differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
