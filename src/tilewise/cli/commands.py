@@ -1,10 +1,8 @@
 """What each command of the command line does: it calls the library, and prints what comes back."""
 
-import errno
 import glob
 import json
 import math
-import os
 from argparse import Namespace
 from collections import Counter, defaultdict
 from functools import partial
@@ -16,25 +14,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from tilewise.cli.output import FAILED, OK, UNUSABLE, Output, console_for_tables, require_writable
 from tilewise.errors import UnsupportedError
 
-OK, FAILED, UNUSABLE = 0, 1, 3
 SHOWN_FAILURES = 20
 MOST_LINES = 60  # of a table with all numbers; of the ladder's sweep rates alone are shown beyond it
-WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
-
-
-class Output(Console):
-    """Standard output. Where nobody reads it any more that is BrokenPipeError, as for `print`, and not rich's own exit code."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-def console_for_tables() -> Output:
-    """The terminal as it is; wide where the output is none."""
-    console = Output()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Output(width=WIDE)
 
 
 def require(device: torch.device) -> None:
@@ -43,15 +27,6 @@ def require(device: torch.device) -> None:
 
     if not any(device == found or device == torch.device(found.type) for found in map(torch.device, devices())):
         raise UnsupportedError(f"there is no device {device} here; {why_no_gpu() or 'tilewise doctor lists those that there are'}")
-
-
-def require_writable(path: Path) -> None:
-    """Make the folder of `path`, and raise OSError where no file can be written at `path`: before the work whose result goes there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    path.open("ab").close()
-    if new:
-        path.unlink()
 
 
 def demo(options: Namespace) -> int:

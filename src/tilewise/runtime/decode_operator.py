@@ -1,7 +1,7 @@
 """The torch.library operator `tilewise::decode`: schema, fake kernel, what it refuses, and what it does when it runs.
 
-As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number), whose
-values are read and checked when the operator runs, never when it is traced.
+As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number),
+whose values are read and checked when the operator runs, never when it is traced.
 """
 
 from dataclasses import replace

@@ -117,7 +117,8 @@ def describe(kernel: Kernel) -> tuple[str, str, str, str]:
             str(getattr(config, "dtype", "")).removeprefix("torch."),
         )
     values = " ".join(f"{each.name}={value}" for each in others if (value := getattr(config, each.name)) != each.default)
-    return kernel.launch.partition(":")[0].rpartition(".")[2], dims, dtype, values
+    *_, package, module = kernel.launch.partition(":")[0].split(".")
+    return package if module == "kernel" else module, dims, dtype, values
 
 
 def _call(cell: Cell, seqlen: int) -> Call:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_python_blocks_run(capsys):

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.ladder import RUNGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("counters", ROOT / "tools/counters.py")
 profile = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(profile)

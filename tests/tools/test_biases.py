@@ -13,7 +13,7 @@ from tilewise.masks import Causal, Full
 
 @pytest.fixture
 def biases(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     return importlib.import_module("biases")
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def search(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     return importlib.import_module("hard_search")
 
 

@@ -17,7 +17,7 @@ BOARD = gradients.Board(132, 0)
 
 @pytest.fixture
 def variants(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     return importlib.import_module("variants")
 
 

@@ -18,7 +18,7 @@ CODE = [
 
 @pytest.fixture
 def stalls(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     return importlib.import_module("stalls")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tilewise.ladder import RUNGS, VARIANTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "worklog"
 PAGES = sorted(FOLDER.glob("*.md"))
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}

@@ -1,20 +1,11 @@
-"""The compiler is told what to keep before anything can import it, as it reads its environment once; and these tests want what it compiles."""
+"""Functions of the device, run on the host."""
 
 import ast
 import inspect
-import os
-import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterable
 
 import pytest
-
-from tilewise.sm90.jit import why_no_compiler
-
-if not why_no_compiler() and "cutlass" not in sys.modules:
-    _kept = tempfile.TemporaryDirectory(prefix="tilewise-compile-")  # lives as long as this module does
-    os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP="cubin", CUTE_DSL_DUMP_DIR=_kept.name, TILEWISE_CACHE="0")
 
 
 @pytest.fixture(scope="session")
