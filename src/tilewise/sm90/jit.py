@@ -81,6 +81,17 @@ def aligned(x: Tensor) -> Tensor:
     return x if strided(x) and x.data_ptr() % 16 == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def tensors_of(bundle: tuple) -> list[Tensor]:
+    """The torch tensors in a bundle of operands, in order; bundles may hold bundles."""
+    found = []
+    for x in bundle:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += tensors_of(x)
+    return found
+
+
 def size():
     """A length known at run time; the same object in several places is the same length."""
     from tilewise.sm90.dsl import cute

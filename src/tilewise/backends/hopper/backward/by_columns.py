@@ -33,7 +33,7 @@ from tilewise.backends.hopper.backward.tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,

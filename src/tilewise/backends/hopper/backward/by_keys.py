@@ -37,7 +37,7 @@ from tilewise.backends.hopper.backward.tiles import (
     thread_of,
     transposed,
 )
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     BFloat16,

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward.repair import report_queries
 from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.backends.hopper.backward.tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,

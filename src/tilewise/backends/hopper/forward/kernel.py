@@ -17,12 +17,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler, scores
 from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.forward.epilogue import Tensors
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
-from tilewise.backends.hopper.forward.scores import Scores, Terms
-from tilewise.backends.hopper.forward.seen import Band, Seen, Walk
+from tilewise.backends.hopper.forward.scores import Terms
+from tilewise.backends.hopper.forward.seen import Seen, Walk
+from tilewise.backends.hopper.operands import Band, Scores, Tensors, Work
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -75,16 +75,9 @@ class Copies(NamedTuple):
 
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
-    numbers: cute.Tensor | None, arrivals: cute.Tensor | None,
-    q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
-    inner: Float32 | None, factor: Float32 | None,
-    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
-    order: cute.Tensor | None, spans: cute.Tensor | None, runs: cute.Tensor | None, bands: cute.Tensor | None,
-    bitmaps: cute.Tensor | None, planes: cute.Tensor | None, row_ends: cute.Tensor | None, walks: cute.Tensor | None,
-    config: Constexpr[Config], stream: CUstream,
+    tensors: Tensors, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    """Tensors as in `Tensors`, `Partials`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` blocks."""
+    mQ, mK, mV, mO, _ = tensors
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -95,20 +88,17 @@ def launch(
     sharers = 1, config.cluster, config.cluster
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
-    tensors = Tensors(mQ, mK, mV, mO, mL)
-    band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
-    changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
-    clusters, shared = blocks // config.cluster, None
+    clusters, shared = work.blocks // config.cluster, None
     if const_expr(config.shares):
         shared = scheduler.shared_of(
             rows_of_units * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n
         )
-    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order, shared)
+    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], work.section, band.tables.order, shared)
     if const_expr(not config.shares):
         clusters = min(units.count, clusters)
-    found = Partials(numbers, arrivals)
-    kernel(copies, tensors, counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
+    found = Partials(work.numbers, work.arrivals)
+    kernel(copies, tensors, work.counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
