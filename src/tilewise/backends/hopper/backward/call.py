@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes, operands
+from tilewise.backends.hopper.backward import plan as planning
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
-from tilewise.backends.hopper.backward.plan import MOST, Plan, board_of, config_of, numbers_of_part, shared
 from tilewise.backends.hopper.operands import Band, Given, Scalars, Scratch, Turns
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
@@ -33,9 +33,9 @@ def why_not(problem: Problem) -> list[str]:
 
 def check(call: Call) -> None:
     """Raise UnsupportedError for more heads than a grid of thread blocks can have."""
-    if call.heads_q > MOST:
+    if call.heads_q > planning.MOST:
         raise UnsupportedError(
-            f"q has {call.heads_q} heads; backend 'hopper' computes gradients of at most {MOST}: divide them among several calls, "
+            f"q has {call.heads_q} heads; backend 'hopper' computes gradients of at most {planning.MOST}: divide them among several calls, "
             "or pass backend='tiled'"
         )
 
@@ -51,15 +51,15 @@ WALKS = {
 
 def lines(call: Call, slots: int = H100.sms) -> list[str]:
     """What the backward pass will do, in sentences; slots: multiprocessors of the GPU."""
-    config = config_of(call)
+    config = planning.config_of(call)
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
-    _, shares, parts = shared(config, call, slots)
+    _, shares, parts = planning.shared(config, call, slots)
     if parts:
-        size, where = 4 * parts * numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
+        size, where = 4 * parts * planning.numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     found = [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
     if call.bias is not None:
@@ -71,7 +71,7 @@ def lines(call: Call, slots: int = H100.sms) -> list[str]:
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
-    config = config_of(call)
+    config = planning.config_of(call)
     ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
     return [*ahead, (LAUNCH, arguments, config), *([] if call.bias is None else bias_gradient.kernels(call))]
 
@@ -84,8 +84,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     if d_q.numel() == 0 or d_k.numel() == 0:
         d_bias = torch.zeros_like(call.bias) if bias_grad else None
         return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
-    board, d_bias = board_of(call.q.device), None
-    plan = Plan.of(call, board)
+    board, d_bias = planning.board_of(call.q.device), None
+    plan = planning.Plan.of(call, board)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
     given = Given(*(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching))
     rows = plan.m_blocks * plan.config.tile_m
@@ -97,7 +97,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural))
 
 
-def _main(call: Call, plan: Plan, given: Given, gradients: operands.Gradients, statistics: Tensor, has_d_lse: bool) -> None:
+def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, statistics: Tensor, has_d_lse: bool) -> None:
     """All but the bias's gradient. What it allocates is free when it returns."""
     config = plan.config
     scratch = _scratch(plan, statistics, gradients.dQ)
@@ -113,7 +113,7 @@ def _main(call: Call, plan: Plan, given: Given, gradients: operands.Gradients, s
         compute(*tensors, turns, scalars, Band(*plan.band, of_tables), of_part)
 
 
-def _scratch(plan: Plan, statistics: Tensor, d_q: Tensor) -> Scratch:
+def _scratch(plan: planning.Plan, statistics: Tensor, d_q: Tensor) -> Scratch:
     config, (batch, _, heads_q, head_dim) = plan.config, d_q.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -146,12 +146,12 @@ def _place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     """
     if not config.shares:
         return None
-    numbers = parts * numbers_of_part(config)
+    numbers = parts * planning.numbers_of_part(config)
     if config.one_block:
         place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
     else:
         place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
-    return place.view(parts, numbers_of_part(config))
+    return place.view(parts, planning.numbers_of_part(config))
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
