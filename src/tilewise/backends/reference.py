@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import philox
+from tilewise.backends import Backend, philox
 from tilewise.problem import Call, Gradients, Problem
 
 INF = float("inf")
 
 
-class Reference:
+class Reference(Backend):
     """The fp64 oracle as a backend. It takes every problem; its memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"

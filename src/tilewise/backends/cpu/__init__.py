@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from tilewise.backends import Backend
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
@@ -27,7 +28,7 @@ REPEAT_BYTES = 64 << 10  # a call whose mask has larger tables takes so long tha
 NARROW = ("avx2", "generic")
 
 
-class Cpu:
+class Cpu(Backend):
     """The native kernel. `isa` forces one instruction set ("amx", "avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
 
     name = "cpu"

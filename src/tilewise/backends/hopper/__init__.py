@@ -6,6 +6,7 @@ The DSL is imported when the first kernel is compiled; without it, or without su
 import torch
 from torch import Tensor
 
+from tilewise.backends import Backend
 from tilewise.backends.hopper import forecast, packing
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
@@ -19,7 +20,7 @@ from tilewise.sm90 import jit
 __all__ = ["Hopper"]
 
 
-class Hopper:
+class Hopper(Backend):
     """The kernels of the ladder's end, for every shape that they cover."""
 
     name = "hopper"

@@ -57,6 +57,11 @@ def changes(call: Call, config) -> Changes:
     return Changes(*factors(config, call.scale, call.softcap), *_tensors(call), call.seqlen_k - call.seqlen_q if config.alibi else None)
 
 
+def or_none(bundle: tuple) -> tuple | None:
+    """The bundle, or None where it holds nothing, which a launch cannot be given."""
+    return bundle if any(x is not None for x in bundle) else None
+
+
 def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """bias, slopes and diagonal, as the kernels can read them."""
     slopes, bias = call.alibi_slopes, call.bias

@@ -110,7 +110,7 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
         if len(plan.turns) > 1:
             bundles = *(_of_batch(bundle, part) for bundle in bundles[:4]), backward_tables.of_batch(tables, part)
         *tensors, of_part, of_tables = bundles
-        compute(*tensors, turns, scalars, Band(*plan.band, of_tables), of_part)
+        compute(*tensors, turns, scalars, Band(*plan.band, of_tables), changes.or_none(of_part))
 
 
 def _scratch(plan: planning.Plan, statistics: Tensor, d_q: Tensor) -> Scratch:
@@ -199,7 +199,7 @@ def arguments(config: Config) -> list:
         Turns(*(Int32(0) for _ in Turns._fields)),
         scalars,
         Band(*(Int32(0) for _ in range(6)), tables),
-        changes.stand_ins(config, seqlen_q, seqlen_k, heads_q),
+        changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),
     ]
 
 

@@ -8,6 +8,8 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
+from typing import NamedTuple
+
 from tilewise.backends.hopper.backward import by_columns, by_keys, by_queries, finish, parts, prepare, repair
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import ADDERS, Config
@@ -24,7 +26,7 @@ from tilewise.backends.hopper.backward.order import (
     turn_of,
     walk_of,
 )
-from tilewise.backends.hopper.backward.parts import Tensors
+from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
 from tilewise.backends.hopper.backward.seen import FIELDS, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.backward.shares import lent, partials_of
 from tilewise.backends.hopper.backward.tiles import (
@@ -62,14 +64,24 @@ from tilewise.sm90.dsl import (
 LINE = 128  # bytes of the L2 cache's
 
 
+class Layouts(NamedTuple):
+    """Of tiles in shared memory."""
+
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
+    Q: cute.ComposedLayout
+    dO: cute.ComposedLayout
+    dS: cute.ComposedLayout
+
+
 @cute.jit
 def launch(
-    given: Given, gradients: Gradients, scratch: Scratch, turns: Turns, scalars: Scalars, band: Band, changes: Changes,
+    given: Given, gradients: Gradients, scratch: Scratch, turns: Turns, scalars: Scalars, band: Band, changes: Changes | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     (mQ, mK, mV, _, _, mdO, _), (mdQ, mdK, mdV), (scale, scale_log2, _, last_q, last_k) = given, gradients, scalars
-    own = mdQ if const_expr(config.one_block) else None
-    tensors = Tensors(mQ, mK, mV, mdO, *scratch[:4], own, changes, scratch.spoiled)
+    own, changed = mdQ if const_expr(config.one_block) else None, Changes() if const_expr(changes is None) else changes
+    tensors = Tensors(mQ, mK, mV, mdO, *scratch[:4], own, changed, scratch.spoiled)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -105,10 +117,9 @@ def launch(
         loads,
         band,
         order_of(turns, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
-        scale,
-        scale_log2,
+        Scales(scale, scale_log2),
         mma,
-        *layouts,
+        Layouts(*layouts),
         config,
     ).launch(
         grid=(min(blocks, turns.num_sms) if const_expr(config.stays) else blocks, 1, 1),
@@ -152,7 +163,7 @@ def launch_dQ(
     loads = by_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
     blocks = cute.ceil_div(tensors.Q.shape[1], by_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
     mma = by_queries.products(config, dtype)
-    by_queries.kernel(tensors, mdQ, loads, band, together, scale, scale_log2, mma, *layouts, config).launch(
+    by_queries.kernel(tensors, mdQ, loads, band, together, Scales(scale, scale_log2), mma, by_queries.Layouts(*layouts), config).launch(
         grid=(blocks, 1, 1),
         block=((1 + by_queries.CONSUMERS) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -165,14 +176,11 @@ def launch_dQ(
 def kernel(
     tensors: Tensors, counter: cute.Tensor | None, partial: cute.Tensor | None, store_dQ: tma.Tma | None,
     stores: Stores, loads: Loads, band: Band, order: Order,
-    scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
-    layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
+    scales: Scales, mma: Mma, layouts: Layouts, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
-    sK, sV, sQ, sdO, sdS = (
-        storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V, layout_Q, layout_dO, layout_dS)
-    )
+    sK, sV, sQ, sdO, sdS = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     sP, sdQ = None, None
     if const_expr(config.split == "columns"):
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
@@ -203,7 +211,7 @@ def kernel(
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (ADDERS if const_expr(config.staged) else 0))
         pipes = make_pipes(storage, config)
-        stay(tensors, stores, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
+        stay(Shared(tensors, sm, pipes, mma, band, scales), stores, partial, loads, queue, finisher, order, config)
         return
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
@@ -223,11 +231,11 @@ def kernel(
                 arch.griddepcontrol_wait()
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            finish.finish_earlier(tensors, finisher, order, band, scale, warp_idx, config)
+            finish.finish_earlier(tensors, finisher, order, band, scales.plain, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, stores, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        given = (Shared(tensors, sm, pipes, mma, band, scales), stores, block, walk, consumer)
         if const_expr(config.split == "keys"):
             given = (
                 *given,
@@ -246,10 +254,11 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, stores: Stores, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
-    finisher: finish.Finisher | None, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+    shared: Shared, stores: Stores, partial: cute.Tensor | None, loads: Loads, queue: units.Queue, finisher: finish.Finisher | None,
+    order: Order, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
+    tensors, sm, pipes, _, band, (scale, _) = shared
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
@@ -265,7 +274,7 @@ def stay(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, stores, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        given = (shared, stores, partial, queue, order, consumer)
         if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             by_keys.consume_units(*given, True, config)
         else:

@@ -73,6 +73,22 @@ class Copies(NamedTuple):
     O: tma.Tma
 
 
+class Shared(NamedTuple):
+    """What the consumers of a thread block have in common."""
+
+    copies: Copies
+    tensors: Tensors
+    found: Partials
+    sm: Smem
+    pipes: Pipes
+    queue: Queue
+    screen: Screen | None
+    agreed: cute.Tensor | None
+    band: Band
+    changes: Scores
+    mma: wgmma.Mma
+
+
 @cute.jit
 def launch(
     tensors: Tensors, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
@@ -130,7 +146,7 @@ def kernel(
             hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma, config)
+        consume(Shared(copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma), config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -276,18 +292,16 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
-    agreed: cute.Tensor | None, band: Band, changes: Scores, mma: wgmma.Mma, config: Constexpr[Config],
-):  # fmt: skip
+def consume(shared: Shared, config: Constexpr[Config]):
     """64 rows a warpgroup, unit after unit."""
+    queue = shared.queue
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     block = scheduler.told(queue, done, config)
     while block.m0 >= 0:
-        state = attend(copies, tensors, found, sm, pipes, queue, screen, agreed, done, state, block, band, changes, consumer, mma, config)
+        state = attend(shared, done, state, block, consumer, config)
         done += 1
         block = scheduler.told(queue, done, config)
     if const_expr(config.pieces_of_O > 0):
@@ -296,11 +310,10 @@ def consume(
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
-    agreed: cute.Tensor | None, done: Int32, state: pipeline.PipelineState, block: Block, band: Band, changes: Scores, consumer: Int32,
-    mma: wgmma.Mma, config: Constexpr[Config],
+    shared: Shared, done: Int32, state: pipeline.PipelineState, block: Block, consumer: Int32, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
+    copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma = shared
     once = tma.after(done, config.q_stages)
     walk = walk_of(queue, done, block, tensors, band, config)
     thread = arch.thread_idx()[0] - THREADS

@@ -102,6 +102,16 @@ class Operands(NamedTuple):
     B: cute.Tensor
 
 
+class Own(NamedTuple):
+    """What a consumer's thread has from beginning to end."""
+
+    pipe: pipeline.PipelineTmaAsync
+    operands: Operands
+    tScS: cute.Tensor  # (row, column) of each number of S
+    bias: cute.Tensor
+    mma: cute.TiledMma
+
+
 @cute.jit
 def launch(
     mV: cute.Tensor, mdO: cute.Tensor, tensors: BiasTensors, band: Band, changes: Changes, config: Constexpr[Config], stream: CUstream
@@ -291,7 +301,7 @@ def consume(
     for _i in cutlass.range(total.first, total.last, unroll=1):
         its = item(place, total, tensors, band, config)
         if its.ref != NONE:
-            state = add_item(acc_dB, its, total, state, tensors, pipe, operands, tScS, own_bias, band, changes, mma, config)
+            state = add_item(acc_dB, its, total, state, tensors, Own(pipe, operands, tScS, own_bias, mma), band, changes, config)
         place = next_place(place, total)
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
@@ -301,11 +311,11 @@ def consume(
 
 @cute.jit
 def add_item(
-    acc_dB: cute.Tensor, its: Item, total: Sum, state: pipeline.PipelineState, tensors: BiasTensors, pipe: pipeline.PipelineTmaAsync,
-    operands: Operands, tScS: cute.Tensor, own_bias: cute.Tensor, band: Band, changes: Changes, mma: cute.TiledMma,
+    acc_dB: cute.Tensor, its: Item, total: Sum, state: pipeline.PipelineState, tensors: BiasTensors, own: Own, band: Band, changes: Changes,
     config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """dB += dS of an item, whose stages begin at `state`; returns where the next one's do."""
+    pipe, operands, tScS, own_bias, mma = own
     rows = rows_of(its, total.n0, tScS, tensors, band, config)  # asked for ahead of the products
     acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
     done = state.clone()
