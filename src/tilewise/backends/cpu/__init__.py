@@ -42,7 +42,7 @@ class Cpu(Backend):
         """Sentences that say why this backend cannot run the problem; empty when it can."""
         if what.device != "cpu":
             return [f"it computes on the CPU, the tensors are on {what.device}"]
-        reasons = [] if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
+        reasons = what.mixed if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
         if missing := problem():
             reasons.append(missing)
         elif self.isa not in (None, "auto", *library().isas):

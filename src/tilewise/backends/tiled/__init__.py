@@ -30,7 +30,7 @@ class Tiled(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
-        return [] if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
+        return problem.mixed if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) that `call` is cut into."""

@@ -162,10 +162,10 @@ def kernel(
     sm = Smem(*tiles, visits)
     warps = CONSUMERS * THREADS // WARP
     pipes = Pipes(
-        tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim, warps),
-        tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim_v, warps),
-        tma.make_pipe(storage, 2, 2 * KEYS * config.head_dim + visit_bytes, warps),
-        tma.make_pipe(storage, stages_of_V(config), 2 * KEYS * config.head_dim_v, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * ROWS * config.head_dim, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * ROWS * config.head_dim_v, warps),
+        tma.make_pipe(storage, 2, config.dtype.itemsize * KEYS * config.head_dim + visit_bytes, warps),
+        tma.make_pipe(storage, stages_of_V(config), config.dtype.itemsize * KEYS * config.head_dim_v, warps),
     )
     tma.barriers_ready()
     heads_q = tensors.Q.shape[2]

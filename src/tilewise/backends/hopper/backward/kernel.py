@@ -287,10 +287,10 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     statistics = 4 * config.tile_m
     visit = 4 * FIELDS if config.sees == "runs" else 0
     pipes = Pipes(
-        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim, warps),
-        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim_v, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics + visit, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim_v + statistics, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim_v, warps),
+        tma.make_pipe(storage, config.stages, config.dtype.itemsize * config.tile_m * config.head_dim + statistics + visit, warps),
+        tma.make_pipe(storage, config.stages, config.dtype.itemsize * config.tile_m * config.head_dim_v + statistics, warps),
     )
     tma.barriers_ready()
     return pipes

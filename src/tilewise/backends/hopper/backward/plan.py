@@ -153,7 +153,7 @@ def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: 
 
 def _read(config: Config, group: int, seqlen_q: int) -> int:
     """Bytes of Q, dO and dQ that the blocks of one key head read."""
-    return 2 * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)
+    return config.dtype.itemsize * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)
 
 
 def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:

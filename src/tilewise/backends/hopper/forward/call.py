@@ -188,7 +188,7 @@ def _section(call: Call, config) -> int:
     if config.sees == "interval":
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         keys = min(keys, 2 * (hi - lo + 1))
-    a_head = 2 * keys * (config.head_dim + config.head_dim_v)
+    a_head = config.dtype.itemsize * keys * (config.head_dim + config.head_dim_v)
     least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
     least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
     if least >= heads or heads % least == 0:

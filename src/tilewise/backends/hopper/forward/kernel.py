@@ -171,9 +171,11 @@ def readers(config) -> int:
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
-        tma.make_pipe(storage, config.q_stages, 2 * config.tile_m * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, readers(config), config.cluster),
+        tma.make_pipe(storage, config.q_stages, config.dtype.itemsize * config.tile_m * config.head_dim, warps),
+        tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim, warps, config.cluster),
+        tma.make_pipe(
+            storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim_v, readers(config), config.cluster
+        ),
     )
     tma.barriers_ready(config.cluster)
     return pipes

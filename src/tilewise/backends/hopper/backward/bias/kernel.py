@@ -155,7 +155,7 @@ def kernel(
     if const_expr(not config.rows):
         sums = storage.allocate_tensor(Float32, cute.make_layout((config.tile_n, warps)), 16)
     sm = Smem(*operands, bias, sums)
-    pipe = tma.make_pipe(storage, config.stages, 2 * COLUMNS * (config.tile_m + config.tile_n), warps)
+    pipe = tma.make_pipe(storage, config.stages, config.dtype.itemsize * COLUMNS * (config.tile_m + config.tile_n), warps)
     tma.barriers_ready()
     total = sum_of(arch.block_idx()[0], tensors, band, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
