@@ -62,13 +62,15 @@ def test_keys_of_one_block_need_no_sum():
     for dims, sees in itertools.product(backward_config.TILES, {*SEES.values()}):
         few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
         assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
-        for softcap, bias, alibi, diagonal in itertools.product((False, True), (None, torch.float32), (False, True), (False, True)):
+        for softcap, bias, (alibi, diagonal) in itertools.product(
+            (False, True), (None, torch.float32), ((False, False), (True, False), (True, True))
+        ):
             changes = {"softcap": softcap, "bias": bias, "alibi": alibi, "diagonal": diagonal}
             assert not backward_config.configure(torch.bfloat16, *dims, sees, few=True, **changes).sums
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():
-    fields = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "tile_m": 64, "tile_n": 128, "direct": True}
+    fields = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "tile_m": 64, "tile_n": 128, "dq": "direct"}
     with pytest.raises(ValueError, match="directly"):
         backward_config.Config(sees="runs", **fields)
     backward_config.Config(sees="rows", **fields)
@@ -125,7 +127,7 @@ def test_what_is_shared_has_room_where_dQ_goes():
         place = gradients._place_of_parts(config, parts, q)
         assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks stay"):
-        replace(config, one_block=False, finishes=True, stays=False)
+        replace(config, dq="staged", finishes=True, stays=False)
 
 
 def test_explain_says_what_sharing_takes():

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 ONE_BLOCK = 128  # keys, at most
@@ -14,8 +16,16 @@ ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+class Config(ScoreChanges):
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel.
+
+    dq says where a tile of dQ goes:
+
+        staged   through shared memory, from where the copy engine adds it to the sum in global memory
+        direct   from registers, likewise added to the sum
+        written  from registers to the gradient itself, as all keys are one block's; where keys are split
+        apart    nowhere: a kernel of its own computes dQ (by_queries.py); where columns are split
+    """
 
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
@@ -26,9 +36,7 @@ class Config:
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
-    dq_apart: bool = False  # dQ is computed by a kernel of its own (by_queries.py); where columns are split
-    one_block: bool = False  # all keys are one block's, so that whoever computes a tile of dQ writes it; where keys are split
-    direct: bool = False  # dQ goes from registers to global memory, not by way of shared memory and the copy engine
+    dq: Literal["staged", "direct", "written", "apart"] = "staged"  # where dQ goes, see below
     ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
     finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py); where keys are split and nothing is `direct`
     roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
@@ -45,10 +53,6 @@ class Config:
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     narrow: bool = False  # the tensors' head_dim is smaller, and the sums of dQ leave out what lies beyond it
-    softcap: bool = False
-    bias: torch.dtype | None = None  # its dtype, where there is one
-    alibi: bool = False
-    diagonal: bool = False  # ALiBi's distance counts from a row's own place
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
 
     @property
@@ -93,20 +97,25 @@ class Config:
         return max(self.head_dim // min(of_queries, of_keys), self.head_dim_v // of_keys)
 
     @property
-    def natural(self) -> bool:
-        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores.py)."""
-        return self.alibi or self.bias is not None
+    def dq_apart(self) -> bool:
+        return self.dq == "apart"
 
     @property
-    def modified(self) -> bool:
-        return self.softcap or self.natural
+    def one_block(self) -> bool:
+        return self.dq == "written"
+
+    @property
+    def direct(self) -> bool:
+        return self.dq in ("direct", "apart")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sees == "runs" and self.direct and self.split == "keys":
             raise ValueError(
                 "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
             )
-
+        if (self.dq == "apart") > (self.split == "columns"):
+            raise ValueError("dQ has a kernel of its own only where columns are split")
         if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
         if self.one_block and (self.split == "columns" or self.direct or self.finishes or self.skips):
@@ -210,9 +219,9 @@ TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, ahead=0.25),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128, ahead=0.25),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_apart=True),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", direct=True, dq_pieces=2, dq_apart=True),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns", dq="apart"),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns", dq="apart"),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", dq="apart", dq_pieces=2),
 }
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
@@ -223,7 +232,7 @@ CHANGED = {
     "both": {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
-        (128, 128): dict(tile_n=64, split="columns", direct=True, dq_apart=True),
+        (128, 128): dict(tile_n=64, split="columns", dq="apart"),
         (192, 128): dict(change_parts=2, roomy=True),
         (192, 192): dict(change_parts=2, roomy=True),
         (256, 256): dict(change_parts=4),
@@ -235,7 +244,7 @@ CHANGED_WITH_DQ = {
     "softcap": {},
     "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
     "both": {
-        (128, 128): dict(dq_apart=False, change_parts=2),
+        (128, 128): dict(change_parts=2),
         (192, 128): dict(dq_pieces=3, change_parts=4),
         (192, 192): dict(dq_pieces=3, change_parts=4),
         (256, 256): dict(dq_pieces=4, change_parts=8),
@@ -268,7 +277,7 @@ LONG = {
     ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
-WIDE = dict(tile_n=128, split="keys", direct=False, dq_apart=False, ds_stages=1, lean=True, ahead=0.25)
+WIDE = dict(tile_n=128, split="keys", dq="staged", ds_stages=1, lean=True, ahead=0.25)
 LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval", "rows")}
 
 
@@ -302,7 +311,7 @@ def _of_one_block(config: Config) -> Config:
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
     if config.head_dim == 64 and config.sees == "runs" and not config.modified:
         tight = {"delta_in": True}
-    return replace(config, one_block=True, finishes=False, skips=False, pairwise=True, shares=config.sees == "all", **tight)
+    return replace(config, dq="written", finishes=False, skips=False, pairwise=True, shares=config.sees == "all", **tight)
 
 
 def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
@@ -319,7 +328,9 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
     most = config.softcap or (config.bias is not None and config.diagonal)
     how = "softcap" if not config.natural else "both" if most else "natural"
-    with_dq = {}
+    fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
-        with_dq = {"dq_apart": False} | CHANGED_WITH_DQ[how].get(dims, {})
-    return CHANGED[how].get(dims, {}) | with_dq
+        fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
+        if fields.get("dq", config.dq) == "apart":
+            fields["dq"] = "direct"
+    return fields

@@ -6,12 +6,14 @@ from typing import Literal
 
 import torch
 
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
 SHARED_BYTES = 228 * 1024  # of a multiprocessor; a thread block takes 1 KB for itself, and barriers and alignment less than another
 REGISTERS = {(2, 1): (24, 240), (3, 1): (32, 160), (1, 3): (24, 136)}  # of a producer's and a consumer's thread, by consumers and blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ScoreChanges):
     """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
 
     dtype: torch.dtype
@@ -28,11 +30,7 @@ class Config:
     from_zero: bool = False  # maxima by a shorter way, where no row's maximum so far is below 0
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
-    softcap: bool = False
-    bias: torch.dtype | None = None  # its dtype, where there is one
     bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
-    alibi: bool = False
-    diagonal: bool = False  # ALiBi's distance counts from a row's own place
     sink: bool = False
 
     @property
@@ -78,15 +76,6 @@ class Config:
     def hides(self) -> bool:
         """Whether a row may not see what another row of its tile sees, so that V is screened (hidden.py)."""
         return self.sees != "all"
-
-    @property
-    def natural(self) -> bool:
-        """Whether the softmax takes logits in natural units; otherwise scores that still lack a factor (scores.py)."""
-        return self.alibi or self.bias is not None
-
-    @property
-    def modified(self) -> bool:
-        return self.softcap or self.natural
 
     @property
     def registers(self) -> tuple[int, int]:

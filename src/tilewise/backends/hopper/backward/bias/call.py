@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.operands import Band, BiasTensors
+from tilewise.backends.hopper.score_changes import ScoreChanges
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Full
@@ -22,25 +23,19 @@ WAVES = 2  # of thread blocks that there should be
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ScoreChanges):
     """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
 
     dtype: torch.dtype
     sees: Literal["band", "rows", "runs"]  # as in seen.py, but any single band
-    bias: torch.dtype
     bias_pairs: bool
     rows: bool  # the bias has a row for each query
     whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up
     chunks: int = 1  # of COLUMNS columns, of Q and K
     chunks_v: int = 1  # of dO and V
-    softcap: bool = False
-    alibi: bool = False
-    diagonal: bool = False
     tile_m: int = TILE
     tile_n: int = TILE
     registers: tuple[int, int] = (24, 240)  # of a producer's and a consumer's thread
-    natural: bool = True
-    modified: bool = True
     sink: bool = False
 
     @property
