@@ -46,7 +46,7 @@ def possible(module: str) -> bool:
 def stamped(module: str) -> ModuleType:
     """`tilewise.ladder.<module>` with stamps; ValueError where no call begins a phase. Its `launch` takes the events before its config:
     (blocks * WARPS * SLOTS, 2) int32."""
-    name = f"tilewise.ladder.stamped_{module}"
+    name = f"{__name__}.{module}"
     source, file = with_stamps(source_of(module)), f"<{name}>"
     made = ModuleType(name)
     made.__file__ = file
