@@ -469,10 +469,12 @@ def refreshed(page: str, rows: list[dict]) -> str:
 
     def write(match: re.Match) -> str:
         names = match[2].split(",")
-        if not {row["rung"] for row in on_ladder} & set(names):
+        profiled = {row["rung"] for row in on_ladder}
+        if not profiled & set(names):
             return match[0]  # not profiled yet
-        if len(names) == 1 and ladder.index(names[0].partition(":")[0]) > 0:
-            names.insert(0, ladder[ladder.index(names[0].partition(":")[0]) - 1])
+        if len(names) == 1:
+            below = ladder[: ladder.index(names[0].partition(":")[0])]
+            names[:0] = [name for name in below if name in profiled][-1:]
         return match[1] + "\n".join(table(names, on_ladder)) + "\n" + match[3]
 
     def write_calls(match: re.Match) -> str:

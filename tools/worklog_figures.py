@@ -18,14 +18,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
+from tilewise.bench.ladder_tables import PLACE, cells_of
 from tilewise.bench.plots import COLOURS
+from tilewise.bench.store import load
 from tilewise.display.style import STYLE
+from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
 from tilewise.machine.sheets import H100
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
 
-FOLDER = Path(__file__).parents[1] / "docs" / "worklog" / "figures"
+ROOT = Path(__file__).parents[1]
+FOLDER, RESULTS = ROOT / "docs" / "worklog" / "figures", ROOT / "benchmarks" / "results"
+PEERS = ("sdpa:cudnn", "fa3:vllm", "fa4")  # on the chart of the ladder
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK = COLOURS
 LENGTHS = tuple(1 << n for n in range(10, 21))
 TILES = (16, 32, 64, 128, 256, 512)
@@ -352,7 +357,7 @@ def turns(tile_n: int = 128, head_dim: int = 128, tiles: int = 3) -> dict:
 def draw_turns(data: dict) -> str:
     titles = {
         "in step": (("warpgroup 1", "warpgroup 2"), "k5 at worst: in step, both want the same unit at the same time"),
-        "turns": (("warpgroup 1", "warpgroup 2"), "k6, turns: one multiplies under the other's softmax"),
+        "turns": (("warpgroup 1", "warpgroup 2"), "k6.1, turns: one multiplies under the other's softmax"),
         "overlap": (("its products", "its softmax"), "k6, overlap: one warpgroup alone"),
     }
     colours = {"S": SKY, "softmax": ORANGE, "O": GREEN}
@@ -369,6 +374,38 @@ def draw_turns(data: dict) -> str:
         figure.axes[-1].set_xlabel("clocks of an SM")
 
     return svg(draw, (8.4, 4.4))
+
+
+def ladder() -> dict:
+    """TFLOP/s of every measured rung, variant and peer at the place where rungs are compared by one number, without and with causal mask."""
+    cells = cells_of(row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path))
+    place = PLACE["head_dim"], PLACE["seqlen_k"]
+    rates = {
+        name: [short(cells[name, place[0], mask, place[1]].flops_per_s / 1e12) for mask in ("full", "causal")]
+        for name in (*RUNGS, *VARIANTS, *PEERS)
+        if (name, place[0], "full", place[1]) in cells
+    }
+    matmul = next(cells[name, place[0], "full", place[1]].ceiling_flops_per_s for name in rates)
+    return {"rates": rates, "matmul": short(matmul / 1e12), "peak": short(H100.peak[SHAPE.dtype] / 1e12)}
+
+
+def draw_ladder(data: dict) -> str:
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for row, (name, (full, causal)) in enumerate(data["rates"].items()):
+            colour = BLUE if name in RUNGS else SKY if name in VARIANTS else ORANGE
+            axes.barh(row, full, color=colour, alpha=0.8)
+            axes.plot(causal, row, "o", color=BLACK, markersize=4)
+            axes.annotate(f"{full:.{0 if full >= 100 else 1}f}", (0.42, row), va="center", fontsize=9, color="white", fontweight="bold")
+        for key, style in (("matmul", "--"), ("peak", ":")):
+            axes.axvline(data[key], color=BLACK, linewidth=1, linestyle=style)
+        axes.annotate(f"a large matmul {data['matmul']:.0f}, data sheet {data['peak']:.0f}", (data["matmul"], -0.9), ha="right", fontsize=9)
+        axes.set_xscale("log")
+        axes.set(xlim=(0.4, 1200), ylim=(len(data["rates"]) - 0.4, -1.4), xlabel="TFLOP/s; bars: without a mask, dots: causal")
+        axes.set_yticks(range(len(data["rates"])), data["rates"])
+        plain(axes.xaxis)
+
+    return svg(draw, (7.2, 4.8))
 
 
 def box(axes, start: float, end: float, row: int, text: str, colour: str) -> None:
@@ -388,6 +425,7 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "fragment": (fragment, draw_fragment),
     "swizzle": (swizzle, draw_swizzle),
     "turns": (turns, draw_turns),
+    "ladder": (ladder, draw_ladder),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.cli import ladder as command
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, RUNGS, VARIANTS
 from tilewise.ladder.rung import Rung
 from tilewise.sm90 import jit
 
@@ -23,9 +23,11 @@ def heads(*shape, dtype=torch.bfloat16):
 
 
 def test_names():
-    assert list(RUNGS) == ["k1", "k2", "k3_1", "k3_2", "k3_3", "k4_1", "k4_2", "k5", "k6"]
+    assert list(RUNGS) == ["k1", "k2", "k3_1", "k3_2", "k3_3", "k4_1", "k4_2", "k5_1", "k5", "k6_1", "k6"]
     assert all(name == rung.name and rung.title for name, rung in EVERY.items())
     assert all(name.partition(":")[0] in RUNGS for name in VARIANTS)
+    assert set(ALIASES.values()) <= set(EVERY) and not ALIASES.keys() & EVERY.keys()
+    assert [ALIASES[name] for name in ("k3", "k4_qk", "k4", "k6:turns")] == ["k3_3", "k4_1", "k4_2", "k6_1"]
 
 
 def test_the_registry_needs_no_dsl():
@@ -96,6 +98,8 @@ def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
         (["k6..k1"], {}, "a range goes up the ladder"),
         ([], {"CAUSAL": "yes"}, "causal is 'yes'; each item of its comma-separated list must be 0 or 1"),
         ([], {"SEQLEN": "0"}, "seqlen is '0'"),
+        ([], {"DEVICE": "h100"}, "DEVICE is 'h100'; it must be a device as torch names it, such as cuda or cuda:1"),
+        ([], {"DEVICE": "cpu"}, "DEVICE is 'cpu'; the rungs run on a Hopper GPU: cuda, or cuda:N for the N-th"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(arguments, environment, message, capsys):
@@ -113,12 +117,16 @@ def test_the_command_runs_the_cells_of_the_environment(monkeypatch, capsys):
     monkeypatch.setattr(command, "why_not_here", lambda: [])
     monkeypatch.setattr(command.bench, "run", run)
     environment = {"CHECK": "1", "SEQLEN": "512", "HEADDIM": "64", "CAUSAL": "0"}
+    assert command.main(["k4_qk", "k4", "k6:turns"], environment) == 0
+    assert asked["names"] == ["k4_1", "k4_2", "k6_1"]
+    assert command.main(["k1..k6"], environment) == 0 and asked["names"] == list(RUNGS)
     assert command.main(["k1..k3_1", "sdpa:cudnn"], environment) == 0
     (cell,) = asked["cells"]
     assert asked["names"] == ["k1", "k2", "k3_1", "sdpa:cudnn"] and asked["device"] == "cuda"
     assert (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim, cell.dtype) == (32, 512, 32, 64, torch.bfloat16)
     assert command.main([], {}) == 0
     assert len(asked["cells"]) == 24 and asked["names"] == list(RUNGS)
+    assert command.main(["k5"], {"DEVICE": "cuda:1"}) == 0 and asked["device"] == "cuda:1"
     assert "Against the fp64 oracle" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tilewise.cli import tracing as command
 from tilewise.ladder import tracing, tracing_picture
 from tilewise.ladder.tracing import Case, Trace
 from tilewise.sm90.phases import SLOTS, WARPS, Phase
@@ -117,19 +118,19 @@ def test_the_picture_has_a_lane_for_each_role_and_both_stretches(trace, tmp_path
     assert tracing_picture.beginning(trace)[1] == pytest.approx(15 * GHZ * 1e3, rel=1e-3)
     start, end = tracing_picture.steady(trace)
     assert end - start == 6000 and 30_000 < start < 50_000
-    svg = trace.save(tmp_path / "t.svg").read_text()
+    svg = tracing_picture.draw(trace, tmp_path / "t.svg").read_text()
     words = {"".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
     assert {"warp 0, producer", "warp 4, consumer 0", "warp 8, consumer 1", "the beginning", "steady state", "softmax"} <= words
     assert any(word.endswith("1.50 GHz; stamps cost 2.1 % of the time") for word in words)
     assert not {"warp 5, consumer 0", "waits for its turn"} & words
-    assert svg == trace.save(tmp_path / "t2.svg").read_text()
+    assert svg == tracing_picture.draw(trace, tmp_path / "t2.svg").read_text()
 
 
 def test_only_what_can_be_written_or_drawn(trace, tmp_path):
     with pytest.raises(ValueError, match="it must end in .npz, .json"):
         trace.save(tmp_path / "t.txt")
     with pytest.raises(ValueError, match="nothing to draw"):
-        Trace(CASE, trace.blocks, np.zeros_like(trace.events)).save(tmp_path / "t.svg")
+        tracing_picture.draw(Trace(CASE, trace.blocks, np.zeros_like(trace.events)), tmp_path / "t.svg")
 
 
 def test_kept_are_the_first_blocks_of_one_multiprocessor():
@@ -143,12 +144,13 @@ def test_kept_are_the_first_blocks_of_one_multiprocessor():
 
 def test_command_line(trace, tmp_path, capsys):
     saved = trace.save(tmp_path / "earlier.npz")
-    assert tracing.main([str(saved), "--out", str(tmp_path / "new")]) == 0
+    assert command.main([str(saved), "--out", str(tmp_path / "new")]) == 0
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [f"{CASE.name}.{end}" for end in ("json.gz", "npz", "svg")]
-    assert tracing.main(["k9"]) == 2 and "no rung is called 'k9'" in capsys.readouterr().err
+    assert command.main(["k9"]) == 2 and "no rung is called 'k9'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_a_gpu_a_sentence(capsys, tmp_path):
-    assert tracing.main(["k5", "--out", str(tmp_path)]) == 2
-    assert "k5 cannot run this" in capsys.readouterr().err
+@pytest.mark.parametrize("name, rung", [("k5", "k5"), ("k6:turns", "k6_1")])
+def test_without_a_gpu_a_sentence(name, rung, capsys, tmp_path):
+    assert command.main([name, "--out", str(tmp_path)]) == 2
+    assert f"{rung} cannot run this" in capsys.readouterr().err

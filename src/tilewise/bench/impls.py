@@ -290,9 +290,9 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 
 def ours(name: str) -> bool:
     """Whether a contender is tilewise or a kernel of its ladder; the others are peers."""
-    from tilewise.ladder import RUNGS, VARIANTS
+    from tilewise.ladder import ALIASES, RUNGS, VARIANTS
 
-    return name.partition(":")[0] == "tilewise" or name in RUNGS or name in VARIANTS
+    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES}
 
 
 def known() -> dict[str, Impl]:
@@ -329,12 +329,12 @@ def find(names: str = "tilewise,sdpa,naive") -> list[Impl]:
 
 
 def _expanded(item: str) -> list[str]:
-    """The rungs of a range, in the ladder's order; another item as it is."""
-    from tilewise.ladder import RUNGS
+    """The rungs of a range, in the ladder's order; another item as it is, or by its first name."""
+    from tilewise.ladder import ALIASES, RUNGS
 
     ladder, (first, dots, last) = list(RUNGS), item.partition("..")
     if not dots:
-        return [item]
+        return [ALIASES.get(item, item)]
     if first not in ladder or last not in ladder or ladder.index(first) > ladder.index(last):
         raise ValueError(f"impl is {item!r}; a range goes up the ladder, from one of {', '.join(ladder)} to another: k1..k6")
     return ladder[ladder.index(first) : ladder.index(last) + 1]

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewise.bench.report import MISSING, describe
 from tilewise.bench.store import Row, latest
-from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, RUNGS, VARIANTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +19,10 @@ Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, se
 
 
 def cells_of(rows: Iterable[Row]) -> Cells:
-    """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts."""
+    """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts; a rung's under its first name."""
     cells: Cells = {}
-    for row in latest(row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd"):
+    timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd")
+    for row in latest(replace(row, impl=ALIASES.get(row.impl, row.impl)) for row in timed):
         place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
             cells[place] = row
@@ -112,9 +114,12 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
     """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
     if not _ours(name):
         raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
-    cells, before = cells_of(rows), _before(name)
+    cells = cells_of(rows)
     if not cells:
         return "No measurement of the ladder is committed yet."
+    if name not in (measured := {impl for impl, *_ in cells}):
+        return f"{name} is not measured yet."
+    before = _before(name, measured)
     lengths = sorted({seqlen for *_, seqlen in cells})
     lines = [f"| TFLOP/s | | {' | '.join(map(_length, lengths))} |", f"|---|---|{'---:|' * len(lengths)}"]
     for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
@@ -127,12 +132,12 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
     return "\n".join([*lines, "", _where(cells)])
 
 
-def _before(name: str) -> str | None:
-    """The rung below; of a variant, the rung it is a variant of."""
+def _before(name: str, measured: set[str]) -> str | None:
+    """The next rung below that is measured; of a variant, the rung it is a variant of."""
     if name in VARIANTS:
         return name.partition(":")[0]
     order = list(RUNGS)
-    return order[order.index(name) - 1] if name != order[0] else None
+    return next((rung for rung in reversed(order[: order.index(name)]) if rung in measured), None)
 
 
 def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | None:

@@ -1,12 +1,14 @@
 """`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
 
-Without names every rung runs over the sweep; SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, and
-CHECK=1 prints what the checks said. `k1..k6` is a range, and peers are named as for `tilewise bench`.
+Without names every rung runs over the sweep. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the
+GPU (cuda or cuda:N), and CHECK=1 prints what the checks said. `k1..k6` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
+`tilewise bench`.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 
+import torch
 from rich.console import Console
 
 from tilewise import bench
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         contenders = bench.find(",".join(arguments) or ",".join(RUNGS))
         cells = bench.ladder_from({option: environment[name] for name, option in SELECTORS.items() if name in environment})
+        device = _device(environment.get("DEVICE", "cuda"))
     except ValueError as error:
         print(error, file=sys.stderr)
         return UNUSABLE
@@ -36,10 +39,21 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if reasons := why_not_here():
         print(f"The ladder cannot run here: {'; '.join(reasons)}.", file=sys.stderr)
         return UNUSABLE
-    rows = bench.run(cells, contenders, device="cuda", memory=False, timing=TIMING)
+    rows = bench.run(cells, contenders, device=device, memory=False, timing=TIMING)
     if environment.get("CHECK", "0") != "0":
         console.print(bench.verdicts(rows))
     console.print(bench.ladder_table(rows))
     for reason in dict.fromkeys(f"{row.impl}: {row.reason}" for row in rows if row.reason):
         console.print(reason, highlight=False, markup=False)
     return WRONG if any(row.passed is False for row in rows) else OK
+
+
+def _device(name: str) -> str:
+    """The name of a GPU. ValueError for another device, and for what names none."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"DEVICE is {name!r}; it must be a device as torch names it, such as cuda or cuda:1") from None
+    if kind != "cuda":
+        raise ValueError(f"DEVICE is {name!r}; the rungs run on a Hopper GPU: cuda, or cuda:N for the N-th")
+    return name

@@ -1,4 +1,4 @@
-"""The ladder: attention on a Hopper GPU, kernel by kernel, from the formula as it is written to two warpgroups taking turns.
+"""The ladder: attention on a Hopper GPU, kernel by kernel, from the formula as it is written to warpgroups that take turns.
 
 `RUNGS["k5"](q, k, v, causal=True)` runs one; `python -m tilewise.ladder` lists, checks and times them. docs/worklog tells the story.
 """
@@ -15,19 +15,23 @@ RUNGS: dict[str, Rung] = {
         Rung("k3_3", "k3_tma", "loads by TMA, 5 stages", {"kv_stages": 5}),
         Rung("k4_1", "k4_1_wgmma_qk", "S on the tensor cores (WGMMA)"),
         Rung("k4_2", "k4_2_wgmma", "both products on the tensor cores, S and P in registers"),
-        Rung("k5", "k5_warp_specialised", "a producer warpgroup loads, consumers compute"),
-        Rung("k6", "k6_pingpong", "consumers take turns, the next scores under this softmax"),
+        Rung("k5_1", "k5_1_roles", "a producer warp loads, one consumer warpgroup computes"),
+        Rung("k5", "k5_warp_specialised", "two or three consumers share wider tiles and the producer's registers"),
+        Rung("k6_1", "k6_1_turns", "consumers take turns at the tensor cores (ping-pong)"),
+        Rung("k6", "k6_pingpong", "the next scores under this softmax as well"),
     )
 }
 
-# One idea of a rung at a time, and other choices that its page discusses; measured, but no rungs of their own.
+# Other choices that a rung's page discusses; measured, but no rungs of their own.
 VARIANTS: dict[str, Rung] = {
     rung.name: rung
     for rung in (
         Rung("k4_2:stages2", "k4_2_wgmma", "K4.2 with 2 stages, two or more blocks a multiprocessor", {"kv_stages": 2}),
-        Rung("k6:turns", "k6_pingpong", "K6 with turns only", {"overlap": False}),
         Rung("k6:overlap", "k6_pingpong", "K6 with the overlap within a warpgroup only", {"pingpong": False}),
     )
 }
 
-__all__ = ["RUNGS", "VARIANTS", "Rung"]
+# Other names that answer: those of the worklog that the ladder follows, and names under which a rung was measured.
+ALIASES: dict[str, str] = {"k3": "k3_3", "k4_qk": "k4_1", "k4": "k4_2", "k5_2": "k5", "k6:turns": "k6_1", "k6_2": "k6"}
+
+__all__ = ["ALIASES", "RUNGS", "VARIANTS", "Rung"]

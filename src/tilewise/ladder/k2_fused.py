@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.ladder import cuda_cores
-from tilewise.sm90 import trace, walk
-from tilewise.sm90.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
-from tilewise.sm90.phases import Phase
+from tilewise.sm90 import walk
+from tilewise.sm90.dsl import (
+    BFloat16,
+    Constexpr,
+    CUstream,
+    Float32,
+    Int32,
+    SmemAllocator,
+    arch,
+    cute,
+    cutlass,
+    range_constexpr,
+)
 
 THREADS = 256
 
@@ -26,9 +36,8 @@ class Config:
 
     head_dim: int
     causal: bool
-    tile_m: int = 64
-    tile_n: int = 64
-    trace: bool = False
+    tile_m: int
+    tile_n: int
 
     @property
     def threads_per_row(self) -> int:
@@ -36,7 +45,7 @@ class Config:
 
 
 def configure(head_dim: int, causal: bool, **choice) -> Config:
-    return Config(**{"head_dim": head_dim, "causal": causal, **choice})
+    return Config(**{"head_dim": head_dim, "causal": causal, "tile_m": 64, "tile_n": 64, **choice})
 
 
 class Smem(NamedTuple):
@@ -48,23 +57,24 @@ class Smem(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
-    kernel(mQ, mK, mV, mO, mL, scale_log2, config, events).launch(
-        grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1), block=(THREADS, 1, 1), stream=stream
+    kernel(mQ, mK, mV, mO, mL, scale_log2, config).launch(
+        grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
+        block=(THREADS, 1, 1),
+        stream=stream,
     )
 
 
 @cute.kernel
 def kernel(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], events: cute.Tensor | None,
+    scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     sm = make_smem(config)
     m_block, head = walk.block_of(config)
-    stamps = trace.start(events)
-    attend(*(x[head, None, None] for x in (mQ, mK, mV, mO)), mL[head, None], sm, m_block, scale_log2, stamps, config)
+    attend(*(x[head, None, None] for x in (mQ, mK, mV, mO)), mL[head, None], sm, m_block, scale_log2, config)
 
 
 @cute.jit
@@ -80,7 +90,7 @@ def make_smem(config: Constexpr[Config]) -> Smem:
 @cute.jit
 def attend(
     gQ: cute.Tensor, gK: cute.Tensor, gV: cute.Tensor, gO: cute.Tensor, gL: cute.Tensor, sm: Smem,
-    m_block: Int32, scale_log2: Float32, stamps: trace.Stamps | None, config: Constexpr[Config],
+    m_block: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gQ .. gO: (seqlen, head_dim), gL: (seqlen,)."""
     seqlen = gO.shape[0]
@@ -88,31 +98,19 @@ def attend(
     of = config.threads_per_row
     part = cuda_cores.part_of(of, config.head_dim)
     row = m_block * config.tile_m + part.row
-    trace.mark(stamps, Phase.LOAD)
     load(gQ, sm.Q, m_block * config.tile_m)
     for i in cutlass.range(n_blocks, unroll=1):
         n0 = (n_blocks - 1 - i) * config.tile_n
-        trace.mark(stamps, Phase.LOAD)
         load(gK, sm.KV, n0)
-        trace.mark(stamps, Phase.WAIT)
         arch.sync_threads()  # Q and K are there
-        trace.mark(stamps, Phase.SCORES)
         cuda_cores.scores(part, sm.Q, sm.KV, sm.S, cuda_cores.keys_seen(row, n0, seqlen, config.causal), of)
-        trace.mark(stamps, Phase.WAIT)
         arch.sync_threads()  # nobody reads K any more
-        trace.mark(stamps, Phase.LOAD)
         load(gV, sm.KV, n0)
-        trace.mark(stamps, Phase.SOFTMAX)
         cuda_cores.softmax(part, sm.S, scale_log2, of)
-        trace.mark(stamps, Phase.WAIT)
         arch.sync_threads()  # V is there
-        trace.mark(stamps, Phase.OUTPUT)
         cuda_cores.accumulate(part, sm.S, sm.KV, of)
-        trace.mark(stamps, Phase.WAIT)
         arch.sync_threads()  # nobody reads V any more
-    trace.mark(stamps, Phase.STORE)
     cuda_cores.store(part, gO, gL, row, of)
-    trace.stop(stamps)
 
 
 @cute.jit

@@ -14,23 +14,32 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.ladder import cuda_cores
-from tilewise.sm90 import tma, trace, walk
-from tilewise.sm90.dsl import BFloat16, Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, cute, cutlass, pipeline
-from tilewise.sm90.phases import Phase
+from tilewise.sm90 import tma, walk
+from tilewise.sm90.dsl import (
+    BFloat16,
+    Constexpr,
+    CUstream,
+    Float32,
+    Int32,
+    SmemAllocator,
+    arch,
+    cute,
+    cutlass,
+    pipeline,
+)
 
 THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a problem is cut."""
+    """How a problem is cut and scheduled."""
 
     head_dim: int
     causal: bool
-    tile_m: int = 64
-    tile_n: int = 64
-    kv_stages: int = 1
-    trace: bool = False
+    tile_m: int
+    tile_n: int
+    kv_stages: int = 5
 
     @property
     def threads_per_row(self) -> int:
@@ -38,7 +47,7 @@ class Config:
 
 
 def configure(head_dim: int, causal: bool, **choice) -> Config:
-    return Config(**{"head_dim": head_dim, "causal": causal, **choice})
+    return Config(**{"head_dim": head_dim, "causal": causal, "tile_m": 64, "tile_n": 64, **choice})
 
 
 class Smem(NamedTuple):
@@ -59,42 +68,42 @@ class Loads(NamedTuple):
     V: tma.Tma
 
 
-def shapes(config: Config) -> tuple:
-    """Of Q, K and V in shared memory: (rows, head_dim, stages)."""
-    return tuple((rows, config.head_dim, stages) for rows, stages in ((config.tile_m, 1), *2 * ((config.tile_n, config.kv_stages),)))
+def layout_Q(config: Config) -> cute.Layout:
+    return cute.make_ordered_layout((config.tile_m, config.head_dim, 1), order=(1, 0, 2))
 
 
-def row_major(shape: tuple) -> cute.Layout:
-    return cute.make_ordered_layout(shape, order=(1, 0, 2))
+def layout_V(config: Config) -> cute.Layout:
+    """Of K as well."""
+    return cute.make_ordered_layout((config.tile_n, config.head_dim, config.kv_stages), order=(1, 0, 2))
 
 
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
-    gmem = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK, mV))  # (seqlen, head_dim, heads)
-    loads = Loads(*(tma.describe(x, row_major(shape), shape[:2]) for x, shape in zip(gmem, shapes(config), strict=True)))
-    kernel(loads, mO, mL, scale_log2, config, events).launch(
-        grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1), block=(THREADS, 1, 1), stream=stream
+    mQ, mK, mV = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK, mV))  # (seqlen, head_dim, heads)
+    layouts = layout_Q(config), layout_V(config), layout_V(config)
+    shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.tile_n, config.head_dim)
+    loads = Loads(*(tma.describe(*each) for each in zip((mQ, mK, mV), layouts, shapes, strict=True)))
+    kernel(loads, mO, mL, scale_log2, config).launch(
+        grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
+        block=(THREADS, 1, 1),
+        stream=stream,
     )
 
 
 @cute.kernel
-def kernel(
-    loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, config: Constexpr[Config],
-    events: cute.Tensor | None,
-):  # fmt: skip
+def kernel(loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, config: Constexpr[Config]):
     storage = SmemAllocator()
     sm = Smem(
-        *(storage.allocate_tensor(BFloat16, row_major(shape), 128) for shape in shapes(config)),
+        *(storage.allocate_tensor(BFloat16, x, 128) for x in (layout_Q(config), layout_V(config), layout_V(config))),
         storage.allocate_tensor(Float32, cuda_cores.layout_S(config.tile_m, config.tile_n), 128),
     )
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
-    stamps = trace.start(events)
-    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, m_block, head, scale_log2, stamps, config)
+    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, m_block, head, scale_log2, config)
 
 
 @cute.jit
@@ -111,7 +120,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 @cute.jit
 def attend(
     loads: Loads, gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes,
-    m_block: Int32, head: Int32, scale_log2: Float32, stamps: trace.Stamps | None, config: Constexpr[Config],
+    m_block: Int32, head: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     seqlen = gO.shape[0]
@@ -122,43 +131,30 @@ def attend(
     loader = arch.make_warp_uniform(arch.warp_idx()) == 0
     ahead, state = tma.at_first_empty(config.kv_stages), tma.at_first(config.kv_stages)
     if loader:
-        trace.mark(stamps, Phase.LOAD)
         pipes.q.producer_acquire(tma.at_first_empty(1))
         tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
         for i in cutlass.range(min(config.kv_stages, n_blocks), unroll=1):
-            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, stamps, config)
-    trace.mark(stamps, Phase.WAIT)
+            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, config)
     pipes.q.consumer_wait(tma.at_first(1))
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
         end = cuda_cores.keys_seen(row, n_block * config.tile_n, seqlen, config.causal)
-        trace.mark(stamps, Phase.WAIT)
         pipes.kv.consumer_wait(state)
-        trace.mark(stamps, Phase.SCORES)
         cuda_cores.scores(part, sm.Q[None, None, 0], sm.K[None, None, state.index], sm.S, end, of)
-        trace.mark(stamps, Phase.SOFTMAX)
         cuda_cores.softmax(part, sm.S, scale_log2, of)
-        trace.mark(stamps, Phase.OUTPUT)
         cuda_cores.accumulate(part, sm.S, sm.V[None, None, state.index], of)
         arch.sync_warp()  # all of the warp have read the stage that one of it now gives back
         pipes.kv.consumer_release(state)
         state.advance()
         if loader and n_block >= config.kv_stages:
-            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, stamps, config)
-    trace.mark(stamps, Phase.STORE)
+            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
     cuda_cores.store(part, gO, gL, row, of)
-    trace.stop(stamps)
 
 
 @cute.jit
-def load_kv(
-    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
-):  # fmt: skip
+def load_kv(loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]):
     """Ask for K and V of a tile, as soon as its stage is empty."""
-    trace.mark(stamps, Phase.EMPTY)
     pipes.kv.producer_acquire(state)
-    trace.mark(stamps, Phase.LOAD)
     tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     tma.load(loads.V, sm.V, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     state.advance()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.ladder import cuda_cores
-from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90 import fragments, tma, walk, wgmma
 from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
@@ -28,7 +28,6 @@ from tilewise.sm90.dsl import (
     range_constexpr,
     warpgroup,
 )
-from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 
@@ -42,7 +41,6 @@ class Config:
     tile_m: int
     tile_n: int
     kv_stages: int = 5
-    trace: bool = False
 
     @property
     def threads_per_row(self) -> int:
@@ -56,7 +54,7 @@ def configure(head_dim: int, causal: bool, **choice) -> Config:
 class Smem(NamedTuple):
     Q: cute.Tensor  # (tile_m, head_dim, 1)
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
-    V: cute.Tensor  # (tile_n, head_dim, kv_stages), not swizzled
+    V: cute.Tensor  # (tile_n, head_dim, kv_stages)
     S: cute.Tensor  # (tile_m, tile_n) fp32: S, then P
 
 
@@ -78,14 +76,14 @@ def layout_V(config: Config) -> cute.Layout:
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
     mQ, mK, mV = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK, mV))  # (seqlen, head_dim, heads)
     layouts = wgmma.layout_Q(config), wgmma.layout_K(config), layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.tile_n, config.head_dim)
     loads = Loads(*(tma.describe(*each) for each in zip((mQ, mK, mV), layouts, shapes, strict=True)))
-    kernel(loads, mO, mL, scale_log2, wgmma.products(config).qk, *layouts[:2], config, events).launch(
+    kernel(loads, mO, mL, scale_log2, wgmma.products(config).qk, *layouts[:2], config).launch(
         grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
         block=(THREADS, 1, 1),
         stream=stream,
@@ -96,7 +94,6 @@ def launch(
 def kernel(
     loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, mma: cute.TiledMma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, config: Constexpr[Config],
-    events: cute.Tensor | None,
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = Smem(
@@ -106,8 +103,7 @@ def kernel(
     )
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
-    stamps = trace.start(events)
-    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, head, scale_log2, stamps, config)
+    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, head, scale_log2, config)
 
 
 @cute.jit
@@ -124,7 +120,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 @cute.jit
 def attend(
     loads: Loads, gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: cute.TiledMma,
-    m_block: Int32, head: Int32, scale_log2: Float32, stamps: trace.Stamps | None, config: Constexpr[Config],
+    m_block: Int32, head: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     seqlen = gO.shape[0]
@@ -135,31 +131,23 @@ def attend(
     loader = arch.make_warp_uniform(arch.warp_idx()) == 0
     ahead, state = tma.at_first_empty(config.kv_stages), tma.at_first(config.kv_stages)
     if loader:
-        trace.mark(stamps, Phase.LOAD)
         pipes.q.producer_acquire(tma.at_first_empty(1))
         tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
         for i in cutlass.range(min(config.kv_stages, n_blocks), unroll=1):
-            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, stamps, config)
-    trace.mark(stamps, Phase.WAIT)
+            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, config)
     pipes.q.consumer_wait(tma.at_first(1))
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
-        trace.mark(stamps, Phase.WAIT)
         pipes.kv.consumer_wait(state)
-        trace.mark(stamps, Phase.SCORES)
         scores(mma, sm, state.index, m_block * config.tile_m, n_block * config.tile_n, seqlen, config)
-        trace.mark(stamps, Phase.SOFTMAX)
         cuda_cores.softmax(part, sm.S, scale_log2, of)
-        trace.mark(stamps, Phase.OUTPUT)
         cuda_cores.accumulate(part, sm.S, sm.V[None, None, state.index], of)
         arch.sync_warp()  # all of the warp have read the stage that one of it now gives back
         pipes.kv.consumer_release(state)
         state.advance()
         if loader and n_block >= config.kv_stages:
-            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, stamps, config)
-    trace.mark(stamps, Phase.STORE)
+            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
     cuda_cores.store(part, gO, gL, row, of)
-    trace.stop(stamps)
 
 
 @cute.jit
@@ -177,14 +165,9 @@ def scores(mma: cute.TiledMma, sm: Smem, stage: Int32, m0: Int32, n0: Int32, seq
 
 
 @cute.jit
-def load_kv(
-    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
-):  # fmt: skip
+def load_kv(loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]):
     """Ask for K and V of a tile, as soon as its stage is empty."""
-    trace.mark(stamps, Phase.EMPTY)
     pipes.kv.producer_acquire(state)
-    trace.mark(stamps, Phase.LOAD)
     tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     tma.load(loads.V, sm.V, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     state.advance()

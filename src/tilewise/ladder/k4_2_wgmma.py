@@ -12,7 +12,7 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md, as in every
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90 import fragments, tma, walk, wgmma
 from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
@@ -27,7 +27,6 @@ from tilewise.sm90.dsl import (
     pipeline,
     warpgroup,
 )
-from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 
@@ -41,7 +40,6 @@ class Config:
     tile_m: int
     tile_n: int
     kv_stages: int = 5
-    trace: bool = False
 
 
 def configure(head_dim: int, causal: bool, **choice) -> Config:
@@ -68,7 +66,7 @@ class Loads(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
     mQ, mK = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK))  # (seqlen, head_dim, heads)
@@ -76,7 +74,7 @@ def launch(
     layouts = wgmma.layout_Q(config), wgmma.layout_K(config), wgmma.layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim, config.tile_n)
     loads = Loads(*(tma.describe(*each) for each in zip((mQ, mK, mV), layouts, shapes, strict=True)))
-    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config, events).launch(
+    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config).launch(
         grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
         block=(THREADS, 1, 1),
         stream=stream,
@@ -87,14 +85,12 @@ def launch(
 def kernel(
     loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
-    events: cute.Tensor | None,
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = Smem(*(storage.allocate_tensor(BFloat16, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_K, layout_V)))
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
-    stamps = trace.start(events)
-    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, head, scale_log2, stamps, config)
+    attend(loads, mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, head, scale_log2, config)
 
 
 @cute.jit
@@ -122,13 +118,12 @@ class Tile(NamedTuple):
     m0: Int32
     seqlen: Int32
     scale_log2: Float32
-    stamps: trace.Stamps | None
 
 
 @cute.jit
 def attend(
     loads: Loads, gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: wgmma.Mma,
-    m_block: Int32, head: Int32, scale_log2: Float32, stamps: trace.Stamps | None, config: Constexpr[Config],
+    m_block: Int32, head: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows: the whole walk over the keys, the last first, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     thread = arch.thread_idx()[0]
@@ -149,24 +144,19 @@ def attend(
         m0=m_block * config.tile_m,
         seqlen=seqlen,
         scale_log2=scale_log2,
-        stamps=stamps,
     )
     tile.acc_O.fill(0.0)
     ahead, state = tma.at_first_empty(config.kv_stages), tma.at_first(config.kv_stages)
     if loader:
-        trace.mark(stamps, Phase.LOAD)
         pipes.q.producer_acquire(tma.at_first_empty(1))
         tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
         for i in cutlass.range(min(config.kv_stages, n_blocks), unroll=1):
-            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, stamps, config)
-    trace.mark(stamps, Phase.WAIT)
+            ahead = load_kv(loads, sm, pipes, ahead, n_blocks - 1 - i, head, config)
     pipes.q.consumer_wait(tma.at_first(1))
     masked = max(n_blocks - free, 1)
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
-        trace.mark(stamps, Phase.WAIT)
         pipes.kv.consumer_wait(state)
-        trace.mark(stamps, Phase.SCORES)
         if i < masked:
             step(tile, state, n_block, True, config)
         else:
@@ -174,23 +164,16 @@ def attend(
         pipes.kv.consumer_release(state)
         state.advance()
         if loader and n_block >= config.kv_stages:
-            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, stamps, config)
-    trace.mark(stamps, Phase.STORE)
+            ahead = load_kv(loads, sm, pipes, ahead, n_block - config.kv_stages, head, config)
     lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
-    trace.stop(stamps)
 
 
 @cute.jit
-def load_kv(
-    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
-):  # fmt: skip
+def load_kv(loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, head: Int32, config: Constexpr[Config]):
     """Ask for K and V of a tile, as soon as its stage is empty."""
-    trace.mark(stamps, Phase.EMPTY)
     pipes.kv.producer_acquire(state)
-    trace.mark(stamps, Phase.LOAD)
     tma.load(loads.K, sm.K, pipes.kv, state, (config.tile_n, config.head_dim), (n_block, 0, head))
     tma.load(loads.V, sm.V, pipes.kv, state, (config.head_dim, config.tile_n), (0, n_block, head))
     state.advance()
@@ -202,12 +185,10 @@ def step(tile: Tile, state: pipeline.PipelineState, n_block: Int32, masked: Cons
     """O += softmax(S) V for one tile of keys."""
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
-    trace.mark(tile.stamps, Phase.OUTPUT)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)

@@ -1,9 +1,9 @@
-"""K5: warp specialisation. A producer warpgroup only asks for tiles, consumer warpgroups only compute.
+"""K5: warp specialisation in full. Several consumer warpgroups share the producer's tiles, and its registers.
 
-K4.2's threads do everything in turn: ask for a tile, wait, multiply, exponentiate, multiply. Here one warp of the first warpgroup asks for
-every tile, as far ahead as the ring allows, and the others never touch a load. The producer hands its registers to the consumers
-(setmaxnreg), which then have room for a wider tile: 64 rows each against 128 keys. Two (head_dim 128) or three (64) consumers share every
-tile of K and V, and while one of them exponentiates another may have its products in flight, though nothing makes sure that it has.
+K5.1 has one consumer, whose tile is as narrow as K4.2's. Here the producer hands its registers to the consumers (setmaxnreg), which then
+have room for a wider tile: 64 rows each against 128 keys. Two (head_dim 128) or three (64) consumers share every tile of K and V, and while
+one of them exponentiates another may have its products in flight, though nothing makes sure that it has. The tiles are too large for more
+than two stages, so K and V get pipes of their own: the stage of K is empty again as soon as the scores are there.
 
 Predicted bottleneck: softmax and products of a warpgroup still follow one another; their overlap across warpgroups is left to chance.
 Equations: those of FlashAttention-2's forward in docs/algorithm.md, as in every rung since K2.
@@ -12,7 +12,7 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md, as in every
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90 import fragments, tma, walk, wgmma
 from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
@@ -27,7 +27,6 @@ from tilewise.sm90.dsl import (
     pipeline,
     warpgroup,
 )
-from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 
@@ -41,7 +40,6 @@ class Config:
     tile_m: int
     tile_n: int
     kv_stages: int = 2
-    trace: bool = False
 
     @property
     def consumers(self) -> int:
@@ -79,7 +77,7 @@ class Loads(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
     mQ, mK = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK))  # (seqlen, head_dim, heads)
@@ -87,7 +85,7 @@ def launch(
     layouts = wgmma.layout_Q(config), wgmma.layout_K(config), wgmma.layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim, config.tile_n)
     loads = Loads(*(tma.describe(*each) for each in zip((mQ, mK, mV), layouts, shapes, strict=True)))
-    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config, events).launch(
+    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config).launch(
         grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -99,21 +97,19 @@ def launch(
 def kernel(
     loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
-    events: cute.Tensor | None,
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = Smem(*(storage.allocate_tensor(BFloat16, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_K, layout_V)))
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
     warp = arch.make_warp_uniform(arch.warp_idx())
-    stamps = trace.start(events)
     if warp < THREADS // 32:
         arch.setmaxregister_decrease(config.registers[0])
         if warp == 0:
-            produce(loads, sm, pipes, m_block, head, mO.shape[1], stamps, config)
+            produce(loads, sm, pipes, m_block, head, mO.shape[1], config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, scale_log2, stamps, config)
+        consume(mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, scale_log2, config)
 
 
 @cute.jit
@@ -129,28 +125,19 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def produce(
-    loads: Loads, sm: Smem, pipes: Pipes, m_block: Int32, head: Int32, seqlen: Int32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
-):  # fmt: skip
+def produce(loads: Loads, sm: Smem, pipes: Pipes, m_block: Int32, head: Int32, seqlen: Int32, config: Constexpr[Config]):
     """One warp asks for Q, then for K and V of every tile, the last first."""
     n_blocks, _ = walk.key_blocks(m_block, seqlen, config)
     state = tma.at_first_empty(config.kv_stages)
-    trace.mark(stamps, Phase.LOAD)
     pipes.q.producer_acquire(tma.at_first_empty(1))
     tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
-        trace.mark(stamps, Phase.EMPTY)
         pipes.k.producer_acquire(state)
-        trace.mark(stamps, Phase.LOAD)
         tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, head))
-        trace.mark(stamps, Phase.EMPTY)
         pipes.v.producer_acquire(state)
-        trace.mark(stamps, Phase.LOAD)
         tma.load(loads.V, sm.V, pipes.v, state, (config.head_dim, config.tile_n), (0, n_block, head))
         state.advance()
-    trace.stop(stamps)
 
 
 class Tile(NamedTuple):
@@ -167,13 +154,12 @@ class Tile(NamedTuple):
     m0: Int32
     seqlen: Int32
     scale_log2: Float32
-    stamps: trace.Stamps | None
 
 
 @cute.jit
 def consume(
-    gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: wgmma.Mma, m_block: Int32, scale_log2: Float32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
+    gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: wgmma.Mma,
+    m_block: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup: the whole walk over the keys, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     thread = arch.thread_idx()[0] - THREADS
@@ -194,42 +180,33 @@ def consume(
         m0=m_block * config.tile_m,
         seqlen=seqlen,
         scale_log2=scale_log2,
-        stamps=stamps,
     )
     tile.acc_O.fill(0.0)
     state = tma.at_first(config.kv_stages)
     masked = max(n_blocks - free, 1)
-    trace.mark(stamps, Phase.WAIT)
     pipes.q.consumer_wait(tma.at_first(1))
     for i in cutlass.range(masked, unroll=1):
         state = step(tile, pipes, state, n_blocks - 1 - i, True, config)
     for i in cutlass.range(masked, n_blocks, unroll=1):
         state = step(tile, pipes, state, n_blocks - 1 - i, False, config)
-    trace.mark(stamps, Phase.STORE)
     lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
-    trace.stop(stamps)
 
 
 @cute.jit
 def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
     """O += softmax(S) V for one tile of keys."""
-    trace.mark(tile.stamps, Phase.WAIT)
     pipes.k.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.SCORES)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
-    trace.mark(tile.stamps, Phase.WAIT)
     pipes.v.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.OUTPUT)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)

@@ -1,8 +1,7 @@
-"""K6: two warpgroups take turns, and inside each the next scores are computed under this tile's softmax.
+"""K6: warpgroups take turns, and inside each the next scores are computed under this tile's softmax.
 
-K5's warpgroups drift: nothing keeps one's softmax under the other's products. Here they take turns by named barriers, and a warpgroup that
-has issued its products hands the turn on and does its softmax while the other's products run. Then the same within a warpgroup: S of the
-next tile is issued before O += P V of this one, so the tensor cores have work while the exponentials run.
+K6.1 hides a warpgroup's softmax under the products of another. Here also under its own: S of the next tile is issued before O += P V of
+this one, so the tensor cores have work of this warpgroup while its exponentials run. `pingpong=False` leaves the turns out.
 
 Predicted bottleneck: the tensor cores, at the power limit (head_dim 128); their contention with the exponentials (head_dim 64).
 Equations: those of FlashAttention-2's forward in docs/algorithm.md, as in every rung since K2.
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from tilewise.sm90 import fragments, tma, trace, walk, wgmma
+from tilewise.sm90 import fragments, tma, walk, wgmma
 from tilewise.sm90.dsl import (
     BFloat16,
     Constexpr,
@@ -27,7 +26,6 @@ from tilewise.sm90.dsl import (
     pipeline,
     warpgroup,
 )
-from tilewise.sm90.phases import Phase
 
 THREADS = 128  # of a warpgroup
 
@@ -42,8 +40,6 @@ class Config:
     tile_n: int
     kv_stages: int = 2
     pingpong: bool = True
-    overlap: bool = True
-    trace: bool = False
 
     @property
     def consumers(self) -> int:
@@ -87,7 +83,7 @@ class Loads(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor,
-    scale_log2: Float32, config: Constexpr[Config], stream: CUstream, events: cute.Tensor | None = None,
+    scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """mQ, mK, mV, mO: (heads, seqlen, head_dim) bf16; mL: (heads, seqlen) fp32. Scores are multiplied by `scale_log2` ln 2."""
     mQ, mK = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0])) for x in (mQ, mK))  # (seqlen, head_dim, heads)
@@ -95,7 +91,7 @@ def launch(
     layouts = wgmma.layout_Q(config), wgmma.layout_K(config), wgmma.layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim, config.tile_n)
     loads = Loads(*(tma.describe(*each) for each in zip((mQ, mK, mV), layouts, shapes, strict=True)))
-    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config, events).launch(
+    kernel(loads, mO, mL, scale_log2, wgmma.products(config), *layouts, config).launch(
         grid=(cute.ceil_div(mO.shape[1], config.tile_m), mO.shape[0], 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -107,21 +103,19 @@ def launch(
 def kernel(
     loads: Loads, mO: cute.Tensor, mL: cute.Tensor, scale_log2: Float32, mma: wgmma.Mma,
     layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
-    events: cute.Tensor | None,
 ):  # fmt: skip
     storage = SmemAllocator()
     sm = Smem(*(storage.allocate_tensor(BFloat16, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_K, layout_V)))
     pipes = make_pipes(storage, config)
     m_block, head = walk.block_of(config)
     warp = arch.make_warp_uniform(arch.warp_idx())
-    stamps = trace.start(events)
     if warp < THREADS // 32:
         arch.setmaxregister_decrease(config.registers[0])
         if warp == 0:
-            produce(loads, sm, pipes, m_block, head, mO.shape[1], stamps, config)
+            produce(loads, sm, pipes, m_block, head, mO.shape[1], config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, scale_log2, stamps, config)
+        consume(mO[head, None, None], mL[head, None], sm, pipes, mma, m_block, scale_log2, config)
 
 
 @cute.jit
@@ -137,28 +131,19 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 
 @cute.jit
-def produce(
-    loads: Loads, sm: Smem, pipes: Pipes, m_block: Int32, head: Int32, seqlen: Int32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
-):  # fmt: skip
+def produce(loads: Loads, sm: Smem, pipes: Pipes, m_block: Int32, head: Int32, seqlen: Int32, config: Constexpr[Config]):
     """One warp asks for Q, then for K and V of every tile, the last first."""
     n_blocks, _ = walk.key_blocks(m_block, seqlen, config)
     state = tma.at_first_empty(config.kv_stages)
-    trace.mark(stamps, Phase.LOAD)
     pipes.q.producer_acquire(tma.at_first_empty(1))
     tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (m_block, 0, head))
     for i in cutlass.range(n_blocks, unroll=1):
         n_block = n_blocks - 1 - i
-        trace.mark(stamps, Phase.EMPTY)
         pipes.k.producer_acquire(state)
-        trace.mark(stamps, Phase.LOAD)
         tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, head))
-        trace.mark(stamps, Phase.EMPTY)
         pipes.v.producer_acquire(state)
-        trace.mark(stamps, Phase.LOAD)
         tma.load(loads.V, sm.V, pipes.v, state, (config.head_dim, config.tile_n), (0, n_block, head))
         state.advance()
-    trace.stop(stamps)
 
 
 class Tile(NamedTuple):
@@ -175,14 +160,13 @@ class Tile(NamedTuple):
     m0: Int32
     seqlen: Int32
     scale_log2: Float32
-    stamps: trace.Stamps | None
     consumer: Int32
 
 
 @cute.jit
 def consume(
-    gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: wgmma.Mma, m_block: Int32, scale_log2: Float32,
-    stamps: trace.Stamps | None, config: Constexpr[Config],
+    gO: cute.Tensor, gL: cute.Tensor, sm: Smem, pipes: Pipes, mma: wgmma.Mma,
+    m_block: Int32, scale_log2: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """64 rows a warpgroup: the whole walk over the keys, then O and its log-sum-exp. gO: (seqlen, head_dim), gL: (seqlen,)."""
     thread = arch.thread_idx()[0] - THREADS
@@ -203,7 +187,6 @@ def consume(
         m0=m_block * config.tile_m,
         seqlen=seqlen,
         scale_log2=scale_log2,
-        stamps=stamps,
         consumer=consumer,
     )
     tile.acc_O.fill(0.0)
@@ -211,91 +194,41 @@ def consume(
     masked = max(n_blocks - free, 1)
     if tile.consumer == config.consumers - 1:
         pass_turn(tile.consumer, config)  # the first turn is the first warpgroup's
-    trace.mark(stamps, Phase.WAIT)
     pipes.q.consumer_wait(tma.at_first(1))
-    if const_expr(config.overlap):
-        first_scores(tile, pipes, state, n_blocks - 1, config)
-        for i in cutlass.range(1, masked, unroll=1):
-            state = step_overlapped(tile, pipes, state, n_blocks - 1 - i, True, config)
-        for i in cutlass.range(masked, n_blocks, unroll=1):
-            state = step_overlapped(tile, pipes, state, n_blocks - 1 - i, False, config)
-        last_product(tile, pipes, state, config)
-    else:
-        trace.mark(stamps, Phase.TURN)
-        take_turn(tile.consumer, config)
-        for i in cutlass.range(masked, unroll=1):
-            state = step(tile, pipes, state, n_blocks - 1 - i, True, config)
-        for i in cutlass.range(masked, n_blocks, unroll=1):
-            state = step(tile, pipes, state, n_blocks - 1 - i, False, config)
-        pass_turn(tile.consumer, config)
-    trace.mark(stamps, Phase.STORE)
+    first_scores(tile, pipes, state, n_blocks - 1, config)
+    for i in cutlass.range(1, masked, unroll=1):
+        state = step(tile, pipes, state, n_blocks - 1 - i, True, config)
+    for i in cutlass.range(masked, n_blocks, unroll=1):
+        state = step(tile, pipes, state, n_blocks - 1 - i, False, config)
+    last_product(tile, pipes, state, config)
     lse = fragments.finish(tile.acc_O, tile.rows)
     tOcO = pv.partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim)))
     fragments.store_rows(gO, gL, tile.acc_O, lse, tOcO, tile.m0, seqlen)
-    trace.stop(stamps)
-
-
-@cute.jit
-def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
-    """O += softmax(S) V for one tile of keys; a turn is this tile's O += P V and the next one's S."""
-    trace.mark(tile.stamps, Phase.WAIT)
-    pipes.k.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.SCORES)
-    acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
-    pass_turn(tile.consumer, config)
-    warpgroup.wait_group(0)
-    pipes.k.consumer_release(state)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
-    if const_expr(masked):
-        fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
-    rescale = fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
-    fragments.round_into(tile.P, acc_S)
-    fragments.scale_rows(tile.acc_O, rescale)
-    trace.mark(tile.stamps, Phase.WAIT)
-    pipes.v.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.TURN)
-    take_turn(tile.consumer, config)
-    trace.mark(tile.stamps, Phase.OUTPUT)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    warpgroup.wait_group(0)
-    pipes.v.consumer_release(state)
-    state.advance()
-    return state
 
 
 @cute.jit
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, config: Constexpr[Config]):
-    trace.mark(tile.stamps, Phase.WAIT)
     pipes.k.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.SCORES)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    trace.mark(tile.stamps, Phase.SOFTMAX)
     fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
     fragments.online_softmax(acc_S, tile.rows, tile.scale_log2)
     fragments.round_into(tile.P, acc_S)
 
 
 @cute.jit
-def step_overlapped(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]
-):
+def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]):
     """S of tile n_block and O += P V of the tile before it, both in flight at once; softmax of the one under the other."""
     before = state.clone()
     state.advance()
-    trace.mark(tile.stamps, Phase.WAIT)
     pipes.k.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.TURN)
     take_turn(tile.consumer, config)
-    trace.mark(tile.stamps, Phase.ISSUE)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     pipes.v.consumer_wait(before)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True)
     pass_turn(tile.consumer, config)
-    trace.mark(tile.stamps, Phase.SCORES)
     warpgroup.wait_group(1)  # S is there, O is not
-    trace.mark(tile.stamps, Phase.SOFTMAX)  # and O's end: a stamp there, or after the release, moves exponentials across that wait
     pipes.k.consumer_release(state)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
@@ -309,9 +242,7 @@ def step_overlapped(
 
 @cute.jit
 def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]):
-    trace.mark(tile.stamps, Phase.WAIT)
     pipes.v.consumer_wait(state)
-    trace.mark(tile.stamps, Phase.OUTPUT)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.ladder import stamps
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
@@ -69,12 +70,14 @@ class Rung:
         os.environ.setdefault("CUTE_DSL_ARCH", jit.ARCH)
         return import_module(f"tilewise.ladder.{self.module}")
 
-    def compiled(self, head_dim: int, causal: bool, options: str = ""):
-        """The kernel for a Hopper GPU; needs the DSL, but no GPU."""
+    def compiled(self, head_dim: int, causal: bool, options: str = "", stamped: bool = False):
+        """The kernel for a Hopper GPU, with time stamps if `stamped` (stamps.py); needs the DSL, but no GPU."""
         if missing := jit.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        config = self.code.configure(head_dim, causal, **self.choice)
-        return jit.compiled(self.code.launch, _arguments_with_scores if self._stores_scores else _arguments, config, options)
+        code, arguments = self.code, _arguments_with_scores if self._stores_scores else _arguments
+        if stamped:
+            code, arguments = stamps.stamped(self.module), _arguments_with_events
+        return jit.compiled(code.launch, arguments, code.configure(head_dim, causal, **self.choice), options)
 
     @property
     def _stores_scores(self) -> bool:
@@ -96,7 +99,7 @@ class Rung:
             raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, events: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors; `events` is for a rung whose choice is trace=True (tracing.py)."""
+        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors; with stamps where there is room for them, `events` (tracing.py)."""
         heads, seqlen, head_dim = q.shape
         o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((heads, seqlen), dtype=torch.float32)
         if o.numel() == 0:
@@ -106,14 +109,10 @@ class Rung:
                 f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
             )
         scratch = [self._scores(q)] if self._stores_scores else []
-        kernel, stamps = self.compiled(head_dim, causal), [events] if self._stamps(head_dim, causal) else []
+        kernel = self.compiled(head_dim, causal, stamped=events is not None)
         with torch.cuda.device(q.device):
-            kernel(*(jit.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *stamps)
+            kernel(*(jit.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *([] if events is None else [events]))
         return o, lse
-
-    def _stamps(self, head_dim: int, causal: bool) -> bool:
-        """Whether the kernel has a place for events, which is None where they are not traced; K1 has none."""
-        return hasattr(self.code.configure(head_dim, causal, **self.choice), "trace")
 
     def _scores(self, q: Tensor) -> Tensor:
         heads, seqlen, _ = q.shape
@@ -166,6 +165,13 @@ def _arguments_with_scores(config) -> list:
     *before, scale_log2 = _arguments(config)
     heads, seqlen = before[-1].shape
     return [*before, jit.tensor(before[-1].element_type, heads, seqlen, seqlen, aligned=False), scale_log2]
+
+
+def _arguments_with_events(config) -> list:
+    """Those of a rung without scratch, and the events last, (blocks * WARPS * SLOTS, 2) int32 (sm90/phases.py)."""
+    from tilewise.sm90.dsl import Int32, cute, make_fake_tensor
+
+    return [*_arguments(config), make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,16 +1,12 @@
-"""What the warps of a rung do, and when: recorded by the kernel itself, as a picture and for a trace viewer.
+"""What the warps of a rung do, and when: recorded by the kernel itself, with stamps (stamps.py), for pictures and for a trace viewer.
 
-`python -m tilewise.ladder.tracing k5 k6 --seqlen 4096 --head-dim 128 --out DIR` runs the rungs with stamps (sm90/trace.py) and writes, for
-each, the events (.npz), a file for Perfetto or chrome://tracing (.json.gz) and a picture (.svg). Given .npz files it draws them again, and
-needs no GPU. All blocks are stamped, so that all pay the same for it; kept are the first that ran on one multiprocessor.
+All blocks are stamped, so that all pay the same for it; kept are the first that ran on one multiprocessor. The command is in cli/tracing.py.
 """
 
-import argparse
 import gzip
 import json
 import math
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
+from tilewise.ladder import stamps
 from tilewise.sm90.phases import SLOTS, WARPS, Phase
 
 BLOCKS = 8  # kept of a trace
@@ -115,7 +112,7 @@ class Trace:
         return any(Phase.LOAD in self._phases(warp) and Phase.SCORES not in self._phases(warp) for warp in range(WARPS))
 
     def save(self, path: str | Path) -> Path:
-        """Write it as the name's ending says: .npz the events, .json or .json.gz for a trace viewer, .svg or .png the picture."""
+        """Write it as the name's ending says: .npz the events, .json or .json.gz for a trace viewer; ValueError for another ending."""
         path = Path(path)
         if path.suffix == ".npz":
             np.savez_compressed(path, case=json.dumps(asdict(self.case)), blocks=self.blocks, events=self._trimmed())
@@ -123,12 +120,8 @@ class Trace:
             path.write_bytes(gzip.compress(json.dumps(self.chrome()).encode(), mtime=0))
         elif path.suffix == ".json":
             path.write_text(json.dumps(self.chrome()), encoding="utf-8")
-        elif path.suffix in (".svg", ".png"):
-            from tilewise.ladder.tracing_picture import draw
-
-            draw(self, path)
         else:
-            raise ValueError(f"path is {path.name!r}; it must end in .npz, .json, .json.gz, .svg or .png")
+            raise ValueError(f"path is {path.name!r}; it must end in .npz, .json or .json.gz")
         return path
 
     @staticmethod
@@ -180,8 +173,7 @@ def _since(clocks: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: int = BLOCKS) -> tuple[Trace, Tensor]:
     """The trace of checked tensors (see Rung.__call__), and O. UnsupportedError for k1, whose kernels have no phases, and for huge grids."""
-    traced = replace(rung, choice={**rung.choice, "trace": True})
-    if "trace" not in getattr(rung.code.Config, "__dataclass_fields__", {}):
+    if not stamps.possible(rung.module):
         raise UnsupportedError(f"{rung.name} has no phases to trace: each of its kernels does one thing; take a rung from k2 on")
     if q.numel() == 0:
         raise UnsupportedError(f"there is nothing to trace: the tensors are {tuple(q.shape)}")
@@ -195,9 +187,9 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
     events = torch.zeros((m_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
     arguments = q, k, v, causal, 1 / math.sqrt(head_dim)
     plain = _fastest(lambda: rung.run(*arguments))
-    stamped = _fastest(lambda: traced.run(*arguments, events))
+    stamped = _fastest(lambda: rung.run(*arguments, events))
     events.zero_()
-    o, _ = traced.run(*arguments, events)
+    o, _ = rung.run(*arguments, events)
     case = Case(
         rung=rung.name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads,
         device=torch.cuda.get_device_name(q.device), cost=round(stamped / plain - 1, 4),
@@ -225,45 +217,3 @@ def keep(events: Tensor, m_blocks: int, count: int) -> tuple[np.ndarray, np.ndar
     here = here.cpu()[torch.from_numpy(np.argsort(begins, kind="stable")[:count])]
     places = np.stack([here.numpy() % m_blocks, here.numpy() // m_blocks], axis=1)
     return places, events[here.to(events.device)].cpu().numpy()
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tilewise.ladder.tracing", description="Trace rungs of the ladder on a Hopper GPU.")
-    parser.add_argument("names", nargs="+", help="rungs or variants (k2 .. k6), 'all', or .npz files of earlier traces to draw again")
-    parser.add_argument("--seqlen", type=int, default=4096)
-    parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128))
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path())
-    arguments = parser.parse_args(argv)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    try:
-        for trace in _traces(arguments):
-            for ending in (".npz", ".json.gz", ".svg"):
-                print(trace.save(arguments.out / f"{trace.case.name}{ending}"), flush=True)
-    except UnsupportedError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _traces(arguments: argparse.Namespace):
-    from tilewise.ladder import RUNGS, VARIANTS
-
-    known = {**RUNGS, **VARIANTS}
-    names = [name for name in known if name != "k1"] if arguments.names == ["all"] else arguments.names
-    if unknown := [name for name in names if name not in known and not name.endswith(".npz")]:
-        raise UnsupportedError(f"no rung is called {unknown[0]!r}; there are {', '.join(known)}")
-    heads = max(1, 16384 // arguments.seqlen) * (2048 // arguments.head_dim)  # 16,384 tokens, hidden 2048
-    for name in names:
-        if name.endswith(".npz"):
-            yield Trace.load(name)
-            continue
-        known[name].require(torch.bfloat16, arguments.head_dim, "cuda")
-        generator = torch.Generator("cuda").manual_seed(0)
-        shape = heads, arguments.seqlen, arguments.head_dim
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
-        yield known[name].trace(q, k, v, arguments.causal)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

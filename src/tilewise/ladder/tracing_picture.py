@@ -25,8 +25,8 @@ COLOURS = {
 }
 
 
-def draw(trace: Trace, path: Path) -> None:
-    """Write the picture as the path's ending says. ValueError for a trace in which nothing computes."""
+def draw(trace: Trace, path: Path) -> Path:
+    """Write the picture as the path's ending says, .svg or .png; the path. ValueError for a trace in which nothing computes."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -48,6 +48,7 @@ def draw(trace: Trace, path: Path) -> None:
         figure.legend(handles=handles, loc="outside upper center", ncols=5, title=title)
         metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         figure.savefig(path, metadata=metadata)
+    return path
 
 
 def beginning(trace: Trace) -> tuple[int, int]:

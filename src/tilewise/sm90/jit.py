@@ -47,8 +47,8 @@ def compiled(launch, arguments, config, options: str = ""):
     """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
 
     `launch` is a function of the DSL, or "module:function": so named it is not imported, nor is the DSL, where the compiled kernel is on disk
-    (cache.py). `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With config.trace the
-    function takes the buffer of events last: (blocks * WARPS * SLOTS, 2) int32 (phases.py). With `options` for the compiler it is compiled afresh.
+    (cache.py). `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With `options`
+    for the compiler it is compiled afresh.
     """
     name = launch if isinstance(launch, str) else f"{launch.__module__}:{launch.__qualname__}"
     entry = None if options else cache.entry(name, config, arch())
@@ -61,14 +61,13 @@ def compiled(launch, arguments, config, options: str = ""):
 def build(launch, arguments, config, options: str = ""):
     """The DSL's object of `launch` for `config`, compiled here and now: `compiled` without any cache."""
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
-    from tilewise.sm90.dsl import Int32, cute, make_fake_stream, make_fake_tensor
+    from tilewise.sm90.dsl import cute, make_fake_stream
 
     if isinstance(launch, str):
         module, _, function = launch.partition(":")
         launch = getattr(import_module(module), function)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    stamps = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] * getattr(config, "trace", False)
-    return cute.compile(launch, *arguments(config), config, stream, *stamps, options=f"--enable-tvm-ffi {options}")
+    return cute.compile(launch, *arguments(config), config, stream, options=f"--enable-tvm-ffi {options}")
 
 
 def strided(x: Tensor) -> bool:
