@@ -82,17 +82,27 @@ def test_a_missing_file_is_found():
     assert no_files("`forward/scheduler.py`, (masks/bands.py), `forward/gone.py`") == ["forward/gone.py"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_in_pages(page):
+    named = set(re.findall(r"\b([a-z0-9-]+-[a-z0-9-]+\.jsonl)\b", page.read_text()))
+    there = {path.name for folder in ("benchmarks/results", "lab/rows") for path in (ROOT / folder).rglob("*.jsonl")}
+    assert named <= there
+
+
 class Module:
     """What a source file of the package defines, binds and says, read without importing it."""
 
     def __init__(self, text: str):
         self.text, tree = text, ast.parse(text)
         self.members: dict[str, set[str]] = {}  # of each class: its methods and fields
+        self.aliases: dict[str, str] = {}  # what is imported under another name
         self.names, self.variables, self.docstrings = self._bound(tree.body), set(), []
         for node in ast.walk(tree):
             match node:
                 case ast.ClassDef():
                     self.members[node.name] = self._bound(node.body)
+                case ast.ImportFrom(module=str(package), names=names):
+                    self.aliases |= {each.asname: f"{package}.{each.name}".removeprefix("tilewise.") for each in names if each.asname}
                 case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
                     self.variables.add(name)
                 case ast.Expr(value=ast.Constant(value=str(words))):
@@ -150,7 +160,8 @@ NO_NAMES = {"mma.m16n8k16", "createpolicy.fractional", "q.k"}  # two instruction
 
 def no_name(name: str, module: Module) -> bool:
     """Whether `name`, written in `module`, is neither a module of the package, nor what one defines, nor an object's field, nor anyone else's."""
-    parts = name.removeprefix("tilewise.").split(".")
+    first, _, rest = name.removeprefix("tilewise.").partition(".")
+    parts = [*module.aliases.get(first, first).split("."), *filter(None, rest.split("."))]
     if name in NO_NAMES or (parts[0] in module.variables and parts[1:] and parts[1].islower()):
         return False
     if name.startswith("tilewise.") and CODE[""].has(parts):
@@ -173,6 +184,8 @@ def test_a_wrong_name_in_a_comment_is_found():
     )
     assert list(module.dotted()) == ["moved_away.launch", "tiles.lowered", "jit.compiled", "torch.compile", "shape.rank"]
     assert [name for name in module.dotted() if no_name(name, module)] == ["moved_away.launch", "tiles.lowered"]
+    imported = Module("from tilewise.masks import tiles as moved_away  # moved_away.lower, moved_away.lowered")
+    assert [name for name in imported.dotted() if no_name(name, imported)] == ["moved_away.lowered"]
 
 
 def test_names_in_the_command_line(capsys):
