@@ -87,9 +87,9 @@ def variant_from(text: str) -> Variant:
 @contextmanager
 def in_place(variant: Variant):
     """The backward pass as the variant has it."""
-    from tilewise.backends.hopper.backward import call as gradients
+    from tilewise.backends.hopper.backward import plan
 
-    shipped_config, shipped_order = gradients.config_of, gradients._order
+    shipped_config, shipped_order = plan.config_of, plan._order
 
     def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others):
         slots, rising, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
@@ -108,8 +108,8 @@ def in_place(variant: Variant):
         return slots, rising, abreast, heads - rising if rising else together, of_queries, 3 * slots // 2 + abreast * n_blocks
 
     with (
-        mock.patch.object(gradients, "config_of", lambda call: replace(shipped_config(call), **variant.config)),
-        mock.patch.object(gradients, "_order", order if variant.order else shipped_order),
+        mock.patch.object(plan, "config_of", lambda call: replace(shipped_config(call), **variant.config)),
+        mock.patch.object(plan, "_order", order if variant.order else shipped_order),
     ):
         yield
 

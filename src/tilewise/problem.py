@@ -46,6 +46,16 @@ class Problem:
     grad: bool = False
     deterministic: bool = False
     capability: tuple[int, int] | None = None  # of the CUDA device; None: of the current one
+    k_dtype: torch.dtype | None = None  # where it is not `dtype`, which is q's
+    v_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None  # of O
+
+    @property
+    def mixed(self) -> list[str]:
+        """A sentence where not all of q, k, v and O have one dtype, for backends that want that."""
+        others = {"k": self.k_dtype, "v": self.v_dtype, "the output": self.out_dtype}
+        wrong = [f"{name} in {dtype}" for name, dtype in others.items() if dtype not in (None, self.dtype)]
+        return [f"it takes one dtype for all tensors, not {', '.join(wrong)} beside q in {self.dtype}"] if wrong else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,7 @@ class Call:
     dropout: Dropout | None = None
     deterministic: bool = False
     grad: bool = False
+    out_dtype: torch.dtype | None = None  # of O, where it is not q's
 
     @property
     def batch(self) -> int:
@@ -123,6 +134,9 @@ class Call:
             self.grad,
             self.deterministic,
             _capability(self.q.device) if self.q.is_cuda else None,
+            None if self.k.dtype == self.q.dtype else self.k.dtype,
+            None if self.v.dtype == self.q.dtype else self.v.dtype,
+            None if self.out_dtype == self.q.dtype else self.out_dtype,
         )
 
 

@@ -173,7 +173,7 @@ def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     assert grammar.main(["doctor"]) == 0
     assert "for the [abacus] of 12 rods" in capsys.readouterr().out
-    monkeypatch.setattr(type(chosen), "describe", None)
+    monkeypatch.setattr(type(chosen), "describe", lambda self: "")
     assert f"backend: {chosen.name}\n" in job.explain(config, 1, CPU)
 
 

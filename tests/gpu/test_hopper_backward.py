@@ -11,6 +11,7 @@ from hopper_problems import LENGTHS, NEEDS_HOPPER, ONE_BAND, beyond_one_band, dr
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import LONG, TILES
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
@@ -81,7 +82,7 @@ def test_memory_is_one_dQ_in_fp32(dims, seqlen_k, mask):
     call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
     taken = beside_gradients(call)
     assert taken <= dq_and_statistics(call)
-    if not (sums := gradients.config_of(call).sums) and dims in TILES:
+    if not (sums := plan.config_of(call).sums) and dims in TILES:
         assert taken < dq_and_statistics(call) // 2
     assert "summed up in fp32" in "".join(gradients.lines(call)) or not sums
 
@@ -206,11 +207,11 @@ STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 @pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "from")], ids=str)
 def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
-    monkeypatch.setattr(gradients, "AT_HAND", 1)
-    monkeypatch.setattr(gradients, "ONE_BLOCK", 0)
+    monkeypatch.setattr(plan, "AT_HAND", 1)
+    monkeypatch.setattr(plan, "ONE_BLOCK", 0)
     mask = {"all": Full(), "from": Causal()}[sees]
-    plain = gradients.config_of
-    monkeypatch.setattr(gradients, "config_of", lambda call: replace(plain(call), **fields))
+    plain = plan.config_of
+    monkeypatch.setattr(plan, "config_of", lambda call: replace(plain(call), **fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3}
         smaller = 8 * (turn % 2 and "dq_transposed" not in fields)
@@ -224,8 +225,8 @@ def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
 @pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "finishes" in step[2]], ids=str)
 def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
     """On short sequences, of so many heads that some of dQ is complete when later blocks look for it: right, and the same bits as without."""
-    plain, order, compiled, given = gradients.config_of, gradients._order, gradients.jit.compiled, []
-    monkeypatch.setattr(gradients, "_order", lambda *of: (*order(*of)[:-1], 150))
+    plain, order, compiled, given = plan.config_of, plan._order, gradients.jit.compiled, []
+    monkeypatch.setattr(plan, "_order", lambda *of: (*order(*of)[:-1], 150))
 
     def recording(launch, *of):
         kernel = compiled(launch, *of)
@@ -240,7 +241,7 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
         case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
         for finishes in (True, False):
             monkeypatch.setattr(
-                gradients,
+                plan,
                 "config_of",
                 lambda call, finishes=finishes: replace(plain(call), **fields | {"stays": stays, "finishes": finishes}),
             )
@@ -284,7 +285,7 @@ def test_a_sink(mask):
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
     """Where a thread block stays, it takes several."""
-    monkeypatch.setattr(gradients, "AT_HAND", 1)
+    monkeypatch.setattr(plan, "AT_HAND", 1)
     sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
     for dtype in ("bf16", "fp16"):
         held(Case(mask=mask, dtype=dtype, **sizes))
@@ -294,7 +295,7 @@ def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1100, 1100), (1030, 2300)])
 def test_heads_side_by_side(seqlen_q, seqlen_k, monkeypatch):
     """Several sections of heads, the last one of fewer, and blocks of keys that are shared in the last wave."""
-    monkeypatch.setattr(gradients, "AT_HAND", 1)
+    monkeypatch.setattr(plan, "AT_HAND", 1)
     sizes = {"batch": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 35, "heads_k": 35, "head_dim": 64}
     for dtype in ("bf16", "fp16"):
         held(Case(mask=Full(), dtype=dtype, **sizes))
@@ -405,13 +406,13 @@ def test_many_runs_of_long_sequences_have_the_same_bits(dims, heads, seqlen, mas
 def test_a_batch_beyond_what_a_grid_holds(mask):
     """It comes in parts, each with an order of its own: every sequence gets what it gets by itself, but for the order of its sums."""
     torch.manual_seed(0)
-    q, k, v, d_o = (torch.randn(gradients.MOST + 21, 130, 1, 64, device="cuda").bfloat16() for _ in range(4))
+    q, k, v, d_o = (torch.randn(plan.MOST + 21, 130, 1, 64, device="cuda").bfloat16() for _ in range(4))
 
     def of(part):
         call = Call(q=q[part], k=k[part], v=v[part], mask=mask, scale=0.125, grad=True)
         return gradients.backward(call, *Hopper().forward(call), d_o[part], None)[:3]
 
     whole = of(slice(None))
-    for part in (slice(0, 9), slice(gradients.MOST - 9, gradients.MOST + 5), slice(gradients.MOST + 5, None)):
+    for part in (slice(0, 9), slice(plan.MOST - 9, plan.MOST + 5), slice(plan.MOST + 5, None)):
         for x, y in zip(whole, of(part), strict=True):
             torch.testing.assert_close(x[part], y, rtol=2**-7, atol=2**-10)

@@ -9,10 +9,11 @@ import torch
 
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import configure
 from tilewise.bench.workloads import gpu_shapes, paper_sweep
 
-BOARD = gradients.Board(132, 0)
+BOARD = plan.Board(132, 0)
 
 
 @pytest.fixture
@@ -43,20 +44,20 @@ def test_what_is_no_variant(variants, text, said):
 def test_an_order_takes_its_place(variants):
     """And leaves it again. 64 heads of 128 at 4,096, of which 8 come down: 56 rise, or 48 where 12 take turns."""
     given = configure(torch.bfloat16, 128, 128, "from", 4096), 4, 4096, 16, 4096, 16, BOARD, False
-    shipped = gradients._order(*given)
+    shipped = plan._order(*given)
     assert shipped[:4] == (132, 56, 4, 8)
     with variants.in_place(variants.variant_from("turns: abreast=12")):
-        assert gradients._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
+        assert plan._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
     with variants.in_place(variants.variant_from("down: together=16")):
-        assert gradients._order(*given) == (132, 48, 4, 16, *shipped[4:])
-    assert gradients._order(*given) == shipped
+        assert plan._order(*given) == (132, 48, 4, 16, *shipped[4:])
+    assert plan._order(*given) == shipped
 
 
 @pytest.mark.parametrize("order", ["abreast=3", "abreast=0", "together=65", "together=0"])
 def test_an_order_that_would_leave_heads_out(variants, order):
     given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, BOARD, False
     with variants.in_place(variants.variant_from(f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
-        gradients._order(*given)
+        plan._order(*given)
 
 
 def test_kernels_are_compiled_ahead(variants, monkeypatch):

@@ -1,5 +1,6 @@
 """The Backend protocol: what a backend offers, and the sentences it gives when it cannot."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -7,24 +8,62 @@ from torch import Tensor
 from tilewise.problem import Call, Gradients, Problem
 
 
+class Repeat(Protocol):
+    """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
+        """O and LSE, which may be looked at only where it is wanted."""
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV from what `forward` returned and a contiguous dO."""
+
+
 class Backend(Protocol):
     """One way to compute attention. Backends never import each other.
 
-    A backend may also have `decode` (few queries against a cache read in place; see `backends.cpu.cache.decode`), `describe() -> str`
-    (what it runs on here, in a few words), `details(call) -> list[str]` (its kernel for that call, in sentences), and `repeat(call)`: a shorter
-    way for calls that differ in nothing but what q, k and v hold, or None (see `repeats`).
+    A backend derives from this class and writes the first five; the others have an answer that is always right.
     """
 
     name: str
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
+        raise NotImplementedError
 
     def tile(self, call: Call) -> tuple[int, int] | None:
         """(tile_m, tile_n) that this backend would use for `call`; None where it does not tile."""
+        raise NotImplementedError
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs)."""
+        raise NotImplementedError
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        raise NotImplementedError
+
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Sequence[int], page_table: Tensor | None = None, **options
+    ) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of a few queries against a cache, plain or paged, read in place; None where each sequence has to be a call of its own.
+
+        q (batch, seqlen_q, heads_q, head_dim); k_cache, v_cache (batch or pages, seqlen or page size, heads_k, head_dim); lengths: tokens of each
+        sequence; page_table (batch, pages) on the CPU. options: mask, scale, softcap, alibi_slopes, sink, as in `Call`.
+        """
+        return None
+
+    def repeat(self, call: Call) -> Repeat | None:
+        """A shorter way for calls that differ in nothing but what q, k and v hold (see runtime/repeats.py); None where there is none."""
+        return None
+
+    def describe(self) -> str:
+        """What it runs on here, in a few words, such as an instruction set; empty where there is nothing to say."""
+        return ""
+
+    def details(self, call: Call) -> Sequence[str]:
+        """Its kernel for that call, in sentences, for `explain`."""
+        return ()
+
+    def kernels(self, call: Call) -> Sequence[tuple]:
+        """What is to be compiled before the call can run, for `warmup`: (launch, arguments, config) each; empty where nothing is."""
+        return ()

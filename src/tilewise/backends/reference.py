@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import philox
+from tilewise.backends import Backend, philox
 from tilewise.problem import Call, Gradients, Problem
 
 INF = float("inf")
 
 
-class Reference:
+class Reference(Backend):
     """The fp64 oracle as a backend. It takes every problem; its memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
@@ -37,9 +37,9 @@ class Reference:
 
     @torch.no_grad()
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O in q's dtype, LSE in fp32 (fp64 for fp64), both rounded from fp64."""
+        """O in q's dtype, or call.out_dtype, LSE in fp32 (fp64 for fp64), both rounded from fp64."""
         o, lse = eager(call)
-        return o.to(call.q.dtype), lse.to(lse_dtype(call.q.dtype))
+        return o.to(call.out_dtype or call.q.dtype), lse.to(lse_dtype(call.q.dtype))
 
     @torch.no_grad()
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:

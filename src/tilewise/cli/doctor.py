@@ -11,7 +11,6 @@ from importlib import metadata
 import torch
 
 from tilewise.problem import Problem
-from tilewise.runtime.dispatch import description
 from tilewise.sm90 import cache
 from tilewise.sm90.jit import why_no_compiler
 
@@ -98,7 +97,7 @@ def backends(device_names: Iterable[str]) -> list[BackendStatus]:
         problem = Problem(device=device, dtype=dtype, head_dim=64, head_dim_v=64, group=1, mask="band", grad=True)
         for backend in installed():
             reasons = tuple(backend.why_not(problem))
-            about = "" if reasons else description(backend)
+            about = "" if reasons else backend.describe()
             statuses.append(BackendStatus(name=backend.name, device=device, reasons=reasons, description=about))
     return statuses
 

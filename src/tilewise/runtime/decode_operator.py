@@ -93,12 +93,11 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     backend = choose(call.problem, given.backend)
     if not lengths:
         return _empty(call.q, call.v)
-    in_place = getattr(backend, "decode", None)
-    if in_place is not None and call.mask.kind != "bitmap" and call.mask.extent == (1, 1):
+    in_place = None
+    if call.mask.kind != "bitmap" and call.mask.extent == (1, 1):
         changes = {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
-        o, lse = in_place(call.q, call.k, call.v, lengths, table, mask=call.mask, scale=call.scale, **changes)
-    else:
-        o, lse = _one_by_one(backend, call, lengths, table)
+        in_place = backend.decode(call.q, call.k, call.v, lengths, table, mask=call.mask, scale=call.scale, **changes)
+    o, lse = in_place or _one_by_one(backend, call, lengths, table)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 

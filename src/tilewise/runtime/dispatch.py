@@ -28,12 +28,6 @@ def named(name: str) -> Backend:
     raise ValueError(f"backend must be one of {', '.join(repr(backend.name) for backend in backends())} or None, got {name!r}")
 
 
-def description(backend: Backend) -> str:
-    """What a backend says of how it runs here, such as its instruction set; empty for one that has no `describe()`."""
-    describe = getattr(backend, "describe", None)
-    return describe() if describe else ""
-
-
 @cache
 def reasons(problem: Problem) -> dict[str, list[str]]:
     """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""

@@ -8,7 +8,7 @@ from tilewise.machine.roofline import Estimate, Shape, Tile, estimate, score_mat
 from tilewise.machine.sheets import machine_for
 from tilewise.masks.tiles import lower
 from tilewise.problem import Call, Problem
-from tilewise.runtime.dispatch import CHOSEN_ONLY_BY_NAME, choose, description, reasons
+from tilewise.runtime.dispatch import CHOSEN_ONLY_BY_NAME, choose, reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
     machine = machine_for(call.q.device)
     if machine is not None and call.q.dtype not in machine.peak:
         machine = None
-    tile, details = chosen.tile(call), getattr(chosen, "details", None)
+    tile = chosen.tile(call)
     notes = [f"the last dimension of {name} is not contiguous; {name} is copied" for name in copied]
     if call.mask.kind == "bitmap":
         notes.append("the mask holds a dense boolean tensor: its tiles are found by looking at every bit")
@@ -87,8 +87,8 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
         estimate=estimate(shape, machine=machine, tile=None if tile is None else Tile(tile_m=tile[0], tile_n=tile[1])),
         score_matrix_bytes=score_matrix_bytes(shape, torch.float32.itemsize),
         notes=tuple(notes),
-        runs_on=description(chosen),
-        details=tuple(details(call)) if details else (),
+        runs_on=chosen.describe(),
+        details=tuple(chosen.details(call)),
     )
 
 

@@ -45,10 +45,10 @@ class Operands(NamedTuple):
     backend: str | None
 
 
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, Tensor? diagonal, Tensor? rng, Tensor[] mask_tensors, "
-    "str mask, float? scale, float softcap, float dropout_p, bool deterministic, bool grad, str? backend"
-)
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", str: "str", str | None: "str?", bool: "bool"}
+SCHEMA_TYPES |= {float: "float", float | None: "float?"}
+SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items())
+AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
 TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
 BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
 
@@ -60,19 +60,10 @@ def call_of(given: Operands) -> Call:
         seed, offset = given.rng.tolist()
         dropout = Dropout(given.dropout_p, seed, offset)
     return Call(
-        q=given.q,
-        k=given.k,
-        v=given.v,
         mask=masks.parse(given.mask, given.mask_tensors),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
-        softcap=given.softcap,
-        bias=given.bias,
-        alibi_slopes=given.alibi_slopes,
-        sink=given.sink,
-        diagonal=given.diagonal,
         dropout=dropout,
-        deterministic=given.deterministic,
-        grad=given.grad,
+        **{name: getattr(given, name) for name in AS_IN_CALL},
     )
 
 
@@ -94,7 +85,7 @@ def _forward(*operands) -> tuple[Tensor, Tensor]:
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
     given = Operands(*operands)
-    saved.check(*given[:3], o, lse, d_o, d_lse, given[3:7])
+    saved.check(*given[:3], o, lse, d_o, d_lse, (given.bias, given.alibi_slopes, given.sink, given.diagonal))
     call = call_of(given)
     grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)

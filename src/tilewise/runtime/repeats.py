@@ -113,8 +113,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
     if (return_lse and given.grad) or not (q is given.q and k is given.k and v is given.v):
         return
     call = operator.call_of(given)
-    repeat = getattr(choose(call.problem, given.backend), "repeat", None)
-    short = repeat and repeat(call)
+    short = choose(call.problem, given.backend).repeat(call)
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()

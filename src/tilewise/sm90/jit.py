@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.sm90 import cache
 
 ARCH = "sm_90a"
-ALIGNMENT = 8  # 16-bit numbers in the 16 bytes at whose multiples the copy engine and wide reads start
+BYTES = 16  # at whose multiples the copy engine and wide reads start
 
 
 def why_no_compiler() -> list[str]:
@@ -73,12 +73,23 @@ def build(launch, arguments, config, options: str = ""):
 
 def strided(x: Tensor) -> bool:
     """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
-    return x.stride(-1) == 1 and not any(step % ALIGNMENT for step in x.stride()[:-1])
+    return x.stride(-1) == 1 and not any(step * x.element_size() % BYTES for step in x.stride()[:-1])
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; two bytes a number."""
-    return x if strided(x) and x.data_ptr() % 16 == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them."""
+    return x if strided(x) and x.data_ptr() % BYTES == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def tensors_of(bundle: tuple) -> list[Tensor]:
+    """The torch tensors in a bundle of operands, in order; bundles may hold bundles."""
+    found = []
+    for x in bundle:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += tensors_of(x)
+    return found
 
 
 def size():
@@ -92,6 +103,6 @@ def tensor(dtype, *sizes, aligned: bool = True):
     """A tensor whose last dimension is contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
     from tilewise.sm90.dsl import cute, make_fake_tensor
 
-    divisibility = 128 // dtype.width if aligned else 1
+    divisibility = 8 * BYTES // dtype.width if aligned else 1
     strides = (*(cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]), 1)
-    return make_fake_tensor(dtype, sizes, strides, assumed_align=16 if aligned else dtype.width // 8)
+    return make_fake_tensor(dtype, sizes, strides, assumed_align=BYTES if aligned else dtype.width // 8)

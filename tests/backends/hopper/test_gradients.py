@@ -12,11 +12,12 @@ import torch
 from tilewise.backends.hopper import Hopper, changes
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward import plan
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
 from tilewise.problem import LEAST_SOFTCAP, Call
 
-H100, H200 = (gradients.Board(132, again) for _, again in gradients.AGAIN)
+H100, H200 = (plan.Board(132, again) for _, again in plan.AGAIN)
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 SEES = {
     Full(): "all",
@@ -43,8 +44,8 @@ def _call(mask, seqlen_k=9, **changes):
 def test_every_mask_is_taken(mask):
     call = _call(mask)
     assert gradients.why_not(call.problem) == []
-    assert gradients.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask], few=True)
-    assert gradients.config_of(_call(mask, 129)) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
+    assert plan.config_of(call) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask], few=True)
+    assert plan.config_of(_call(mask, 129)) == backward_config.configure(torch.bfloat16, 64, 64, SEES[mask])
     launched = [launch for launch, *_ in Hopper().kernels(call)]
     assert launched[-1] == gradients.LAUNCH
     (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
@@ -53,7 +54,7 @@ def test_every_mask_is_taken(mask):
 
 
 def test_keys_of_one_block_need_no_sum():
-    few, summed = (gradients.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
+    few, summed = (plan.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
     assert few.one_block and not summed.one_block and few.numbers_of_sum(64) < summed.numbers_of_sum(64)
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(ValueError, match="who computes it"):
@@ -79,7 +80,7 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 
     def shared(seqlen_q, heads, config=config):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, 16384))
-        return gradients._shared(config, Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True), 132)
+        return plan.shared(config, Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True), 132)
 
     assert shared(16384, 16) == (1980, 3, 2 * 68)
     assert shared(16384, 33) == (33 * 128, 1, 0)  # whole waves
@@ -103,7 +104,7 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, on_h100, on_h200):
     """Eight blocks of each at a time, unless these would fetch each tile anew, or all that they read fits into the L2 cache."""
     config = backward_config.configure(torch.bfloat16, dim, dim, "all", seqlen)
-    assert [gradients._side_by_side(config, heads, 1, seqlen, board) for board in (H100, H200)] == [on_h100, on_h200]
+    assert [plan._side_by_side(config, heads, 1, seqlen, board) for board in (H100, H200)] == [on_h100, on_h200]
 
 
 def test_a_board_is_known_by_its_cache(monkeypatch):
@@ -111,7 +112,7 @@ def test_a_board_is_known_by_its_cache(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, size=size: SimpleNamespace(multi_processor_count=132, L2_cache_size=size)
         )
-        assert gradients._board.__wrapped__(torch.device("cuda")) == board
+        assert plan.board_of.__wrapped__(torch.device("cuda")) == board
 
 
 def test_what_is_shared_has_room_where_dQ_goes():
@@ -119,8 +120,8 @@ def test_what_is_shared_has_room_where_dQ_goes():
     for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 11)):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, seqlen_k))
         call = Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True)
-        config = gradients.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
-        _, found, parts = gradients._shared(config, call, 132)
+        config = plan.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
+        _, found, parts = plan.shared(config, call, 132)
         place = gradients._place_of_parts(config, parts, q)
         assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks stay"):
@@ -147,10 +148,10 @@ def test_more_heads_than_a_grid_has_are_refused():
 
 def test_what_multiplies_scores_is_normal_in_fp32():
     """With 0, which fp32 makes of 1e-46, a hidden score of -inf would be NaN."""
-    plain = gradients.config_of(_call(Causal()))
+    plain = plan.config_of(_call(Causal()))
     numbers = [changes.outer_log2(plain, scale, 0.0) for scale in (0.0, 1e-46, -1e-46, 0.125, 1e300)]
     assert numbers == [changes.LEAST, changes.LEAST, -changes.LEAST, 0.125 / math.log(2), changes.FLOAT_MAX]
-    capped = gradients.config_of(_call(Causal(), softcap=1e-46))
+    capped = plan.config_of(_call(Causal(), softcap=1e-46))
     assert changes.outer_log2(capped, 0.125, 1e-46) == LEAST_SOFTCAP / math.log(2)
 
 
@@ -182,25 +183,24 @@ def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp():
 def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
     """Divisors of the rising heads, and of all heads where the GPU decides which rise."""
     config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
-    _, rising, found, together, *_ = gradients._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
+    _, rising, found, together, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
     assert (found, rising % found, rising + together) == (abreast, 0, heads)
     assert sees != "rows" or heads % found == 0
 
 
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
     config = backward_config.configure(torch.bfloat16, 256, 256, "from", 1024)
-    assert gradients._order(config, 1, 1024, 8, 1024, 8, H200, False)[1:3] == (0, 1)
+    assert plan._order(config, 1, 1024, 8, 1024, 8, H200, False)[1:3] == (0, 1)
 
 
 def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     launched = []
     monkeypatch.setattr(gradients.jit, "compiled", lambda *_: lambda *given: launched.append(given))
-    monkeypatch.setattr(gradients, "_board", lambda _: H200)
+    monkeypatch.setattr(plan, "board_of", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    batch = gradients.MOST + 21
+    batch = plan.MOST + 21
     q = torch.zeros(batch, 2, 1, 8, dtype=torch.bfloat16)
     gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)
-    assert [given[0].shape[0] for given in launched] == [gradients.MOST, 21]
-    for given in launched:
-        _, rising, abreast, together = given[16:20]
-        assert rising % abreast == 0 and rising + together == given[0].shape[0]
+    assert [given.Q.shape[0] for given, *_ in launched] == [plan.MOST, 21]
+    for given, _, _, turns, *_ in launched:
+        assert turns.rising % turns.abreast == 0 and turns.rising + turns.together == given.Q.shape[0]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewise.backends.hopper.backward import call as gradients
-from tilewise.backends.hopper.backward import config
+from tilewise.backends.hopper.backward import config, plan
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing.cases import random_mask
@@ -96,6 +96,6 @@ def test_a_bias_for_many_keys_and_few_queries(heads):
 def test_what_is_said_of_the_sums_is_what_they_take(head_dim):
     call = make((head_dim, head_dim), LONGEST, Causal())
     (line,) = gradients.lines(call)
-    rows = -(-LONGEST // gradients.config_of(call).tile_m) * gradients.config_of(call).tile_m
+    rows = -(-LONGEST // plan.config_of(call).tile_m) * plan.config_of(call).tile_m
     size = f"{4 * 2 * 6 * rows * head_dim / 1e6:,.1f} MB"
     assert f"dQ summed up in fp32 ({size})" in line if head_dim <= 128 else "dQ by a kernel of its own" in line

@@ -46,7 +46,8 @@ class Kernel:
     def __init__(self) -> None:
         self.calls = []
 
-    def __call__(self, q, k, v, o, lse, counter, number, scale):
+    def __call__(self, tensors, work, band, scores):
+        (q, k, v, o, lse), (counter,), (number,), (scale,) = tensors, work, band, scores
         if any(x.data_ptr() % 16 for x in (q, k, v)):
             raise ValueError("Misaligned Tensor data on argument #0")
         assert o.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
@@ -63,7 +64,7 @@ def qkv(seqlen=5, head_dim_v=64):
 def make(q, k, v, number=1.5):
     kernel = Kernel()
     call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0)
-    return repeat.Repeat(call, kernel, (number, 0.5), lambda: (torch.zeros(1, dtype=torch.int32),), None), kernel
+    return repeat.Repeat(call, kernel, ((number,), (0.5,)), lambda: (torch.zeros(1, dtype=torch.int32),), None), kernel
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 40])
@@ -165,7 +166,8 @@ def stub(device, monkeypatch):
     """The only backend there is; its kernel takes a causal call."""
     backend = Stub()
 
-    def kernel(q, k, v, o, lse, counter, *rest):
+    def kernel(tensors, work, *rest):
+        q, k, v, o, lse = tensors
         backend.forwards += 1
         for mine, right in zip((o, lse), Tiled().forward(_causal(q, k, v)), strict=True):
             mine.copy_(right)

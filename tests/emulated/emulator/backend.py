@@ -12,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from emulator.host import Host
 from emulator.machine import Machine
@@ -20,7 +19,7 @@ from emulator.memory import Memory
 from emulator.program import Program
 from emulator.ptx import parse
 from tilewise.backends.hopper import Hopper
-from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.sm90 import jit
 
@@ -53,7 +52,7 @@ class Emulated(Hopper):
         host, programs = translated(launch, arguments, config, self.change)
 
         def call(*given) -> None:
-            machine = Machine(Memory([x for x in given if isinstance(x, Tensor)]), self.slots, self.pace, self.seed)
+            machine = Machine(Memory(jit.tensors_of(given)), self.slots, self.pace, self.seed)
             with np.errstate(all="ignore"):
                 host(lambda grid: machine.run(programs[grid.kernel], grid), *given)
 
@@ -67,7 +66,7 @@ class Emulated(Hopper):
             (torch.cuda, "device"): lambda device: nullcontext(),
             (torch.cuda, "is_current_stream_capturing"): lambda: False,
             (torch.cuda, "current_stream"): lambda device=None: stream,
-            (gradients, "_board"): lambda device: gradients.Board(self.slots, gradients.AGAIN[0][1]),
+            (plan, "board_of"): lambda device: plan.Board(self.slots, plan.AGAIN[0][1]),
             (forward, "_num_sms"): lambda device: self.slots,
             (jit, "compiled"): self.compiled,
         }

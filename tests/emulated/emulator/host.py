@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.sm90 import cache
 
-NONE, INT, FLOAT, TENSOR = 0, 1, 3, 7  # TVMFFITypeIndex
+NONE, INT, FLOAT, TENSOR, ARRAY = 0, 1, 3, 7, 71  # TVMFFITypeIndex
 ON_GPU = 2  # kDLCUDA
 CODES = {
     torch.int32: (0, 32),
@@ -79,6 +79,12 @@ class DLTensor(ctypes.Structure):
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("offset", ctypes.c_uint64),
     ]
+
+
+class Array(ctypes.Structure):
+    """An object of type ffi.Array."""
+
+    _fields_ = [("header", ctypes.c_uint8 * 24), ("data", ctypes.c_void_p), ("size", ctypes.c_int64)]
 
 
 class Grid(NamedTuple):
@@ -145,6 +151,13 @@ def _fill(value: Given, argument, kept: list) -> None:
         described = DLTensor(argument.data_ptr(), ON_GPU, 0, n, code, bits, 1, shape, strides, 0)
         kept.append(described)
         value.type, value.value.pointer = TENSOR, ctypes.addressof(described)
+    elif isinstance(argument, tuple):  # in place of an ffi.Array, whose header nobody reads
+        elements = (Given * len(argument))()
+        for element, part in zip(elements, argument, strict=True):
+            _fill(element, part, kept)
+        array = Array(data=ctypes.addressof(elements), size=len(argument))
+        kept += [elements, array]
+        value.type, value.value.pointer = ARRAY, ctypes.addressof(array)
     elif isinstance(argument, float):
         value.type, value.value.number = FLOAT, argument
     else:

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from tilewise.backends import Backend
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
@@ -27,7 +28,7 @@ REPEAT_BYTES = 64 << 10  # a call whose mask has larger tables takes so long tha
 NARROW = ("avx2", "generic")
 
 
-class Cpu:
+class Cpu(Backend):
     """The native kernel. `isa` forces one instruction set ("amx", "avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
 
     name = "cpu"
@@ -41,7 +42,7 @@ class Cpu:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
         if what.device != "cpu":
             return [f"it computes on the CPU, the tensors are on {what.device}"]
-        reasons = [] if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
+        reasons = what.mixed if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
         if missing := problem():
             reasons.append(missing)
         elif self.isa not in (None, "auto", *library().isas):

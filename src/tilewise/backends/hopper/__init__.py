@@ -6,6 +6,7 @@ The DSL is imported when the first kernel is compiled; without it, or without su
 import torch
 from torch import Tensor
 
+from tilewise.backends import Backend
 from tilewise.backends.hopper import forecast, packing
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
@@ -19,7 +20,7 @@ from tilewise.sm90 import jit
 __all__ = ["Hopper"]
 
 
-class Hopper:
+class Hopper(Backend):
     """The kernels of the ladder's end, for every shape that they cover."""
 
     name = "hopper"
@@ -28,14 +29,13 @@ class Hopper:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
         if problem.device != "cuda":
             return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
-        wrong = []
+        wrong = problem.mixed
         if problem.dtype not in (torch.bfloat16, torch.float16):
             wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
-        dims = problem.head_dim, problem.head_dim_v
-        if tile_dims(*dims) is None or any(dim % jit.ALIGNMENT for dim in dims):
-            wrong.append(
-                f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {jit.ALIGNMENT}, not {dims[0]} and {dims[1]}"
-            )
+        dims, multiple = (problem.head_dim, problem.head_dim_v), jit.BYTES // problem.dtype.itemsize
+        if tile_dims(*dims) is None or any(dim % multiple for dim in dims):
+            most = max(TILES)[0]
+            wrong.append(f"it takes head_dim and head_dim_v up to {most} that are multiples of {multiple}, not {dims[0]} and {dims[1]}")
         if problem.dropout:
             wrong.append("it has no dropout yet")
         if problem.grad:

@@ -1,25 +1,16 @@
-"""What changes a call's scores, seen from torch: the fields of a kernel's configuration and the operands of its launch (scores.py)."""
+"""What changes a call's scores, seen from torch: the fields of a kernel's configuration and the operands of its launch."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.operands import Changes, Scores
 from tilewise.problem import Call, in_fp32
 from tilewise.sm90 import jit
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
-
-
-class Operands(NamedTuple):
-    """None is what a call has not."""
-
-    bias: Tensor | None
-    slopes: Tensor | None
-    diagonal: Tensor | None
-    sink: Tensor | None
 
 
 def fields(call: Call) -> dict:
@@ -33,7 +24,7 @@ def fields(call: Call) -> dict:
 
 
 def factors(config, scale: float, softcap: float) -> tuple[float | None, float | None]:
-    """inner and factor of scores.py, as finite fp32."""
+    """inner and factor of `Scores` and `Changes`, as finite fp32."""
     inner = max(-FLOAT_MAX, min(scale / in_fp32(softcap), FLOAT_MAX)) if config.softcap else None
     return inner, outer(config, scale, softcap) if config.natural else None
 
@@ -49,16 +40,36 @@ def outer_log2(config, scale: float, softcap: float) -> float:
     return math.copysign(max(LEAST, min(abs(factor), FLOAT_MAX)), factor)
 
 
-def operands(call: Call) -> Operands:
-    """The tensors, as the kernels can read them."""
+def scores(call: Call, config, scale: float) -> Scores:
+    """Of a forward pass; `scale` in place of the call's own."""
+    sink = None if call.sink is None else call.sink.float().contiguous()
+    return Scores(
+        outer_log2(config, scale, call.softcap),
+        *factors(config, scale, call.softcap),
+        *_tensors(call),
+        sink,
+        call.seqlen_k - call.seqlen_q,
+    )
+
+
+def changes(call: Call, config) -> Changes:
+    """Of a backward pass."""
+    return Changes(*factors(config, call.scale, call.softcap), *_tensors(call), call.seqlen_k - call.seqlen_q if config.alibi else None)
+
+
+def or_none(bundle: tuple) -> tuple | None:
+    """The bundle, or None where it holds nothing, which a launch cannot be given."""
+    return bundle if any(x is not None for x in bundle) else None
+
+
+def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """bias, slopes and diagonal, as the kernels can read them."""
     slopes, bias = call.alibi_slopes, call.bias
     diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
-    sink = None if call.sink is None else call.sink.float().contiguous()
-    return Operands(
+    return (
         bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
         slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
         diagonal,
-        sink,
     )
 
 
@@ -70,19 +81,20 @@ def in_pairs(bias: Tensor) -> bool:
     if bias.itemsize != 2 or bias.shape[-1] % 2:
         return False
     if bias.stride(-1) != 1:
-        return True  # `operands` copies it, densely
+        return True  # `_tensors` copies it, densely
     steps = (step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1)
     return bias.data_ptr() % 4 == 0 and not any(step % 2 for step in steps)
 
 
-def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> list:
-    """For the compiler: inner, factor, bias, slopes, diagonal. The lengths are symbols."""
-    from tilewise.sm90.dsl import Float32, Int64
+def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> Changes:
+    """For the compiler. The lengths are symbols."""
+    from tilewise.sm90.dsl import Float32, Int32, Int64
 
     bias = jit.tensor(dsl(config.bias), *(jit.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
     slopes = jit.tensor(Float32, jit.size(), heads_q, aligned=False) if config.alibi else None
     diagonal = jit.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
-    return [Float32(1.0) if config.softcap else None, Float32(1.0) if config.natural else None, bias, slopes, diagonal]
+    inner, factor = (Float32(1.0) if there else None for there in (config.softcap, config.natural))
+    return Changes(inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None)
 
 
 def dsl(dtype: torch.dtype):

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.operands import Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.errors import check_memory
 from tilewise.problem import Call
-from tilewise.sm90.jit import aligned
+from tilewise.sm90.jit import aligned, tensors_of
 
 # torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
 current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -27,10 +28,8 @@ class Repeat:
     so what it captures gets its own.
     """
 
-    def __init__(
-        self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], tuple[Tensor, ...]], gradients: Callable
-    ) -> None:
-        """`kernel(q, k, v, o, lse, *workspace(), *rest)` computes the call, on `aligned` operands; `gradients` is Hopper.backward."""
+    def __init__(self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], Work], gradients: Callable) -> None:
+        """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients` is Hopper.backward."""
         batch, seqlen_q, heads_q, _ = call.q.shape
         self.kernel, self.rest, self.workspace = kernel, tuple(rest), workspace
         self.like, self.gradients = replace(call, q=None, k=None, v=None), gradients
@@ -39,7 +38,7 @@ class Repeat:
         self.empty = _allocator(call.q.device)
         self.o, self.lse = (shape, _strides(shape), call.q.dtype), (lse_shape, _strides(lse_shape), torch.float32)
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
-        self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after O
+        self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after the tensors
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
         """O and LSE, which may be looked at only where it is wanted."""
@@ -53,12 +52,11 @@ class Repeat:
         lse, rest = kept or self._begin()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
-            rest = (lse, *rest[1:])
         o = self.empty(*self.o)
         try:
-            self.kernel(q, k, v, o, *rest)
+            self.kernel((q, k, v, o, lse), *rest)
         except ValueError:  # where one does not begin at a multiple of 16 bytes: the kernel's function looks, before it launches anything
-            self.kernel(aligned(q), aligned(k), aligned(v), o, *rest)
+            self.kernel((aligned(q), aligned(k), aligned(v), o, lse), *rest)
         return o, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,22 +66,27 @@ class Repeat:
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""
         lse = self.empty(*self.lse) if self.keeps else None
-        written = lse, *self.workspace()
+        rest = self.workspace(), *self.rest
         if capturing():
             hold(self.rest)
-            return lse, (*written, *self.rest)
-        fresh = lse, (*map(as_operand, written), *self.rest)
+            return lse, rest
+        fresh = lse, tuple(map(as_operand, rest))
         self.kept[current_stream(self.device)] = fresh
         return fresh
 
 
-def as_operand(x: Tensor | None) -> object:
-    """x as the kernel's function takes it with least ado, for more than one call; it keeps x's memory."""
-    if x is None or not x.is_cuda:
-        return x
+def as_operand(bundle: tuple) -> object:
+    """A bundle as the kernel's function takes it with least ado, for more than one call; it keeps its tensors' memory."""
+    if not any(x.is_cuda for x in tensors_of(bundle)):
+        return bundle
     import tvm_ffi
 
-    return tvm_ffi.from_dlpack(x)
+    def converted(x):
+        if isinstance(x, tuple):
+            return tuple(map(converted, x))
+        return tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
+
+    return tvm_ffi.convert(converted(bundle))
 
 
 def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.backends import Backend
 from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, default_tile, parts
 from tilewise.backends.tiled.products import accumulate, care
 from tilewise.backends.tiled.scores import Scores
@@ -19,7 +20,7 @@ _EXCESS = 1e-2  # how far s may be above LSE: more than rounding makes of it whe
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Tiled:
+class Tiled(Backend):
     """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths."""
 
     name = "tiled"
@@ -29,7 +30,7 @@ class Tiled:
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
-        return [] if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
+        return problem.mixed if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) that `call` is cut into."""

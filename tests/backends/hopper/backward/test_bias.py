@@ -7,6 +7,7 @@ import torch
 
 from tilewise.backends.hopper import Hopper, changes
 from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.masks import Causal, Full
 from tilewise.problem import LEAST_SOFTCAP, Call
@@ -26,8 +27,8 @@ def test_what_the_kernel_leaves_is_summed_up(shape, parts, dtype, monkeypatch):
     call, given = _call(shape, dtype), []
 
     def compiled(launch, arguments, config):
-        def kernel(*operands):
-            sums = operands[6]
+        def kernel(v, d_o, tensors, band, changed):
+            sums = tensors.dB
             sums.copy_(torch.randint(-4, 5, sums.shape))  # small whole numbers: any order gives the same
             given.append((config, sums.clone()))
 
@@ -85,14 +86,14 @@ def test_explain_says_what_a_bias_costs():
 
 def test_a_plain_call_s_configuration_knows_of_nothing_else():
     q = torch.zeros(1, 50, 4, 64, dtype=torch.bfloat16)
-    config = gradients.config_of(Call(q=q, k=q, v=q, mask=Full(), scale=0.1, sink=torch.zeros(4), grad=True))
+    config = plan.config_of(Call(q=q, k=q, v=q, mask=Full(), scale=0.1, sink=torch.zeros(4), grad=True))
     assert not config.modified and config.bias is None
     assert changes.factors(config, 0.1, 0.0) == (None, None)
 
 
 def test_factors_are_finite():
     call = _call((1, 1, 50, 70), softcap=1e-300)
-    inner, factor = changes.factors(gradients.config_of(call), 0.1, 1e-300)
+    inner, factor = changes.factors(plan.config_of(call), 0.1, 1e-300)
     assert inner == 0.1 / LEAST_SOFTCAP and factor == LEAST_SOFTCAP
-    inner, _ = changes.factors(gradients.config_of(call), -1e30, 1e-300)
+    inner, _ = changes.factors(plan.config_of(call), -1e30, 1e-300)
     assert inner == -changes.FLOAT_MAX

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import NOTHING, band_of
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
@@ -95,7 +96,7 @@ class Columns:
 
     def __init__(self, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n):
         lo, hi, lo_left, hi_left = documents.offsets(mask.inner)
-        turned = kernels.Documents(np.array(mask.cu_seqlens_k), np.array(mask.cu_seqlens_q), seqlen_q, -hi, -lo, -hi_left, -lo_left)
+        turned = Packed(np.array(mask.cu_seqlens_k), np.array(mask.cu_seqlens_q), seqlen_q, -hi, -lo, -hi_left, -lo_left)
         self.queries = np.array([kernels.interval(key, turned) for key in range(seqlen_k)]).T
         self.visitors, self.walks = np.full((-(-seqlen_q // tile_m), 2), -7), np.full((-(-seqlen_k // tile_n) + 1, 4), -7)
         found = np.array([self._needed(n0, tile_m, tile_n) for n0 in range(0, seqlen_k, tile_n)])

@@ -4,7 +4,9 @@ import functools
 
 import torch
 
-from tilewise.backends.hopper.changes import in_pairs, operands
+from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.changes import in_pairs
+from tilewise.backends.hopper.forward.call import config_of
 from tilewise.masks import Full
 from tilewise.problem import Call
 
@@ -13,7 +15,8 @@ zeros = functools.partial(torch.zeros, dtype=torch.bfloat16)
 
 def copied(bias):
     q = zeros(1, 4, 2, 64)
-    return operands(Call(q=q, k=q, v=q, mask=Full(), scale=1.0, bias=bias)).bias
+    call = Call(q=q, k=q, v=q, mask=Full(), scale=1.0, bias=bias)
+    return changes.scores(call, config_of(call), 1.0).bias
 
 
 def test_pairs():

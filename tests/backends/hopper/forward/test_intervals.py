@@ -9,6 +9,7 @@ import torch
 from emulator.backend import NEEDED, Emulated
 
 from tilewise.backends.hopper.forward.rows import RowsConfig, kernel
+from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables.documents import offsets
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 
@@ -22,7 +23,7 @@ def launched(cu_q, cu_k, inner, seqlen_q: int, seqlen_k: int, tile=TILE):
     m_blocks = -(-seqlen_q // TILE.tile_m)
     made = [torch.full(shape, -7, dtype=torch.int32) for shape in ((-(-m_blocks // tile.cluster),), (2, seqlen_q), (m_blocks, 4))]
     given = (torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k))
-    Emulated().compiled(*kernel(tile))(*given, *made, seqlen_k, *offsets(inner))
+    Emulated().compiled(*kernel(tile))(Packed(*given, seqlen_k, *offsets(inner)), *made)
     return (x.numpy() for x in made)
 
 

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.epilogue import Stores
 from tilewise.backends.hopper.backward.order import Block, Walk
-from tilewise.backends.hopper.backward.parts import Tensors
+from tilewise.backends.hopper.backward.parts import Shared, Tensors
 from tilewise.backends.hopper.backward.seen import hide_unseen, queries_of, visit_in, walk_of_head
 from tilewise.backends.hopper.backward.tiles import (
     FAR,
@@ -33,7 +33,7 @@ from tilewise.backends.hopper.backward.tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -96,10 +96,10 @@ class Place(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, stores: Stores, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
-    scale: Float32, scale_log2: Float32, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config],
+    shared: Shared, stores: Stores, block: Block, walk: Walk, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config]
 ):  # fmt: skip
     """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
+    tensors, sm, pipes, mma, band, (scale, scale_log2) = shared
     thread = arch.thread_idx()[0] - THREADS
     tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, scores, config)
     tile.acc_dK.fill(0.0)

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import ADDERS, Config
 from tilewise.backends.hopper.backward.epilogue import Stores
 from tilewise.backends.hopper.backward.order import Block, Order, Walk
-from tilewise.backends.hopper.backward.parts import Tensors
+from tilewise.backends.hopper.backward.parts import Shared, Tensors
 from tilewise.backends.hopper.backward.seen import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head, walk_of_keys
 from tilewise.backends.hopper.backward.shares import Partials
 from tilewise.backends.hopper.backward.tiles import (
@@ -37,7 +37,7 @@ from tilewise.backends.hopper.backward.tiles import (
     thread_of,
     transposed,
 )
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     BFloat16,
@@ -93,10 +93,11 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, stores: Stores, sm: Smem, pipes: Pipes, mma: Mma, block: Block, band: Band, walk: Walk,
-    scale: Float32, scale_log2: Float32, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool], config: Constexpr[Config],
+    shared: Shared, stores: Stores, block: Block, walk: Walk, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool],
+    config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
+    tensors, sm, pipes, mma, band, (scale, scale_log2) = shared
     thread = arch.thread_idx()[0] - THREADS
     tile = make_tile(tensors, sm, mma, block, band, scale, scale_log2, thread, consumer, has_dQ, config)
     tile.acc_dK.fill(0.0)
@@ -110,10 +111,11 @@ def consume(
 
 @cute.jit
 def consume_units(
-    tensors: Tensors, stores: Stores, partial: cute.Tensor | None, sm: Smem, pipes: Pipes, mma: Mma, queue: units.Queue, band: Band, order: Order,
-    scale: Float32, scale_log2: Float32, consumer: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config],
+    shared: Shared, stores: Stores, partial: cute.Tensor | None, queue: units.Queue, order: Order, consumer: Int32,
+    has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
+    tensors, sm, pipes, mma, band, (scale, scale_log2) = shared
     state, done, unit = tma.at_first(config.stages), Int32(0), units.told(queue, Int32(0))
     while unit >= 0:
         block, walk = units.place_of(unit, tensors, band, order, config)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.parts import Tensors
+from tilewise.backends.hopper.backward.parts import Scales, Tensors
 from tilewise.backends.hopper.backward.repair import report_queries
 from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.backends.hopper.backward.tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -139,25 +139,33 @@ def walk_of(block: Block, band: Band, config: Constexpr[Config]) -> Walk:
     return Walk(first, last, free_first, free_last)
 
 
+class Layouts(NamedTuple):
+    """Of tiles in shared memory."""
+
+    Q: cute.ComposedLayout
+    dO: cute.ComposedLayout
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
+
+
 @cute.kernel
 def kernel(
-    tensors: Tensors, mdQ: cute.Tensor, loads: Loads, band: Band, together: Int32, scale: Float32, scale_log2: Float32, mma: Mma,
-    layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
+    tensors: Tensors, mdQ: cute.Tensor, loads: Loads, band: Band, together: Int32, scales: Scales, mma: Mma, layouts: Layouts,
     config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
-    tiles = [storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_Q, layout_dO, layout_K, layout_V)]
+    tiles = [storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
     visits, visit_bytes = None, const_expr(4 * FIELDS if config.sees == "runs" else 0)
     if const_expr(config.sees == "runs"):
         visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, 2)), 16)
     sm = Smem(*tiles, visits)
     warps = CONSUMERS * THREADS // WARP
     pipes = Pipes(
-        tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim, warps),
-        tma.make_pipe(storage, 1, 2 * ROWS * config.head_dim_v, warps),
-        tma.make_pipe(storage, 2, 2 * KEYS * config.head_dim + visit_bytes, warps),
-        tma.make_pipe(storage, stages_of_V(config), 2 * KEYS * config.head_dim_v, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * ROWS * config.head_dim, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * ROWS * config.head_dim_v, warps),
+        tma.make_pipe(storage, 2, config.dtype.itemsize * KEYS * config.head_dim + visit_bytes, warps),
+        tma.make_pipe(storage, stages_of_V(config), config.dtype.itemsize * KEYS * config.head_dim_v, warps),
     )
     tma.barriers_ready()
     heads_q = tensors.Q.shape[2]
@@ -171,7 +179,7 @@ def kernel(
             arch.griddepcontrol_wait()  # the kernel before this one has come to its end before this one does
     else:
         arch.setmaxregister_increase(REGISTERS[1])
-        consume(tensors, mdQ, sm, pipes, mma, block, band, walk, scale, scale_log2, config)
+        consume(tensors, mdQ, sm, pipes, mma, block, band, walk, *scales, config)
 
 
 @cute.jit

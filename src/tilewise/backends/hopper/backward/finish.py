@@ -14,7 +14,7 @@ from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import Order, block_of, settled_order, visitors_of
 from tilewise.backends.hopper.backward.parts import WARP, Tensors, counter_of, now_at
 from tilewise.backends.hopper.backward.tiles import place_of_sum, swizzled
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     Boolean,

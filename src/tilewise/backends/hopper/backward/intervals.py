@@ -6,7 +6,7 @@ cu_seqlens hold: so the blocks that visit a tile of queries are neighbours, and 
 """
 
 from tilewise.backends.hopper.forward import intervals
-from tilewise.backends.hopper.forward.intervals import Documents
+from tilewise.backends.hopper.operands import Packed
 from tilewise.sm90.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, cute, cutlass
 
 THREADS = 128
@@ -14,15 +14,14 @@ THREADS = 128
 
 @cute.jit
 def launch(
-    cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, keys: cute.Tensor, queries: cute.Tensor, found: cute.Tensor, walks: cute.Tensor,
-    visitors: cute.Tensor, query_walks: cute.Tensor, lo: Int32, hi: Int32, lo_left: Int32, hi_left: Int32,
-    config: Constexpr, stream: CUstream,
+    rows: Packed, keys: cute.Tensor, queries: cute.Tensor, found: cute.Tensor, walks: cute.Tensor, visitors: cute.Tensor,
+    query_walks: cute.Tensor, config: Constexpr, stream: CUstream,
 ):  # fmt: skip
     """keys (2, seqlen_q), queries (2, seqlen_k), walks (n_blocks + 1, 4), visitors (m_blocks, 2) and query_walks (tiles of config.rows queries, 4)
     from cu_seqlens; found (n_blocks, 4) is scratch. The last row of walks: `weighed`.
     """
-    rows = Documents(cu_seqlens_q, cu_seqlens_k, queries.shape[1], lo, hi, lo_left, hi_left)
-    columns = Documents(cu_seqlens_k, cu_seqlens_q, keys.shape[1], -hi, -lo, -hi_left, -lo_left)
+    cu_seqlens_q, cu_seqlens_k, _, lo, hi, lo_left, hi_left = rows
+    columns = Packed(cu_seqlens_k, cu_seqlens_q, keys.shape[1], -hi, -lo, -hi_left, -lo_left)
     n_blocks, m_blocks = found.shape[0], visitors.shape[0]
     across, down = config.rows, config.columns
     intervals.kernel(rows, keys, query_walks, across).launch(grid=(query_walks.shape[0], 1, 1), block=(across.tile_m, 1, 1), stream=stream)

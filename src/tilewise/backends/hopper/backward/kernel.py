@@ -8,6 +8,8 @@ Equations: 20 to 28 of docs/algorithm.md. What comes before and after this kerne
 Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 times what it can under five products (head_dim 128).
 """
 
+from typing import NamedTuple
+
 from tilewise.backends.hopper.backward import by_columns, by_keys, by_queries, finish, parts, prepare, repair
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import ADDERS, Config
@@ -24,9 +26,8 @@ from tilewise.backends.hopper.backward.order import (
     turn_of,
     walk_of,
 )
-from tilewise.backends.hopper.backward.parts import Tensors
-from tilewise.backends.hopper.backward.scores import Changes
-from tilewise.backends.hopper.backward.seen import FIELDS, Tables, apart, next_in, tile_at, walk_of_head
+from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
+from tilewise.backends.hopper.backward.seen import FIELDS, apart, next_in, tile_at, walk_of_head
 from tilewise.backends.hopper.backward.shares import lent, partials_of
 from tilewise.backends.hopper.backward.tiles import (
     THREADS,
@@ -42,7 +43,7 @@ from tilewise.backends.hopper.backward.tiles import (
     shares_of,
     swizzled,
 )
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band, Changes, Given, Gradients, Scalars, Scratch, Turns
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -63,28 +64,24 @@ from tilewise.sm90.dsl import (
 LINE = 128  # bytes of the L2 cache's
 
 
+class Layouts(NamedTuple):
+    """Of tiles in shared memory."""
+
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
+    Q: cute.ComposedLayout
+    dO: cute.ComposedLayout
+    dS: cute.ComposedLayout
+
+
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, mdO: cute.Tensor, mdL: cute.Tensor,
-    mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor,
-    turns: cute.Tensor, spoiled: cute.Tensor | None, counter: cute.Tensor | None, slots: Int32, rising: Int32, abreast: Int32,
-    together: Int32, queries_together: Int32, behind: Int32, partial: cute.Tensor | None, shared_from: Int32, shares: Int32, has_dL: Int32,
-    last_q: Int32, last_k: Int32, q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, scale: Float32, scale_log2: Float32,
-    inner: Float32 | None, factor: Float32 | None, bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
-    keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
-    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
-    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None, query_walks: cute.Tensor | None,
-    query_visits: cute.Tensor | None, query_bands: cute.Tensor | None, query_bitmaps: cute.Tensor | None, query_spans: cute.Tensor | None,
+    given: Given, gradients: Gradients, scratch: Scratch, turns: Turns, scalars: Scalars, band: Band, changes: Changes | None,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """(batch, seqlen, heads, head_dim); mL, mdL (batch, heads_q, seqlen_q) fp32; then the four of `Tensors` that `prepare` writes; from last_q and
-    last_k on queries and keys are padding, and are read as zeros, whatever lies there;
-    q0 .. hi: Band; inner .. diagonal: Changes; keys and the following: Tables.
-    """
-    shift = mK.shape[1] - mQ.shape[1] if const_expr(config.alibi) else None
-    own = mdQ if const_expr(config.one_block) else None
-    changes = Changes(inner, factor, bias, slopes, diagonal, shift)
-    tensors = Tensors(mQ, mK, mV, mdO, lse, minus_delta, sum_dQ, turns, own, changes, spoiled)
+    (mQ, mK, mV, _, _, mdO, _), (mdQ, mdK, mdV), (scale, scale_log2, _, last_q, last_k) = given, gradients, scalars
+    own, changed = mdQ if const_expr(config.one_block) else None, Changes() if const_expr(changes is None) else changes
+    tensors = Tensors(mQ, mK, mV, mdO, *scratch[:4], own, changed, scratch.spoiled)
     dtype = mQ.element_type
     layouts, mma = layouts_of(config, dtype), products(config, dtype)
     shapes = (
@@ -97,46 +94,35 @@ def launch(
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
-    of_queries = query_walks, query_visits, query_bands, query_bitmaps, query_spans
-    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes, *of_queries)
-    band = Band(q0, q1, k0, k1, lo, hi, tables)
-    queries = (sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
+    queries = (scratch.sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     known = 2 * (repair.pieces_of(mQ) + repair.pieces_of(mK))
-    prepare.prepare(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, sum_dQ, turns, counter, spoiled, known, config).launch(
-        grid=queries, block=(prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
-    )
+    prepare.prepare(
+        prepare.Read(given.O, mdO, given.L, given.dL, scalars.has_dL),
+        band,
+        prepare.Written(*scratch[:4], scratch.counter, scratch.spoiled),
+        known,
+        config,
+    ).launch(grid=queries, block=(prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)
     blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
     if const_expr(config.shares):
-        blocks += (blocks - shared_from) * (shares - 1)
+        blocks += (blocks - turns.shared_from) * (turns.shares - 1)
     kernel(
         tensors,
-        counter,
-        partial,
+        scratch.counter,
+        scratch.partial,
         describe_store(cute.make_tensor(mdQ.iterator, cute.select(mdQ.layout, mode=[1, 3, 2, 0])), finish.COLUMNS)
         if const_expr(config.finishes)
         else None,
         stores,
         loads,
         band,
-        order_of(
-            slots,
-            rising,
-            abreast,
-            together,
-            behind,
-            shared_from,
-            shares,
-            cute.ceil_div(mK.shape[1], config.tile_n),
-            mK.shape[2],
-            mK.shape[0],
-        ),
-        scale,
-        scale_log2,
+        order_of(turns, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        Scales(scale, scale_log2),
         mma,
-        *layouts,
+        Layouts(*layouts),
         config,
     ).launch(
-        grid=(min(blocks, slots) if const_expr(config.stays) else blocks, 1, 1),
+        grid=(min(blocks, turns.num_sms) if const_expr(config.stays) else blocks, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -144,10 +130,10 @@ def launch(
     )
     tiles = queries[0] * queries[1] * queries[2]
     if const_expr(config.dq_apart):
-        launch_dQ(tensors, mdQ, rows, band, queries_together, scale, scale_log2, config, stream)
+        launch_dQ(tensors, mdQ, rows, band, turns.queries_together, scale, scale_log2, config, stream)
     elif const_expr(not config.one_block or config.repairs):  # otherwise all tiles are written
         parts.finish(tensors, mdQ, band, scale, mma.dq, config).launch(
-            grid=(min(tiles, parts.LOOKING * slots), 1, 1) if const_expr(config.only_looks) else queries,
+            grid=(min(tiles, parts.LOOKING * turns.num_sms), 1, 1) if const_expr(config.only_looks) else queries,
             block=(config.dq_consumers * THREADS, 1, 1),
             min_blocks_per_mp=config.least_blocks,
             stream=stream,
@@ -155,7 +141,7 @@ def launch(
         )
     if const_expr(config.repairs):
         repair.kernel(tensors, mdQ, mdK, mdV, band, scale, scale_log2, config).launch(
-            grid=(slots, 1, 1), block=(repair.WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=(turns.num_sms, 1, 1), block=(repair.WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
 
 
@@ -177,7 +163,7 @@ def launch_dQ(
     loads = by_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
     blocks = cute.ceil_div(tensors.Q.shape[1], by_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
     mma = by_queries.products(config, dtype)
-    by_queries.kernel(tensors, mdQ, loads, band, together, scale, scale_log2, mma, *layouts, config).launch(
+    by_queries.kernel(tensors, mdQ, loads, band, together, Scales(scale, scale_log2), mma, by_queries.Layouts(*layouts), config).launch(
         grid=(blocks, 1, 1),
         block=((1 + by_queries.CONSUMERS) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -190,14 +176,11 @@ def launch_dQ(
 def kernel(
     tensors: Tensors, counter: cute.Tensor | None, partial: cute.Tensor | None, store_dQ: tma.Tma | None,
     stores: Stores, loads: Loads, band: Band, order: Order,
-    scale: Float32, scale_log2: Float32, mma: Mma, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout,
-    layout_Q: cute.ComposedLayout, layout_dO: cute.ComposedLayout, layout_dS: cute.ComposedLayout, config: Constexpr[Config],
+    scales: Scales, mma: Mma, layouts: Layouts, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
-    sK, sV, sQ, sdO, sdS = (
-        storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V, layout_Q, layout_dO, layout_dS)
-    )
+    sK, sV, sQ, sdO, sdS = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     sP, sdQ = None, None
     if const_expr(config.split == "columns"):
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
@@ -228,7 +211,7 @@ def kernel(
     if const_expr(config.stays):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (ADDERS if const_expr(config.staged) else 0))
         pipes = make_pipes(storage, config)
-        stay(tensors, stores, partial, loads, sm, pipes, queue, finisher, band, order, scale, scale_log2, mma, config)
+        stay(Shared(tensors, sm, pipes, mma, band, scales), stores, partial, loads, queue, finisher, order, config)
         return
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
@@ -248,11 +231,11 @@ def kernel(
                 arch.griddepcontrol_wait()
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
-            finish.finish_earlier(tensors, finisher, order, band, scale, warp_idx, config)
+            finish.finish_earlier(tensors, finisher, order, band, scales.plain, warp_idx, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, stores, sm, pipes, mma, block, band, walk, scale, scale_log2, consumer)
+        given = (Shared(tensors, sm, pipes, mma, band, scales), stores, block, walk, consumer)
         if const_expr(config.split == "keys"):
             given = (
                 *given,
@@ -271,10 +254,11 @@ def kernel(
 
 @cute.jit
 def stay(
-    tensors: Tensors, stores: Stores, partial: cute.Tensor | None, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue,
-    finisher: finish.Finisher | None, band: Band, order: Order, scale: Float32, scale_log2: Float32, mma: Mma, config: Constexpr[Config],
+    shared: Shared, stores: Stores, partial: cute.Tensor | None, loads: Loads, queue: units.Queue, finisher: finish.Finisher | None,
+    order: Order, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""
+    tensors, sm, pipes, _, band, (scale, _) = shared
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
     if warp_idx < THREADS // WARP:
         arch.setmaxregister_decrease(config.registers[0])
@@ -290,7 +274,7 @@ def stay(
     else:
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
-        given = (tensors, stores, partial, sm, pipes, mma, queue, band, order, scale, scale_log2, consumer)
+        given = (shared, stores, partial, queue, order, consumer)
         if const_expr(config.dq_consumers == config.consumers) or consumer < config.dq_consumers:
             by_keys.consume_units(*given, True, config)
         else:
@@ -303,10 +287,10 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     statistics = 4 * config.tile_m
     visit = 4 * FIELDS if config.sees == "runs" else 0
     pipes = Pipes(
-        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim, warps),
-        tma.make_pipe(storage, 1, 2 * config.tile_n * config.head_dim_v, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim + statistics + visit, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * config.head_dim_v + statistics, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim, warps),
+        tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim_v, warps),
+        tma.make_pipe(storage, config.stages, config.dtype.itemsize * config.tile_m * config.head_dim + statistics + visit, warps),
+        tma.make_pipe(storage, config.stages, config.dtype.itemsize * config.tile_m * config.head_dim_v + statistics, warps),
     )
     tma.barriers_ready()
     return pipes

@@ -7,7 +7,7 @@ and chosen such that hardly anybody waits: `turn_of`.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band, Turns
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute
 
 SHARE = 16  # a walk is long if it is more than this part of what each multiprocessor has to do
@@ -34,10 +34,10 @@ class Order(NamedTuple):
 
 @cute.jit
 def order_of(
-    slots: Int32, rising: Int32, abreast: Int32, together: Int32, behind: Int32, shared_from: Int32, shares: Int32, n_blocks: Int32,
-    heads_k: Int32, batch: Int32,
+    turns: Turns, n_blocks: Int32, heads_k: Int32, batch: Int32
 ) -> Order:  # fmt: skip
     """On the host."""
+    slots, rising, abreast, together, _, behind, shared_from, shares = turns
     last = (heads_k * batch - rising) % together
     divisors = abreast * n_blocks, abreast, together * n_blocks, together, max(last, 1), heads_k, shares
     return Order(slots, rising, abreast, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))

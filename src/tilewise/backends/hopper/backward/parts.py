@@ -6,12 +6,11 @@ What is NaN there is looked at again, and so are dK and dV: repair.py.
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import is_visited
 from tilewise.backends.hopper.backward.repair import is_finite, report_queries
-from tilewise.backends.hopper.backward.tiles import THREADS, WARP, place_of_sum
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.backward.tiles import THREADS, WARP, Mma, Pipes, Smem, place_of_sum
+from tilewise.backends.hopper.operands import Band, Changes
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 QUAD = 4  # threads that share a row of an accumulator
@@ -31,8 +30,26 @@ class Tensors(NamedTuple):
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
     # `one_block`: how many warps have written finite numbers of it
     dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
-    changes: changed.Changes
+    changes: Changes
     spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair.py)
+
+
+class Scales(NamedTuple):
+    """What scores are multiplied with: for gradients, and in the exponent of 2."""
+
+    plain: Float32
+    log2: Float32
+
+
+class Shared(NamedTuple):
+    """What the consumers of a thread block have in common from its beginning to its end."""
+
+    tensors: Tensors
+    sm: Smem
+    pipes: Pipes
+    mma: Mma
+    band: Band
+    scales: Scales
 
 
 @cute.jit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import Block, Order, Walk, block_of, settled_order, walk_of
 from tilewise.backends.hopper.backward.parts import Tensors
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, cute, range_constexpr
 

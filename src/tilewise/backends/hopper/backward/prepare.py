@@ -4,10 +4,12 @@ zeros where dQ is summed up.
 A warp of the main kernel that does this instead, while the others compute, gains 1 % at most, and loses where walks are short (docs/lab-notes.md).
 """
 
+from typing import NamedTuple
+
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import vector
 from tilewise.backends.hopper.backward.seen import sees_any
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
@@ -17,13 +19,31 @@ AT_ONCE = 2  # rows that a thread reads at once: with more it has so many regist
 LOG2_E = 1.4426950408889634
 
 
+class Read(NamedTuple):
+    """As in operands.Given."""
+
+    O: cute.Tensor
+    dO: cute.Tensor
+    L: cute.Tensor
+    dL: cute.Tensor
+    has_dL: Int32
+
+
+class Written(NamedTuple):
+    """As in operands.Scratch."""
+
+    lse: cute.Tensor
+    minus_delta: cute.Tensor
+    sum_dQ: cute.Tensor
+    turns: cute.Tensor
+    counter: cute.Tensor | None
+    spoiled: cute.Tensor | None
+
+
 @cute.kernel
-def prepare(
-    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band,
-    lse: cute.Tensor, minus_delta: cute.Tensor, sum_dQ: cute.Tensor, turns: cute.Tensor, counter: cute.Tensor | None,
-    spoiled: cute.Tensor | None, known: Int32, config: Constexpr[Config],
-):  # fmt: skip
-    """A block a tile of queries; mL, mdL: (batch, heads_q, seqlen_q) fp32. known: how many numbers at the end of `spoiled` become 0."""
+def prepare(read: Read, band: Band, written: Written, known: Int32, config: Constexpr[Config]):
+    """A block a tile of queries. known: how many numbers at the end of `spoiled` become 0."""
+    sum_dQ, turns, counter, spoiled = written[2:]
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_launch_dependents()
     lanes = const_expr(16 if config.head_dim_v >= 128 else 8)  # that share a row
@@ -32,7 +52,7 @@ def prepare(
     row0 = m_block * config.tile_m + thread // lanes
     for i in cutlass.range(0, rows, at_once, unroll=1):
         first = row0 + i * (THREADS // lanes)
-        prepare_rows(mO, mdO, mL, mdL, has_dL, band, lse, minus_delta, first, head, batch, thread % lanes, lanes, at_once, config)
+        prepare_rows(read, band, written, first, head, batch, thread % lanes, lanes, at_once, config)
     if const_expr(config.stays or config.shares):
         set_back(counter, counter.shape[0], thread, m_block + head + batch == 0)
     if const_expr(config.repairs):
@@ -57,10 +77,11 @@ def prepare(
 
 @cute.jit
 def prepare_rows(
-    mO: cute.Tensor, mdO: cute.Tensor, mL: cute.Tensor, mdL: cute.Tensor, has_dL: Int32, band: Band, lse: cute.Tensor, minus_delta: cute.Tensor,
-    first: Int32, head: Int32, batch: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int], config: Constexpr[Config],
+    read: Read, band: Band, written: Written, first: Int32, head: Int32, batch: Int32, lane: Int32, lanes: Constexpr[int],
+    rows: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
     """As many `rows` at once, from the `first` on; `lanes` threads share each."""
+    (mO, mdO, mL, mdL, has_dL), (lse, minus_delta, *_) = read, written
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
     totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], first, lane, lanes, rows, config)
     for i in range_constexpr(rows):

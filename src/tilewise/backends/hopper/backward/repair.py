@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward.config import PIECE, Config
 from tilewise.backends.hopper.backward.seen import keys_of, queries_of, sees_any, shows, shows_in, visit_of
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.changes import dsl
-from tilewise.backends.hopper.forward.seen import Band
+from tilewise.backends.hopper.operands import Band, Changes
 from tilewise.sm90.dsl import (
     BFloat16,
     Boolean,
@@ -86,7 +86,7 @@ class Others(NamedTuple):
     summed: Matrix  # what the weights are multiplied by
     lse: cute.Tensor  # (rows,), of the queries
     minus_delta: cute.Tensor
-    changes: changed.Changes
+    changes: Changes
     which: changed.Head
 
 

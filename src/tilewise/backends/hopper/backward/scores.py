@@ -10,23 +10,13 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward.tiles import per_query
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scores import READ
+from tilewise.backends.hopper.operands import Changes
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, range_constexpr
 from tilewise.sm90.fragments import LOG2_E
 
 NEXT_KEY = 8  # the second of a thread's keys, from its first
 SOME = 4  # of a row's numbers, which `weigh_rows` does at a time
-
-
-class Changes(NamedTuple):
-    """The operands of a launch, as in scores.Scores; None is what its configuration does without."""
-
-    inner: Float32 | None = None
-    factor: Float32 | None = None
-    bias: cute.Tensor | None = None
-    slopes: cute.Tensor | None = None
-    diagonal: cute.Tensor | None = None
-    shift: Int32 | None = None
 
 
 class Head(NamedTuple):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import Block, Walk
 from tilewise.backends.hopper.backward.tiles import FAR, KEYS, WARP
-from tilewise.backends.hopper.forward.seen import Band, interval
+from tilewise.backends.hopper.forward.seen import interval
+from tilewise.backends.hopper.operands import Band, KeyTables
 from tilewise.backends.tables.runs import EVERYTHING
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
@@ -24,31 +25,6 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 WORD = 32  # queries in a word of a bitmap
 FIELDS = 4  # of a visit
 UNMASKED = -1 - EVERYTHING
-
-
-class Tables(NamedTuple):
-    """In global memory, int32, for Band.tables; tables.py makes them. None where they are not for this kernel."""
-
-    keys: cute.Tensor | None  # (2, seqlen_q): begin and end of the keys that a query sees
-    queries: cute.Tensor | None  # (2, seqlen_k): of the queries that see a key
-    walks: (
-        cute.Tensor | None
-    )  # (n_blocks + 1, 4): first, last, free_first, free_last of backward_order.Walk; then the most tiles of one, and all
-    visitors: cute.Tensor | None  # (m_blocks, 2): the fields of backward_order.Visitors
-    visits: cute.Tensor | None  # (visits, 4): the fields of Visit
-    bands: cute.Tensor | None  # (bands, 6): of queries that see a key, so keys are the rows
-    bitmaps: cute.Tensor | None  # (bitmaps, tile_n, tile_m / WORD)
-    spans: cute.Tensor | None  # (planes, n_blocks, 2): the visits of a block of keys
-    visited: cute.Tensor | None  # (planes, m_blocks): how many blocks of keys visit a tile of queries
-    seeing: cute.Tensor | None  # (planes, seqlen_q): whether a query sees any key
-    planes: cute.Tensor | None  # (batch, heads_q): whose mask each head has
-
-    # For by_queries.py:
-    query_walks: cute.Tensor | None = None  # (tiles of queries, 4): the fields of its Walk
-    query_visits: cute.Tensor | None = None  # as those of keys; for these, queries are the rows
-    query_bands: cute.Tensor | None = None
-    query_bitmaps: cute.Tensor | None = None
-    query_spans: cute.Tensor | None = None
 
 
 class Visit(NamedTuple):
@@ -205,7 +181,7 @@ def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int
 
 
 @cute.jit
-def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: Tables) -> tuple[Boolean, Int32]:
+def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: KeyTables) -> tuple[Boolean, Int32]:
     """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits are in the order of the tiles."""
     low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
     high = end
@@ -230,7 +206,7 @@ def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, confi
 
 
 @cute.jit
-def shows_in(ref: Int32, query: Int32, key: Int32, tables: Tables, config: Constexpr[Config]) -> Boolean:
+def shows_in(ref: Int32, query: Int32, key: Int32, tables: KeyTables, config: Constexpr[Config]) -> Boolean:
     """Likewise, of a visit that refers to `ref`."""
     found = Boolean(False)
     if ref >= 0:

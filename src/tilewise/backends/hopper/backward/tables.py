@@ -14,7 +14,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig
+from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig, packed_stand_in
+from tilewise.backends.hopper.operands import KeyTables, Packed
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import EVERYTHING, FAR, lowered
@@ -71,66 +72,62 @@ class QueryVisits:
     regions: tuple
 
 
-COLUMNS, VISITS = len(Columns._fields) - 1, len(Visits.__dataclass_fields__) - 1
+OF_KEYS = tuple(name for name in Visits.__dataclass_fields__ if name != "regions")
+OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != "regions")
 
 
-def tables(call: Call, config: Config) -> tuple[Tensor | None, ...]:
-    """The fields of backward_visible.Tables for a call, None where its kernel has none."""
-    columns, visits = [None] * COLUMNS, [None] * VISITS
+def of_call(call: Call, config) -> KeyTables:
+    """For a call of a kernel of `config`; what is for by_queries.py only where it runs."""
     if config.sees == "rows":
-        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)[:COLUMNS]
-    if config.sees == "runs":
-        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
-        found = visits_of(planes, call.batch, call.heads_q, config, call.q.device)
-        visits = [getattr(found, name) for name in Visits.__dataclass_fields__][:VISITS]
-    return *columns, *visits
+        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)._asdict()
+        return KeyTables(**columns if config.dq_apart else columns | {"query_walks": None})
+    if config.sees != "runs":
+        return KeyTables()
+    planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+    visits = visits_of(planes, call.batch, call.heads_q, config, call.q.device)
+    made = {name: getattr(visits, name) for name in OF_KEYS}
+    if config.dq_apart:
+        queries = query_visits_of(planes, call.q.device)
+        made |= {f"query_{name}": getattr(queries, name) for name in OF_QUERIES}
+    return KeyTables(**made)
 
 
-def of_call(call: Call, config: Config) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """The fields of backward_visible.Tables for a call: those of `tables`, and those for by_queries.py."""
-    if config.sees == "rows":
-        *columns, walks = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
-        return (*columns, *[None] * VISITS), (walks if config.dq_apart else None, *[None] * 4)
-    if config.sees == "runs" and config.dq_apart:
-        planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
-        found = query_visits_of(planes, call.q.device)
-        return tables(call, config), (None, found.visits, found.bands, found.bitmaps, found.spans)
-    return tables(call, config), (None,) * 5
-
-
-def of_batch(tables: tuple[Tensor | None, ...], part: slice) -> tuple[Tensor | None, ...]:
+def of_batch(tables: KeyTables, part: slice) -> KeyTables:
     """The same for some of the batch entries."""
-    *others, planes = tables
-    return *others, None if planes is None else planes[part]
+    return tables if tables.planes is None else tables._replace(planes=tables.planes[part])
 
 
-def arguments(config: Config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> list:
-    """Stand-ins for them."""
+def stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> KeyTables:
+    """For the compiler. Sizes are symbols."""
     from tilewise.sm90.dsl import Int32
 
-    columns, visits = [None] * COLUMNS, [None] * VISITS
+    shapes = {}
     if config.sees == "rows":
-        shapes = (2, seqlen_q), (2, seqlen_k), (jit.size(), 4), (m_blocks, 2)
-        columns = [jit.tensor(Int32, *shape, aligned=False) for shape in shapes]
+        shapes = {"keys": (2, seqlen_q), "queries": (2, seqlen_k), "walks": (jit.size(), 4), "visitors": (m_blocks, 2)}
+        if config.dq_apart:
+            shapes["query_walks"] = jit.size(), 4
     if config.sees == "runs":
-        many, planes, n_blocks, bands, bitmaps = (jit.size() for _ in range(5))
-        shapes = (bands, 6), (bitmaps, config.tile_n, config.tile_m // WORD), (planes, n_blocks, 2), (planes, m_blocks), (planes, seqlen_q)
-        others = [jit.tensor(Int32, *shape, aligned=False) for shape in shapes]
-        visits = [jit.tensor(Int32, many, 4), *others, jit.tensor(Int32, batch, heads_q, aligned=False)]
-    return [*columns, *visits]
+        planes, n_blocks = jit.size(), jit.size()
+        shapes = {
+            "visits": (jit.size(), 4),
+            "bands": (jit.size(), 6),
+            "bitmaps": (jit.size(), config.tile_n, config.tile_m // WORD),
+            "spans": (planes, n_blocks, 2),
+            "visited": (planes, m_blocks),
+            "seeing": (planes, seqlen_q),
+            "planes": (batch, heads_q),
+        }
+        if config.dq_apart:
+            shapes |= {
+                "query_visits": (jit.size(), 4),
+                "query_bands": (jit.size(), 6),
+                "query_bitmaps": (jit.size(), QUERIES, KEYS // WORD),
+                "query_spans": (jit.size(), jit.size(), 2),
+            }
+    return KeyTables(**{name: jit.tensor(Int32, *shape, aligned=name in ALIGNED) for name, shape in shapes.items()})
 
 
-def query_arguments(config: Config) -> list:
-    """Stand-ins for those for by_queries.py."""
-    from tilewise.sm90.dsl import Int32
-
-    made = [None] * 5
-    if config.dq_apart and config.sees == "rows":
-        made[0] = jit.tensor(Int32, jit.size(), 4, aligned=False)
-    if config.dq_apart and config.sees == "runs":
-        shapes = (jit.size(), 6), (jit.size(), QUERIES, KEYS // WORD), (jit.size(), jit.size(), 2)
-        made[1:] = jit.tensor(Int32, jit.size(), 4), *(jit.tensor(Int32, *shape, aligned=False) for shape in shapes)
-    return made
+ALIGNED = "visits", "query_visits"  # read by 16 bytes
 
 
 def kernel(config: Config) -> tuple:
@@ -144,9 +141,9 @@ def columns_arguments(config: ColumnsConfig) -> list:
     """Stand-ins for `backward_intervals.launch`'s tensors and numbers."""
     from tilewise.sm90.dsl import Int32
 
-    documents, seqlen_q, seqlen_k, n_blocks, m_blocks = (jit.size() for _ in range(5))
-    shapes = (documents,), (documents,), (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (jit.size(), 4), (m_blocks, 2), (jit.size(), 4)
-    return [*(jit.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(4))]
+    seqlen_q, seqlen_k, n_blocks, m_blocks = (jit.size() for _ in range(4))
+    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (jit.size(), 4), (m_blocks, 2), (jit.size(), 4)
+    return [packed_stand_in(), *(jit.tensor(Int32, *shape, aligned=False) for shape in shapes)]
 
 
 def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
@@ -160,7 +157,7 @@ def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_
     n_blocks, m_blocks = -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
     shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
     keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes)
-    jit.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, keys, queries, scratch, *made, *inner)
+    jit.compiled(*kernel(config))(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
     return Columns(keys, queries, *made)
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from tilewise.backends.hopper import changes, packing
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.config import Config, configure
+from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
 from tilewise.backends.hopper.repeat import Repeat
-from tilewise.backends.tables import documents
+from tilewise.backends.tables import documents, runs
 from tilewise.backends.tables.band import band_of
-from tilewise.backends.tables.runs import tables
 from tilewise.masks import Causal
 from tilewise.problem import Call
 from tilewise.sm90 import jit
@@ -49,8 +49,8 @@ def _compute(call: Call, o: Tensor, lse: Tensor, config: Config | None) -> None:
     q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
     kernel = jit.compiled(LAUNCH, arguments, config)
     with torch.cuda.device(q.device):
-        tensors = [jit.aligned(x) for x in (q, call.k, call.v)]
-        kernel(*tensors, o, lse, *_workspace(q.device, config), *_rest(call, config, scale))
+        tensors = Tensors(*(jit.aligned(x) for x in (q, call.k, call.v)), o, lse)
+        kernel(tensors, _work(call, config), _band(call, config), changes.scores(call, config, scale))
 
 
 def repeat(call: Call, backward) -> Repeat | None:
@@ -60,12 +60,11 @@ def repeat(call: Call, backward) -> Repeat | None:
         return None
     if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, tensors)):
         return None
-    rest = _rest(call, config, call.scale)
-    if sum(x.nbytes for x in rest if isinstance(x, Tensor)) > REPEAT_BYTES:
+    rest = _band(call, config), changes.scores(call, config, call.scale)
+    if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
-    kernel = jit.compiled(LAUNCH, arguments, config)
-    device = call.q.device
-    return Repeat(call, kernel, rest, lambda: _workspace(device, config), backward)
+    sizes, device = (_section(call, config), _num_sms(call.q.device) * config.blocks), call.q.device
+    return Repeat(call, jit.compiled(LAUNCH, arguments, config), rest, lambda: Work(*_workspace(device, config), *sizes), backward)
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -110,28 +109,30 @@ def _empty_lse(call: Call) -> Tensor:
 
 
 def arguments(config) -> list:
-    """Stand-ins for `forward.launch`'s tensors, band and scale."""
+    """Stand-ins for the launch's operands."""
     from tilewise.sm90.dsl import Float32, Int32
 
     dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(7))
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, m_blocks = (jit.size() for _ in range(8))
     q, k = (jit.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (jit.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    counter = jit.tensor(Int32, 1, aligned=False)
     found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
-    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
+    work = Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
+    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)._replace(shift=Int32(0))
+    *changed, shift = changed
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
-    m_blocks, heads = jit.size(), (batch, heads_q)
-    order = jit.tensor(Int32, m_blocks if config.cluster == 1 else jit.size(), aligned=False) if config.sees in ("rows", "runs") else None
-    tables = [None] * 5
-    if config.sees == "runs":
-        shapes = (jit.size(), m_blocks, 3), (jit.size(), 4), (jit.size(), 6), (jit.size(), config.tile_m, 4), heads
-        tables = [jit.tensor(Int32, *shape, aligned=False) for shape in shapes]
-    ends = [None] * 2
+    shapes = {}
+    if config.sees in ("rows", "runs"):
+        shapes["order"] = (m_blocks if config.cluster == 1 else jit.size(),)
     if config.sees == "rows":
-        ends = [jit.tensor(Int32, *shape, aligned=False) for shape in ((2, seqlen_q), (m_blocks, 4))]
-    return [q, k, v, o, lse, counter, *found, *(Int32(0) for _ in range(8)), Float32(1.0), *changed, sink, order, *tables, *ends]
+        shapes |= {"rows": (2, seqlen_q), "walks": (m_blocks, 4)}
+    if config.sees == "runs":
+        shapes |= {"spans": (jit.size(), m_blocks, 3), "runs": (jit.size(), 4), "bands": (jit.size(), 6)}
+        shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
+    tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
+    band = Band(*(Int32(0) for _ in range(6)), tables)
+    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, shift)]
 
 
 @cache
@@ -153,6 +154,12 @@ def _counter(device: torch.device) -> Tensor:
 
 
 _PARTIALS: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+
+def _work(call: Call, config) -> Work:
+    """For the current stream."""
+    device = call.q.device
+    return Work(*_workspace(device, config), _section(call, config), _num_sms(device) * config.blocks)
 
 
 def _workspace(device: torch.device, config) -> tuple[Tensor | None, ...]:
@@ -181,7 +188,7 @@ def _section(call: Call, config) -> int:
     if config.sees == "interval":
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         keys = min(keys, 2 * (hi - lo + 1))
-    a_head = 2 * keys * (config.head_dim + config.head_dim_v)
+    a_head = config.dtype.itemsize * keys * (config.head_dim + config.head_dim_v)
     least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
     least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
     if least >= heads or heads % least == 0:
@@ -189,32 +196,19 @@ def _section(call: Call, config) -> int:
     return min(range(least, min(most, least + EXTRA_HEADS) + 1), key=lambda width: (-heads % width, -width), default=least) * call.group
 
 
-def _rest(call: Call, config, scale: float) -> tuple:
-    """What the kernel takes after its counter; of what tensors hold, it depends on a mask's alone."""
-    band = 0, 0, 0, call.seqlen_k, 0, 0
+def _band(call: Call, config) -> Band:
+    """Which keys each row sees: by numbers, or by tables."""
     if config.sees in ("until", "interval"):
-        band = band_of(call.mask, call.seqlen_q, call.seqlen_k)
-    sizes = _section(call, config), _num_sms(call.q.device) * config.blocks
-    return (
-        *band,
-        *sizes,
-        changes.outer_log2(config, scale, call.softcap),
-        *changes.factors(config, scale, call.softcap),
-        *changes.operands(call),
-        *_tables(call, config),
-    )
-
-
-def _tables(call: Call, config) -> tuple[Tensor | None, ...]:
-    """What the kernel reads to know what is visible: the fields of visible.Tables."""
-    made = [None] * 8
+        return Band(*band_of(call.mask, call.seqlen_q, call.seqlen_k), RowTables())
+    tables = RowTables()
     if config.sees == "runs":
         planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
-        found = tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
-        made[:6] = found.order, found.spans, found.runs, found.bands, found.bitmaps, found.planes
+        made = runs.tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
+        tables = RowTables(made.order, made.spans, made.runs, made.bands, made.bitmaps, made.planes)
     if config.sees == "rows":
-        made[0], *made[6:] = rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
-    return tuple(made)
+        order, *made = rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        tables = RowTables(order, None, None, None, None, None, *made)
+    return Band(0, 0, 0, call.seqlen_k, 0, 0, tables)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

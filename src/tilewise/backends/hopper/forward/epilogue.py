@@ -3,8 +3,6 @@
 Each warp stores its own 16 rows, so no warp waits for another here, and the next tile may begin.
 """
 
-from typing import NamedTuple
-
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.scheduler import Block
 from tilewise.sm90 import fragments, wgmma
@@ -13,16 +11,6 @@ from tilewise.sm90.tma import Tma
 
 WARP = 32
 ROWS = 16  # of a tile that a warp holds
-
-
-class Tensors(NamedTuple):
-    """As torch has them: (batch, seqlen, heads, head_dim); L (batch, heads, seqlen_q) fp32."""
-
-    Q: cute.Tensor
-    K: cute.Tensor
-    V: cute.Tensor
-    O: cute.Tensor
-    L: cute.Tensor
 
 
 def columns(config) -> int:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.forward import scheduler, scores
 from tilewise.backends.hopper.forward import seen as visible
-from tilewise.backends.hopper.forward.epilogue import Tensors
 from tilewise.backends.hopper.forward.scheduler import AHEAD, Block, Queue
-from tilewise.backends.hopper.forward.seen import Band, Run
+from tilewise.backends.hopper.forward.seen import Run
+from tilewise.backends.hopper.operands import Band, Tensors
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     BFloat16,

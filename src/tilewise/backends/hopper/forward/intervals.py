@@ -4,39 +4,24 @@ Then a thread a tile of queries, or a cluster's tiles, counts those that visit f
 backwards.
 """
 
-from typing import NamedTuple
-
+from tilewise.backends.hopper.operands import Packed
 from tilewise.sm90.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
 
 WARP = 32
 RANKED = 128  # tiles of queries a thread block ranks
 
 
-class Documents(NamedTuple):
-    """(documents + 1,) int32 each, and where a row sees keys of its document: see documents.Offsets."""
-
-    cu_seqlens_q: cute.Tensor
-    cu_seqlens_k: cute.Tensor
-    seqlen_k: Int32
-    lo: Int32
-    hi: Int32
-    lo_left: Int32
-    hi_left: Int32
-
-
 @cute.jit
 def launch(
-    cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, seqlen_k: Int32,
-    lo: Int32, hi: Int32, lo_left: Int32, hi_left: Int32, config: Constexpr, stream: CUstream,
+    documents: Packed, order: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, config: Constexpr, stream: CUstream
 ):  # fmt: skip
     """order (ceil(m_blocks / cluster),), ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
-    documents = Documents(cu_seqlens_q, cu_seqlens_k, seqlen_k, lo, hi, lo_left, hi_left)
     kernel(documents, ends, walks, config).launch(grid=(walks.shape[0], 1, 1), block=(config.tile_m, 1, 1), stream=stream)
     rank(walks, order, config).launch(grid=(cute.ceil_div(order.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
 
 
 @cute.kernel
-def kernel(documents: Documents, ends: cute.Tensor, walks: cute.Tensor, config: Constexpr):
+def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, config: Constexpr):
     thread, m_block = arch.thread_idx()[0], arch.block_idx()[0]
     row = m_block * config.tile_m + thread
     begin, end = interval(row, documents)
@@ -98,7 +83,7 @@ def visited(walks: cute.Tensor, unit: Int32, config: Constexpr) -> Int32:
 
 
 @cute.jit
-def interval(row: Int32, documents: Documents):
+def interval(row: Int32, documents: Packed):
     """The keys [begin, end) of a row, within the keys that exist whatever cu_seqlens say; (0, 0) for none."""
     low, high = Int32(0), documents.cu_seqlens_q.shape[0]
     while low < high:  # the first end beyond the row

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler, scores
 from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.forward.epilogue import Tensors
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
-from tilewise.backends.hopper.forward.scores import Scores, Terms
-from tilewise.backends.hopper.forward.seen import Band, Seen, Walk
+from tilewise.backends.hopper.forward.scores import Terms
+from tilewise.backends.hopper.forward.seen import Seen, Walk
+from tilewise.backends.hopper.operands import Band, Scores, Tensors, Work
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -73,18 +73,27 @@ class Copies(NamedTuple):
     O: tma.Tma
 
 
+class Shared(NamedTuple):
+    """What the consumers of a thread block have in common."""
+
+    copies: Copies
+    tensors: Tensors
+    found: Partials
+    sm: Smem
+    pipes: Pipes
+    queue: Queue
+    screen: Screen | None
+    agreed: cute.Tensor | None
+    band: Band
+    changes: Scores
+    mma: wgmma.Mma
+
+
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, counter: cute.Tensor,
-    numbers: cute.Tensor | None, arrivals: cute.Tensor | None,
-    q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, section: Int32, blocks: Int32, scale_log2: Float32,
-    inner: Float32 | None, factor: Float32 | None,
-    bias: cute.Tensor | None, slopes: cute.Tensor | None, diagonal: cute.Tensor | None, sink: cute.Tensor | None,
-    order: cute.Tensor | None, spans: cute.Tensor | None, runs: cute.Tensor | None, bands: cute.Tensor | None,
-    bitmaps: cute.Tensor | None, planes: cute.Tensor | None, row_ends: cute.Tensor | None, walks: cute.Tensor | None,
-    config: Constexpr[Config], stream: CUstream,
+    tensors: Tensors, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    """Tensors as in `Tensors`, `Partials`, `Scores` (with its factors) and `visible.Tables`; `section` as in `Units`; at most `blocks` blocks."""
+    mQ, mK, mV, mO, _ = tensors
     rows = [
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO)
     ]  # (seqlen, head_dim, heads, batch)
@@ -95,20 +104,17 @@ def launch(
     sharers = 1, config.cluster, config.cluster
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
-    tensors = Tensors(mQ, mK, mV, mO, mL)
-    band = Band(q0, q1, k0, k1, lo, hi, visible.Tables(order, spans, runs, bands, bitmaps, planes, row_ends, walks))
-    changes = Scores(scale_log2, inner, factor, bias, slopes, diagonal, sink, mK.shape[1] - mO.shape[1])
     rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
-    clusters, shared = blocks // config.cluster, None
+    clusters, shared = work.blocks // config.cluster, None
     if const_expr(config.shares):
         shared = scheduler.shared_of(
             rows_of_units * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n
         )
-    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], section, order, shared)
+    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], work.section, band.tables.order, shared)
     if const_expr(not config.shares):
         clusters = min(units.count, clusters)
-    found = Partials(numbers, arrivals)
-    kernel(copies, tensors, counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
+    found = Partials(work.numbers, work.arrivals)
+    kernel(copies, tensors, work.counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
@@ -140,7 +146,7 @@ def kernel(
             hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma, config)
+        consume(Shared(copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma), config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -165,9 +171,11 @@ def readers(config) -> int:
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     pipes = Pipes(
-        tma.make_pipe(storage, config.q_stages, 2 * config.tile_m * config.head_dim, warps),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim, warps, config.cluster),
-        tma.make_pipe(storage, config.kv_stages, 2 * config.tile_n * config.head_dim_v, readers(config), config.cluster),
+        tma.make_pipe(storage, config.q_stages, config.dtype.itemsize * config.tile_m * config.head_dim, warps),
+        tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim, warps, config.cluster),
+        tma.make_pipe(
+            storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim_v, readers(config), config.cluster
+        ),
     )
     tma.barriers_ready(config.cluster)
     return pipes
@@ -286,18 +294,16 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
-    agreed: cute.Tensor | None, band: Band, changes: Scores, mma: wgmma.Mma, config: Constexpr[Config],
-):  # fmt: skip
+def consume(shared: Shared, config: Constexpr[Config]):
     """64 rows a warpgroup, unit after unit."""
+    queue = shared.queue
     consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
     block = scheduler.told(queue, done, config)
     while block.m0 >= 0:
-        state = attend(copies, tensors, found, sm, pipes, queue, screen, agreed, done, state, block, band, changes, consumer, mma, config)
+        state = attend(shared, done, state, block, consumer, config)
         done += 1
         block = scheduler.told(queue, done, config)
     if const_expr(config.pieces_of_O > 0):
@@ -306,11 +312,10 @@ def consume(
 
 @cute.jit
 def attend(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, pipes: Pipes, queue: Queue, screen: Screen | None,
-    agreed: cute.Tensor | None, done: Int32, state: pipeline.PipelineState, block: Block, band: Band, changes: Scores, consumer: Int32,
-    mma: wgmma.Mma, config: Constexpr[Config],
+    shared: Shared, done: Int32, state: pipeline.PipelineState, block: Block, consumer: Int32, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
+    copies, tensors, found, sm, pipes, queue, screen, agreed, band, changes, mma = shared
     once = tma.after(done, config.q_stages)
     walk = walk_of(queue, done, block, tensors, band, config)
     thread = arch.thread_idx()[0] - THREADS

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.masks import Documents, Unread
 from tilewise.sm90 import jit
@@ -56,14 +57,20 @@ def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: 
     ends = torch.empty((2, seqlen_q), **new)
     m_blocks = -(-seqlen_q // config.tile_m)
     order, walks = torch.empty(-(-m_blocks // config.cluster), **new), torch.empty((m_blocks, 4), **new)
-    jit.compiled(*kernel(config))(cu_seqlens_q, cu_seqlens_k, order, ends, walks, seqlen_k, *inner)
+    jit.compiled(*kernel(config))(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), order, ends, walks)
     return Rows(order, ends, walks)
 
 
 def arguments(config: RowsConfig) -> list:
-    """Stand-ins for `intervals.launch`'s tensors and numbers."""
+    """Stand-ins for `intervals.launch`'s operands."""
     from tilewise.sm90.dsl import Int32
 
-    documents, seqlen_q, m_blocks, units = (jit.size() for _ in range(4))
-    shapes = (documents,), (documents,), (units,), (2, seqlen_q), (m_blocks, 4)
-    return [*(jit.tensor(Int32, *shape, aligned=False) for shape in shapes), *(Int32(0) for _ in range(5))]
+    seqlen_q, m_blocks, units = (jit.size() for _ in range(3))
+    return [packed_stand_in(), *(jit.tensor(Int32, *shape, aligned=False) for shape in ((units,), (2, seqlen_q), (m_blocks, 4)))]
+
+
+def packed_stand_in() -> Packed:
+    from tilewise.sm90.dsl import Int32
+
+    documents = jit.size()
+    return Packed(*(jit.tensor(Int32, documents, aligned=False) for _ in range(2)), *(Int32(0) for _ in range(5)))

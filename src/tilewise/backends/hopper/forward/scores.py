@@ -10,22 +10,10 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.hopper.forward.scheduler import Block
+from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 from tilewise.sm90.fragments import LN2, LOG2_E
-
-
-class Scores(NamedTuple):
-    """The operands of a launch; None is what its configuration does without."""
-
-    scale_log2: Float32  # what multiplies the kernel's scores in the exponent of 2
-    inner: Float32 | None  # scale / softcap
-    factor: Float32 | None  # of logits: the scale, or softcap
-    bias: cute.Tensor | None  # (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k)
-    slopes: cute.Tensor | None  # (batch or 1, heads_q) fp32
-    diagonal: cute.Tensor | None  # (seqlen_q,) int64
-    sink: cute.Tensor | None  # (heads_q,) fp32
-    shift: Int32  # seqlen_k - seqlen_q, the diagonal where there is no tensor
 
 
 class Terms(NamedTuple):

@@ -12,34 +12,10 @@ config.sees says what is known of the keys of each row when the kernel is compil
 from typing import NamedTuple
 
 from tilewise.backends.hopper.forward.scheduler import Block
+from tilewise.backends.hopper.operands import Band
 from tilewise.backends.tables.runs import WORDS
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
-
-
-class Tables(NamedTuple):
-    """In global memory, int32; those of tables.py for "runs", those of documents.py for "rows", None where they are not for this kernel."""
-
-    order: cute.Tensor | None  # (m_blocks,); for both
-    spans: cute.Tensor | None  # (planes, m_blocks, 3)
-    runs: cute.Tensor | None  # (runs, 4)
-    bands: cute.Tensor | None  # (bands, 6)
-    bitmaps: cute.Tensor | None  # (bitmaps, tile_m, WORDS)
-    planes: cute.Tensor | None  # (batch, heads)
-    rows: cute.Tensor | None  # (2, seqlen_q): begin, end
-    walks: cute.Tensor | None  # (m_blocks, 4): the fields of Walk
-
-
-class Band(NamedTuple):
-    """Row q of [q0, q1) sees the keys [max(k0, q + lo), min(k1, q + hi + 1)); other rows see none. Or the tables say what is seen."""
-
-    q0: Int32
-    q1: Int32
-    k0: Int32
-    k1: Int32
-    lo: Int32
-    hi: Int32
-    tables: Tables | None
 
 
 class Walk(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.backward import tables as backward_tables
+from tilewise.backends.hopper.operands import Band, BiasTensors
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Full
@@ -41,6 +42,11 @@ class Config:
     natural: bool = True
     modified: bool = True
     sink: bool = False
+
+    @property
+    def dq_apart(self) -> bool:
+        """No: there is no dQ, so tables for its kernel are not wanted."""
+        return False
 
     @property
     def consumers(self) -> int:
@@ -116,17 +122,21 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
     parts, bias = parts_of(call, multiprocessors), call.bias
     config = config_of(call, by_rows(call), parts == 1)
     sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
-    changed = changes.operands(call)
     band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
-    tables = backward_tables.tables(call, config)
-    factors = changes.factors(config, call.scale, call.softcap)
+    (q, k, v, d_o), shift = tensors, call.seqlen_k - call.seqlen_q
     kernel = jit.compiled(LAUNCH, arguments, config)
-    kernel(*tensors, *statistics, sums, *band, *factors, changed.bias, changed.slopes, changed.diagonal, *tables)
+    kernel(
+        v,
+        d_o,
+        BiasTensors(q, k, *statistics, sums),
+        Band(*band, backward_tables.of_call(call, config)),
+        changes.changes(call, config)._replace(shift=shift),
+    )
     return sums[0] if config.whole else sums.sum(0).to(bias.dtype)
 
 
 def arguments(config) -> list:
-    """Stand-ins for `backward_bias.launch`'s tensors, band and changes."""
+    """Stand-ins for the launch's operands."""
     from tilewise.sm90.dsl import Float32, Int32
 
     dtype = changes.dsl(config.dtype)
@@ -138,6 +148,6 @@ def arguments(config) -> list:
     sums = jit.tensor(
         changes.dsl(config.bias if config.whole else torch.float32), *(jit.size() for _ in range(3)), kept, seqlen_k, aligned=False
     )
-    tables = backward_tables.arguments(config, batch, heads_q, seqlen_q, seqlen_k, jit.size())
-    numbers = [Int32(0) for _ in range(6)]
-    return [q, k, v, d_o, *statistics, sums, *numbers, *changes.stand_ins(config, seqlen_q, seqlen_k, heads_q), *tables]
+    band = Band(*(Int32(0) for _ in range(6)), backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, jit.size()))
+    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)._replace(shift=Int32(0))
+    return [v, d_o, BiasTensors(q, k, *statistics, sums), band, changed]

@@ -12,11 +12,12 @@ Predicted bottleneck: tensor cores, or what two warpgroups leave idle of them.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.bias.call import COLUMNS, Config
-from tilewise.backends.hopper.backward.scores import Changes, Head, weight_of
-from tilewise.backends.hopper.backward.seen import UNMASKED, Tables, keys_of, visit_of
+from tilewise.backends.hopper.backward.scores import Head, weight_of
+from tilewise.backends.hopper.backward.seen import UNMASKED, keys_of, visit_of
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scheduler import Block
-from tilewise.backends.hopper.forward.seen import Band, band_of, interval
+from tilewise.backends.hopper.forward.seen import band_of, interval
+from tilewise.backends.hopper.operands import Band, BiasTensors, Changes
 from tilewise.backends.tables.runs import NOTHING
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -42,16 +43,6 @@ WARP = 32
 WORD = 32  # queries in a word of a bitmap
 ALL = 1  # the named barrier of all consumers
 NONE = -1 - NOTHING
-
-
-class Tensors(NamedTuple):
-    """(batch, seqlen, heads, head_dim), but for what says otherwise."""
-
-    Q: cute.Tensor
-    K: cute.Tensor
-    lse: cute.Tensor  # (batch, heads_q, at least seqlen_q) fp32, in natural units, +inf for a row without keys
-    minus_delta: cute.Tensor  # likewise
-    dB: cute.Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts, batch or 1, heads_q or 1, 1, seqlen_k)
 
 
 class Loads(NamedTuple):
@@ -111,19 +102,22 @@ class Operands(NamedTuple):
     B: cute.Tensor
 
 
+class Own(NamedTuple):
+    """What a consumer's thread has from beginning to end."""
+
+    pipe: pipeline.PipelineTmaAsync
+    operands: Operands
+    tScS: cute.Tensor  # (row, column) of each number of S
+    bias: cute.Tensor
+    mma: cute.TiledMma
+
+
 @cute.jit
 def launch(
-    mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, lse: cute.Tensor, minus_delta: cute.Tensor, mB: cute.Tensor,
-    q0: Int32, q1: Int32, k0: Int32, k1: Int32, lo: Int32, hi: Int32, inner: Float32 | None, factor: Float32,
-    bias: cute.Tensor, slopes: cute.Tensor | None, diagonal: cute.Tensor | None,
-    keys: cute.Tensor | None, queries: cute.Tensor | None, walks: cute.Tensor | None, visitors: cute.Tensor | None,
-    visits: cute.Tensor | None, bands: cute.Tensor | None, bitmaps: cute.Tensor | None, spans: cute.Tensor | None,
-    visited: cute.Tensor | None, seeing: cute.Tensor | None, planes: cute.Tensor | None,
-    config: Constexpr[Config], stream: CUstream,
+    mV: cute.Tensor, mdO: cute.Tensor, tensors: BiasTensors, band: Band, changes: Changes, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    """Tensors as in `Tensors`; lse and minus_delta as `backward_parts.prepare` leaves them; the changes of scores as in `Changes`; keys
-    and the following: `backward_visible.Tables`.
-    """
+    """tensors.lse and minus_delta are what prepare.py leaves; changes.shift is there without ALiBi, too."""
+    mQ, mK, _, _, mB = tensors
     dtype, k_major = mQ.element_type, OperandMajorMode.K
     tile = config.tile_m, config.tile_n, COLUMNS
     layouts = (
@@ -136,14 +130,11 @@ def launch(
     rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mdO, mV)]
     shapes = ((config.tile_m, COLUMNS), (config.tile_n, COLUMNS)) * 2
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts * 2, shapes, strict=True)))
-    shift = mK.shape[1] - mQ.shape[1]
     tiles = cute.ceil_div(mK.shape[1], config.tile_n)
     if const_expr(config.rows):
         tiles = tiles * cute.ceil_div(mQ.shape[1], config.tile_m)
-    tables = Tables(keys, queries, walks, visitors, visits, bands, bitmaps, spans, visited, seeing, planes)
     kernel(
-        Tensors(mQ, mK, lse, minus_delta, mB), loads, Band(q0, q1, k0, k1, lo, hi, tables),
-        Changes(inner, factor, bias, slopes, diagonal, shift), mma, *layouts, config,
+        tensors, loads, band, changes, mma, *layouts, config
     ).launch(
         grid=(tiles * mB.shape[0] * mB.shape[1] * mB.shape[2], 1, 1), block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1, stream=stream,
@@ -152,7 +143,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    tensors: Tensors, loads: Loads, band: Band, changes: Changes, mma: cute.TiledMma,
+    tensors: BiasTensors, loads: Loads, band: Band, changes: Changes, mma: cute.TiledMma,
     layout_A: cute.ComposedLayout, layout_B: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -164,7 +155,7 @@ def kernel(
     if const_expr(not config.rows):
         sums = storage.allocate_tensor(Float32, cute.make_layout((config.tile_n, warps)), 16)
     sm = Smem(*operands, bias, sums)
-    pipe = tma.make_pipe(storage, config.stages, 2 * COLUMNS * (config.tile_m + config.tile_n), warps)
+    pipe = tma.make_pipe(storage, config.stages, config.dtype.itemsize * COLUMNS * (config.tile_m + config.tile_n), warps)
     tma.barriers_ready()
     total = sum_of(arch.block_idx()[0], tensors, band, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
@@ -178,7 +169,7 @@ def kernel(
 
 
 @cute.jit
-def sum_of(number: Int32, tensors: Tensors, band: Band, config: Constexpr[Config]) -> Sum:
+def sum_of(number: Int32, tensors: BiasTensors, band: Band, config: Constexpr[Config]) -> Sum:
     """What thread block `number` does; nothing, where no query of its tile sees a key of it."""
     n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), cute.ceil_div(tensors.Q.shape[1], config.tile_m)
     n_block, number = number % n_blocks, number // n_blocks
@@ -233,7 +224,7 @@ def next_place(place: Place, total: Sum) -> Place:
 
 
 @cute.jit
-def item(place: Place, total: Sum, tensors: Tensors, band: Band, config: Constexpr[Config]) -> Item:
+def item(place: Place, total: Sum, tensors: BiasTensors, band: Band, config: Constexpr[Config]) -> Item:
     """The tile of queries, and whose it is."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     batch, head, m_block, ref = place.batch, place.head, total.m_block, Int32(UNMASKED)
@@ -268,7 +259,7 @@ def visit_at(number: Int32, n_block: Int32, batch: Int32, head: Int32, band: Ban
 
 @cute.jit
 def produce(
-    tensors: Tensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, config: Constexpr[Config]
+    tensors: BiasTensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, config: Constexpr[Config]
 ):  # fmt: skip
     """One warp asks for Q and K, then for dO and V of every item."""
     state, n_block = tma.at_first_empty(config.stages), total.n0 // config.tile_n
@@ -291,7 +282,7 @@ def produce(
 
 @cute.jit
 def consume(
-    tensors: Tensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, changes: Changes,
+    tensors: BiasTensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, changes: Changes,
     mma: cute.TiledMma, config: Constexpr[Config],
 ):  # fmt: skip
     """64 queries a warpgroup: S, dP and what they add to dB, item by item; then dB."""
@@ -310,7 +301,7 @@ def consume(
     for _i in cutlass.range(total.first, total.last, unroll=1):
         its = item(place, total, tensors, band, config)
         if its.ref != NONE:
-            state = add_item(acc_dB, its, total, state, tensors, pipe, operands, tScS, own_bias, band, changes, mma, config)
+            state = add_item(acc_dB, its, total, state, tensors, Own(pipe, operands, tScS, own_bias, mma), band, changes, config)
         place = next_place(place, total)
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
@@ -320,11 +311,11 @@ def consume(
 
 @cute.jit
 def add_item(
-    acc_dB: cute.Tensor, its: Item, total: Sum, state: pipeline.PipelineState, tensors: Tensors, pipe: pipeline.PipelineTmaAsync,
-    operands: Operands, tScS: cute.Tensor, own_bias: cute.Tensor, band: Band, changes: Changes, mma: cute.TiledMma,
+    acc_dB: cute.Tensor, its: Item, total: Sum, state: pipeline.PipelineState, tensors: BiasTensors, own: Own, band: Band, changes: Changes,
     config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """dB += dS of an item, whose stages begin at `state`; returns where the next one's do."""
+    pipe, operands, tScS, own_bias, mma = own
     rows = rows_of(its, total.n0, tScS, tensors, band, config)  # asked for ahead of the products
     acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
     done = state.clone()
@@ -422,7 +413,7 @@ def weigh_some(
 
 
 @cute.jit
-def rows_of(its: Item, n0: Int32, tScS: cute.Tensor, tensors: Tensors, band: Band, config: Constexpr[Config]) -> Rows:
+def rows_of(its: Item, n0: Int32, tScS: cute.Tensor, tensors: BiasTensors, band: Band, config: Constexpr[Config]) -> Rows:
     at, block = fragments.by_rows(tScS), its.block
     rows = Rows(*(cute.make_rmem_tensor(fragments.ROWS, dtype) for dtype in (Float32, Float32, Int32, Int32)))
     for r in range_constexpr(fragments.ROWS):

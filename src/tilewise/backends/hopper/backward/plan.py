@@ -1,0 +1,208 @@
+"""What a backward pass on Hopper is made of, found once for a call: its configuration, the order of its thread blocks, the sizes of its scratch."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.backward.config import ONE_BLOCK, PIECE, Config, configure
+from tilewise.backends.hopper.operands import Turns
+from tilewise.backends.tables import documents
+from tilewise.backends.tables.band import band_of
+from tilewise.masks import Causal, Documents, Full
+from tilewise.problem import Call
+
+MOST = 65535  # the second and third dimension of a grid: heads, batch
+NARROW = 4  # heads that come down under a window, the last ones; twice as many of 64 and less
+CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
+SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
+ABREAST = 8  # rising heads that take turns, at most,
+RISING = 16 << 20  # and what these read in all, in bytes;
+FEW = 4  # so many, of above 64, may read twice that
+MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
+MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
+OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
+NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
+AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
+# Bytes of the L2 cache, at least, and bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly. 50 MB:
+# H100, 2026-11-23, benchmarks/results/exploratory/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
+AGAIN = (0, 2 << 20), (60 << 20, 24 << 20)
+
+
+class Board(NamedTuple):
+    """A GPU."""
+
+    slots: int  # multiprocessors
+    again: int  # bytes, as in AGAIN
+
+
+@cache
+def board_of(device: torch.device) -> Board:
+    found = torch.cuda.get_device_properties(device)
+    return Board(found.multi_processor_count, next(most for least, most in reversed(AGAIN) if found.L2_cache_size >= least))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one call on one GPU; sizes in elements."""
+
+    config: Config
+    m_blocks: int  # tiles of queries
+    band: tuple[int, ...]  # the numbers of operands.Band
+    last_q: int  # operands.Scalars
+    last_k: int
+    turns: tuple[tuple[slice, Turns], ...]  # batch entries of a launch, and the order of its blocks; a grid has no more than MOST of them
+    parts: int  # thread blocks that leave their dK and dV to another
+    spoiled: int  # of the list of what is not finite; 0: there is none
+
+    @classmethod
+    def of(cls, call: Call, board: Board) -> "Plan":
+        config = config_of(call)
+        band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, call.seqlen_q, call.seqlen_k)
+        narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
+        shared_from, shares, parts = shared(config, call, board.slots)
+        heads_q, heads_k = call.q.shape[2], call.k.shape[2]
+        turns = []
+        for first in range(0, call.batch, MOST):
+            batch = min(call.batch - first, MOST)
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow)
+            turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
+        return cls(
+            config,
+            -(-call.seqlen_q // config.tile_m),
+            band,
+            *last_seen(call, band),
+            tuple(turns),
+            parts,
+            _entries(config, call) if config.repairs else 0,
+        )
+
+
+def config_of(call: Call) -> Config:
+    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
+    if isinstance(call.mask, Causal):
+        sees = "from"
+    elif documents.by_rows(call.mask):
+        sees = "rows"
+    few = call.seqlen_k <= ONE_BLOCK
+    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+
+
+def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
+    """From where on queries and keys are known to be padding, which no pair sees; at least 1."""
+    if isinstance(call.mask, Documents):
+        return max(1, call.mask.cu_seqlens_q[-1]), max(1, call.mask.cu_seqlens_k[-1])
+    return max(1, band[1]), max(1, band[3])
+
+
+def _entries(config: Config, call: Call) -> int:
+    """Of the list of what is not finite: how many there are, all that there can be, and what is known of pieces of Q, dO, K and V."""
+    of_keys = call.heads_k * -(-call.seqlen_k // 16) * config.repaired_parts[1]
+    pieces = 2 * (call.heads_q * -(-call.seqlen_q // PIECE) + call.heads_k * -(-call.seqlen_k // PIECE))
+    return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0] + pieces)
+
+
+def _order(
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
+) -> tuple[int, ...]:
+    """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
+    slots = board.slots
+    heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
+    behind = 3 * slots // 2 + n_blocks
+    if config.sees == "all":
+        return slots, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
+    longest = _as_much_as_the_longest(n_blocks, slots)
+    rising, together = 0, _evenly(heads, longest)
+    if config.sees == "from" and not config.dq_apart:
+        rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
+    elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
+        together = min(heads, _coming_down(config, n_blocks, slots))
+        rising = heads - together
+    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few come down
+        together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
+        rising = heads - together
+    abreast = _abreast(config, heads, group, seqlen_q)
+    behind, left = behind + (abreast - 1) * n_blocks, rising % abreast
+    return slots, rising - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+
+
+def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
+    """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
+    H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6. A group's heads give such a
+    lead by themselves.
+    """
+    if config.split == "columns" or group > 1:
+        return 1
+    fit = RISING // _read(config, group, seqlen_q)
+    most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
+    return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
+
+
+def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
+    """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
+    2026-11-22: benchmarks/results/exploratory/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
+    """
+    read = _read(config, group, seqlen_q)
+    apart = math.isqrt(board.again * board.slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
+    most = max(1, min(board.slots // NEIGHBOURS, apart), AT_HAND // read)
+    return -(-heads // -(-heads // most))
+
+
+def _read(config: Config, group: int, seqlen_q: int) -> int:
+    """Bytes of Q, dO and dQ that the blocks of one key head read."""
+    return config.dtype.itemsize * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)
+
+
+def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
+    """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
+    of the group; so much of Q, dO and dQ must fit into the L2 cache.
+    """
+    if group > 1 and _read(config, group, seqlen_q) >= CACHE:
+        return 0, _evenly(heads, SHARING)
+    together = min(heads, _coming_down(config, n_blocks, slots))
+    return heads - together, together
+
+
+def _coming_down(config: Config, n_blocks: int, slots: int) -> int:
+    """How many heads come down after the rising ones. They touch all of their queries at a time: three of 24,576 are 75 MB at head_dim 128, for two
+    percent of balance.
+    """
+    return max(2, 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+
+
+def shared(config: Config, call: Call, slots: int) -> tuple[int, int, int]:
+    """(shared_from, shares) of operands.Turns, and how many thread blocks leave a part of dK and dV to another: the blocks of the last
+    wave are shared by as many as make the end the earliest, if their parts find room.
+    """
+    blocks, m_blocks = -(-call.seqlen_k // config.tile_n) * call.heads_k * call.batch, -(-call.seqlen_q // config.tile_m)
+    last = blocks % slots
+    if not config.shares or last == 0 or call.batch > MOST:
+        return blocks, 1, 0
+    room = call.q.numel() // (1 if config.one_block else 2) // (last * numbers_of_part(config))
+
+    def tiles(shares: int) -> int:
+        return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
+
+    most = min(MOST_OF_ONE_BLOCK if config.one_block else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
+    shares = min(range(1, 1 + most), key=tiles)
+    return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
+
+
+def numbers_of_part(config: Config) -> int:
+    """Of dK and dV of a block of keys."""
+    return config.tile_n * (config.head_dim + config.head_dim_v)
+
+
+def _as_much_as_the_longest(blocks: int, slots: int) -> int:
+    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `slots` of the longest. If as many take turns at the end,
+    longest first, all multiprocessors come to an end at about the same time.
+    """
+    return -(-2 * slots // (blocks + 1))
+
+
+def _evenly(heads: int, most: int) -> int:
+    """How many take turns, about `most`, so that the last section has as many as the others."""
+    return -(-heads // max(1, heads // most))

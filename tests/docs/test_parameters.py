@@ -1,0 +1,31 @@
+"""Nobody is handed a list of thirty things: launches take at most ten parameters, other functions twelve."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "tilewise"
+LAUNCH, OTHERS = 10, 12
+PUBLIC = {("api.py", "attention"), ("api.py", "attention_varlen"), ("decoding.py", "decode")}
+
+
+def functions():
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield str(path.relative_to(SOURCE)), node.name, len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+
+
+FUNCTIONS = list(functions())
+
+
+@pytest.mark.parametrize("path", sorted({path for path, *_ in FUNCTIONS}))
+def test_parameters(path):
+    for where, name, count in FUNCTIONS:
+        if where == path and (path, name) not in PUBLIC:
+            assert count <= (LAUNCH if name.startswith("launch") else OTHERS), f"{path}: {name} has {count} parameters"
+
+
+def test_launches_are_seen():
+    assert sum(name == "launch" for _, name, _ in FUNCTIONS) >= 10 and {(path, name) for path, name, _ in FUNCTIONS} >= PUBLIC
