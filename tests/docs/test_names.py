@@ -143,17 +143,9 @@ CODE = {
 }
 FIRST = {part for path in CODE for part in path.split("/")}
 TO_FOLLOW = {  # written in backends/hopper before its files moved into packages, where they are called otherwise
-    *(
-        "backward.launch",
-        "backward.walk_of",
-        "backward_bias.launch",
-        "backward_intervals.launch",
-        "backward_keys.step_lean",
-        "forward.launch",
-    ),
-    *("backward_order.Order", "backward_order.Visitors", "backward_order.Walk", "backward_order.settled_order", "backward_parts.finish"),
-    *("backward_parts.prepare", "backward_shares.lent", "backward_tables.Visits", "backward_tiles.hide", "backward_visible.FIELDS"),
-    *("backward_visible.Tables", "backward_visible.Visit", "backward_visible.walk_of_head", "visible.Tables"),
+    *("backward.walk_of", "backward_intervals.launch", "backward_keys.step_lean", "backward_order.settled_order", "backward_parts.finish"),
+    *("backward_tables.Visits", "backward_tiles.hide", "backward_visible.FIELDS", "backward_visible.Tables", "backward_visible.Visit"),
+    "backward_visible.walk_of_head",
 }
 NO_NAMES = {"mma.m16n8k16", "createpolicy.fractional", "q.k"}  # two instructions of PTX, and a product
 
