@@ -17,9 +17,12 @@ test-slow: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
+	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[lint]'
+	$(RUN) -m basedpyright
 
 docs: $(VENV)/installed
-	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -m mkdocs --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -m tilewise report
 	$(RUN) -m mkdocs build --strict
 
 wheel: $(VENV)/installed

@@ -170,8 +170,7 @@ def attention_varlen(
 def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     """Which backend and tile configuration `attention(q, k, v, **options)` would use, and why the others were passed over; computes nothing.
 
-    Args:
-        q, k, v and every option are those of `attention`.
+    q, k, v and every option are those of `attention`.
 
     Returns:
         An `Explanation`; print it, or read its fields (backend, reasons, tiles, flops, bytes, ...).

@@ -275,6 +275,44 @@ def test_charts_of_several_devices_have_panels_of_their_own():
     assert "a CPU" not in plots.svg([OURS, LONGER])
 
 
+PAPERS = [
+    replace(
+        OURS,
+        name="papers",
+        clock="events",
+        impl=impl,
+        case={**CASE, "direction": direction, "seqlen_q": length, "seqlen_k": length},
+        environment={**OURS.environment, "device": "NVIDIA H100"},
+    )
+    for impl in ("fa4", "tilewise")
+    for direction in ("fwd", "bwd", "fwd+bwd")
+    for length in (512, 1024)
+]
+
+
+def test_the_overview_has_a_panel_for_each_way_and_head_dim(tmp_path):
+    text = plots.overview([*PAPERS, *ROWS])
+    labels = re.findall(r">([^<>]+)</text>", text)
+    assert [label for label in labels if "head_dim" in label] == ["forward, head_dim 64", "backward, head_dim 64"]
+    assert labels.index("tilewise") < labels.index("fa4") and "TFLOP/s" in labels
+    (path,) = plots.save_overview(PAPERS, tmp_path)
+    assert path.read_text() == plots.overview(PAPERS)
+    assert plots.overview(ROWS) is None and plots.save_overview(ROWS, tmp_path) == []
+
+
+def test_panels_that_share_an_axis_show_every_point(monkeypatch):
+    slow, fast = (replace(row, flops_per_s=rate) for row, rate in zip(PAPERS[:2], (1e12, 9e14), strict=True))
+    far = replace(fast, case={**fast.case, "direction": "bwd"})
+    one, other = drawn_axes(monkeypatch, [slow, far], "throughput")
+    assert one.get_ylim()[0] == 0 and min(one.get_ylim()[1], other.get_ylim()[1]) > 900
+
+
+def test_a_chart_is_small_and_keeps_its_labels():
+    """Coordinates are rounded, what is written is not."""
+    text = plots._small('<svg>\n  <path d="M 1.23456 -7.000001"/>\n  <text style="font-family: \'A\', b; x: 1">0.00125 ms</text>\n</svg>')
+    assert text == '<svg>\n<path d="M 1.23 -7"/>\n<text style="font-family: sans-serif; x: 1">0.00125 ms</text>\n</svg>'
+
+
 def test_charts_of_a_device_have_a_folder():
     assert plots.folder_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 

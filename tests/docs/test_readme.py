@@ -1,19 +1,51 @@
-"""The README keeps its promises: its Python blocks run in order, the call stands by line 15, a number by line 20."""
+"""The README keeps its promises: its Python blocks run in order, and its first screen shows the call, the picture and the numbers in that order."""
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+LINES = TEXT.splitlines()
+
+
+def first(pattern: str) -> int:
+    """The number of the first line that matches."""
+    return next(number for number, line in enumerate(LINES, 1) if re.search(pattern, line))
 
 
 def test_python_blocks_run(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) >= 2
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(blocks) >= 3
     exec(compile("\n".join(blocks), str(README), "exec"), {})
     assert "pairs are visible" in capsys.readouterr().out
 
 
-def test_call_by_line_15_and_number_by_line_20():
-    lines = README.read_text().splitlines()
-    assert any("tw.attention(" in line for line in lines[:15])
-    assert any(re.match(r"\|.*\d", line) for line in lines[:20]), "no generated table row in the first 20 lines"
+def test_the_first_screen_has_its_order():
+    call, gpu, picture, table = first(r"tw\.attention\("), first(r'"cuda"'), first(r"^!\["), first(r"^\| fwd .*\d")
+    exact, onward, contents = first(r"How we know that it is exact"), first(r"Where to go next"), first(r"^## Contents")
+    assert call <= 15 and picture <= 25 and table <= 35
+    assert call < gpu < picture < table < exact < onward < contents < first("^## CPUs")
+
+
+def test_the_picture_is_small_and_of_the_rows():
+    """Those that it names are those that are measured; `make docs` draws it anew."""
+    path = ROOT / re.search(r"^!\[.*?\]\((\S+?)\)", TEXT, re.MULTILINE)[1]
+    assert path.stat().st_size < 60_000
+    texts = {text for each in ElementTree.parse(path).iter() if (text := (each.text or "").strip())}
+    assert {"tilewise", "fa4", "fa3:vllm", "sdpa:cudnn", "forward, head_dim 128", "backward, head_dim 128", "16k"} <= texts
+
+
+def test_contents_and_links_lead_somewhere():
+    headings = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)}
+    listed = re.findall(r"^- \[.*?\]\(#(\S+?)\)$", TEXT, re.MULTILINE)
+    assert set(listed) == headings - {"contents"} and len(listed) == len(headings) - 1
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        path, _, anchor = target.partition("#")
+        assert target.startswith("https://") or (anchor in headings if not path else (ROOT / path).exists()), target
+
+
+def test_it_ends_with_license_and_citation():
+    end = TEXT[TEXT.rindex("\n## ") :]
+    assert all((ROOT / name).exists() and f"]({name})" in end for name in ("LICENSE", "CITATION.cff", "CHANGELOG.md"))

@@ -32,29 +32,78 @@ def svg(rows: Iterable[Row], metric: str = "time") -> str:
     several = len({row.device for row in rows}) > 1
     for row in rows:
         panels.setdefault(_panel(row) + (f", {row.device}" if several else ""), []).append(row)
-    impls = list(dict.fromkeys(row.impl for row in rows))
+    return _chart(panels, metric, measure, columns=min(2, len(panels)), width=5.4, height=3.6)
+
+
+OVERVIEW = "papers-h100.svg"
+
+
+def overview(rows: Iterable[Row], device: str = "h100") -> str | None:
+    """README's picture: throughput of the papers' causal sweep on `device`, a row of panels a direction, a column a head_dim; None without rows."""
+    chosen = [row for row in latest(rows) if row.name == "papers" and row.clock == "events" and device in row.device.lower()]
+    chosen = [row for row in chosen if row.case["mask"] == "Causal()" and row.case["direction"] in WAYS and row.median_s is not None]
+    panels: dict[str, list[Row]] = {}
+    for row in sorted(chosen, key=lambda row: (list(WAYS).index(row.case["direction"]), row.case["head_dim"])):
+        panels.setdefault(f"{WAYS[row.case['direction']]}, head_dim {row.case['head_dim']}", []).append(row)
+    if not panels:
+        return None
+    columns = len({row.case["head_dim"] for row in chosen})
+    return _chart(panels, "throughput", metric_of("throughput", chosen), columns=columns, width=3.2, height=2.5, label="TFLOP/s")
+
+
+WAYS = {"fwd": "forward", "bwd": "backward"}
+
+
+def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: int, width: float, height: float, label: str = "") -> str:
+    """Panels in `columns`, each of `width` by `height` inches, with one legend and one y axis a line, as SVG text; `label` is of the y axes."""
+    impls = dict.fromkeys(row.impl for rows in panels.values() for row in rows)
+    impls = sorted(impls, key=lambda impl: impl.partition(":")[0] != "tilewise")  # ours first, so in the same colour everywhere
 
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        columns = min(2, len(panels))
         lines = -(-len(panels) // columns)
-        figure = Figure(figsize=(5.4 * columns, 3.6 * lines), layout="constrained")
+        figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
         grid = figure.subplots(lines, columns, squeeze=False, sharey="row").ravel()
         for axes, (title, panel) in zip(grid, panels.items(), strict=False):
             _draw(axes, panel, impls, metric, measure)
             axes.set_title(title, fontsize=10, loc="left")
-        if metric in LOGARITHMIC:
-            for axes in grid[: len(panels) : columns]:  # one of each line, whose panels share the scale
+        for place, axes in enumerate(grid[: len(panels)]):
+            if place % columns == 0:
+                axes.set_ylabel(label or f"{measure.title} ({measure.unit})")
+            if place + columns >= len(panels):
+                axes.set_xlabel("sequence length (keys)")
+        for axes in grid[: len(panels) : columns]:  # one of each line, whose panels share the scale
+            if metric in LOGARITHMIC:
                 _logarithmic(axes)
+            else:
+                axes.set_ylim(bottom=0)  # after the last panel is drawn, as it fixes the other end, too
         for axes in grid[len(panels) :]:
             axes.remove()
         handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(impls)))
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return file.getvalue()
+    return _small(file.getvalue())
+
+
+def _small(text: str) -> str:
+    """SVG with coordinates to a hundredth of a point, the viewer's own font and no indentation: a third smaller, and the same to the eye."""
+    number = re.compile(r"-?\d+\.\d{3,}")
+    tag = re.compile(r"<[a-z][^>]*>")  # not the labels, which are text between tags
+    text = tag.sub(lambda tag: number.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), tag[0]), text)
+    return re.sub(r"\n\s+", "\n", re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", text))
+
+
+def save_overview(rows: Iterable[Row], folder: str | Path) -> list[Path]:
+    """Write `overview` into `folder`, where there are rows for it; the file written."""
+    text = overview(rows)
+    if text is None:
+        return []
+    path = Path(folder) / OVERVIEW
+    path.write_text(text, encoding="utf-8")
+    return [path]
 
 
 def save(rows: Iterable[Row], folder: str | Path, metrics: Iterable[str] = ("time", "throughput", "memory", "error")) -> list[Path]:
@@ -97,10 +146,6 @@ def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric)
     lengths = apart({row.case["seqlen_k"] for row in rows})
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
     axes.minorticks_off()
-    if metric not in LOGARITHMIC:
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel("sequence length (keys)")
-    axes.set_ylabel(f"{measure.title} ({measure.unit})")
 
 
 def apart(lengths: Iterable[int]) -> list[int]:

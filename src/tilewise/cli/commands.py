@@ -222,6 +222,7 @@ def report(options: Namespace) -> int:
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
     for device in sorted({row.device for row in on_gpus}):
         drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
+    drawn += plots.save_overview(rows, options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

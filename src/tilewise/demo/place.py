@@ -7,7 +7,7 @@ import torch
 SAME_LOSS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """For each dtype of the attention the largest relative difference between two losses of one step that counts as the same training. Rounding differs,
 and training magnifies it: in bf16 torch's own ways of attention come to be 2.3e-2 apart within 120 steps (H200, two seeds, 2026-11-22:
-benchmarks/results/exploratory/demo-h200.jsonl).
+lab/rows/demo-h200.jsonl).
 """
 SAME_FIRST_LOSS = 1e-3
 """The same for the first loss, when the weights are still equal."""

@@ -84,7 +84,7 @@ def whole(path: Path) -> bool:
 
 
 def store(path: Path, kernel) -> bool:
-    """Keep `kernel`, as `compile.build` made it; whether that was possible."""
+    """Keep `kernel`, as `jit.build` made it; whether that was possible."""
     if not _as_imported():
         return False
     try:
