@@ -102,7 +102,7 @@ def in_place(variant: Variant):
             or (config.sees == "rows" and heads % abreast)
         ):
             raise ValueError(
-                f"{variant.name}: of {heads} heads {together} cannot come down, or {abreast} not take turns (backward_order.Order)"
+                f"{variant.name}: of {heads} heads {together} cannot come down, or {abreast} not take turns (backward/order.py)"
             )
         rising = max(0, heads - together) // abreast * abreast if rising else 0
         return slots, rising, abreast, heads - rising if rising else together, of_queries, 3 * slots // 2 + abreast * n_blocks

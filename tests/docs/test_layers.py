@@ -23,9 +23,11 @@ MODULES = modules()
 
 
 def imported(name: str) -> set[str]:
-    """Modules of ours that a module imports anywhere, in functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    """Modules of ours that a module imports anywhere, in functions too, but for the names of types."""
+    found, tree = set(), ast.parse(MODULES[name].read_text())
+    for branch in [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]:
+        branch.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tilewise":
             found |= {full if (full := f"{node.module}.{each.name}") in MODULES else node.module for each in node.names}
         elif isinstance(node, ast.Import):

@@ -142,11 +142,6 @@ CODE = {
     f"/{path.relative_to(SOURCES).with_suffix('')}".removesuffix("/__init__"): Module(path.read_text()) for path in SOURCES.rglob("*.py")
 }
 FIRST = {part for path in CODE for part in path.split("/")}
-TO_FOLLOW = {  # written in backends/hopper before its files moved into packages, where they are called otherwise
-    *("backward.walk_of", "backward_intervals.launch", "backward_keys.step_lean", "backward_order.settled_order", "backward_parts.finish"),
-    *("backward_tables.Visits", "backward_tiles.hide", "backward_visible.FIELDS", "backward_visible.Tables", "backward_visible.Visit"),
-    "backward_visible.walk_of_head",
-}
 NO_NAMES = {"mma.m16n8k16", "createpolicy.fractional", "q.k"}  # two instructions of PTX, and a product
 
 
@@ -167,7 +162,7 @@ def no_name(name: str, module: Module) -> bool:
 
 def test_names_in_comments_and_docstrings():
     wrong = [f"{path[1:]}: {name}" for path, module in CODE.items() for name in module.dotted() if no_name(name, module)]
-    assert not [each for each in wrong if each.partition(": ")[2] not in TO_FOLLOW]
+    assert not wrong
 
 
 def test_a_wrong_name_in_a_comment_is_found():

@@ -3,12 +3,15 @@
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
 
-from tilewise.masks.mask import Mask
 from tilewise.masks.tiles import FULL, Runs, lower
+
+if TYPE_CHECKING:
+    from tilewise.masks.mask import Mask
 
 SKIPPED, PARTIAL, FILLED, HIDDEN = range(4)  # HIDDEN: a pair of a partial tile that the mask hides
 COLOURS = np.array([[0.5, 0.5, 0.5, 0.14], [0.86, 0.45, 0.10, 1.0], [0.18, 0.42, 0.70, 1.0], [0.97, 0.83, 0.62, 1.0]])
@@ -29,7 +32,7 @@ class Tiling:
 
 
 def show(
-    mask: Mask,
+    mask: "Mask",
     seqlen_q: int,
     seqlen_k: int,
     *,
@@ -55,7 +58,7 @@ def show(
     return drawn
 
 
-def _tiling(mask: Mask, seqlen_q: int, seqlen_k: int, tile_m: int | None, tile_n: int | None, batch: int, head: int) -> Tiling:
+def _tiling(mask: "Mask", seqlen_q: int, seqlen_k: int, tile_m: int | None, tile_n: int | None, batch: int, head: int) -> Tiling:
     planes = mask.planes(seqlen_q, seqlen_k, *mask.extent)
     at = (0 if mask.extent[0] == 1 else batch, 0 if mask.extent[1] == 1 else head)  # a mask of extent 1 is the same for all
     region = next((plane.region for plane in planes if at[0] in plane.batch and at[1] in plane.heads), None)

@@ -3,6 +3,8 @@
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
+NAME = "libtilewise_cpu.so"  # of the compiled kernel
+
 ABI_VERSION = 4
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tilewise.backends.cpu.abi import NAME
 from tilewise.machine import trust
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -25,8 +26,6 @@ class BuildError(RuntimeError):
 
 def target() -> Path:
     """Where `build` puts the library for the sources as they are now."""
-    from tilewise.backends.cpu.native import NAME
-
     digest = hashlib.sha256()
     for path in [DEFINITIONS, *sorted(SOURCES.glob("*"))]:
         if path.is_file():

@@ -10,6 +10,7 @@ module is as trustworthy as this module.
 
 import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,9 @@ from pathlib import Path
 import torch
 
 from tilewise.backends.cpu import abi
+from tilewise.backends.cpu.abi import NAME
 from tilewise.machine import trust
 
-NAME = "libtilewise_cpu.so"
 _FAILURES = {abi.NO_MEMORY: "out of memory", abi.BAD_ABI: "it is of another version", abi.BAD_ISA: "no such instruction set"}
 
 
@@ -113,9 +114,7 @@ def _load() -> Library | str:
 
 def _installed() -> Path | None:
     """The library that lies next to this module."""
-    from tilewise.backends import cpu
-
-    return next((path for place in cpu.__path__ if (path := Path(place) / NAME).exists()), None)
+    return next((path for place in sys.modules[__package__].__path__ if (path := Path(place) / NAME).exists()), None)
 
 
 def _built() -> Path | None:

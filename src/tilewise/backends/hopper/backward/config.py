@@ -41,7 +41,7 @@ class Config(ScoreChanges):
     finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py); where keys are split and nothing is `direct`
     roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
-    lean: bool = False  # registers hold S or dP, not both (backward_keys.step_lean); dK takes dS from shared memory
+    lean: bool = False  # registers hold S or dP, not both (by_keys.step_lean); dK takes dS from shared memory
     always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # -delta is in dP's registers before dP is
@@ -259,7 +259,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
-# (benchmarks/results/exploratory/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
+# (lab/rows/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
 # before backward-schedules-h200.jsonl, backward-dense-h200*).
 FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
 AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)

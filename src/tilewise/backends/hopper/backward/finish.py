@@ -4,7 +4,7 @@ Where a thread block takes one block of keys, it has a share of its head's tiles
 behind (`Order.behind`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
 Where blocks stay (persistent.py), they divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
 
-What is not finite, and what was left, does `backward_parts.finish`, which computes the same.
+What is not finite, and what was left, does `parts.finish`, which computes the same.
 """
 
 from typing import NamedTuple

@@ -61,7 +61,7 @@ def settle(found: cute.Tensor, walks: cute.Tensor, visitors: cute.Tensor, seqlen
 
 @cute.jit
 def weighed(count: Int32, needs: cute.Tensor, longest: Int32, total: Int32) -> tuple[Int32, Int32]:
-    """With `count` more blocks of keys: how many tiles of queries one needs at most, and all together; for `backward_order.settled_order`."""
+    """With `count` more blocks of keys: how many tiles of queries one needs at most, and all together; for `order.settled_order`."""
     for i in cutlass.range(count, unroll=4):
         tiles = max(needs[i, 1] - needs[i, 0], 0)
         longest, total = max(longest, tiles), total + tiles

@@ -72,7 +72,7 @@ class Block(NamedTuple):
 class Walk(NamedTuple):
     """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
 
-    For "runs" these are the visits of one query head (backward_visible.walk_of_head).
+    For "runs" these are the visits of one query head (seen.walk_of_head).
     """
 
     start: Int32
@@ -99,7 +99,7 @@ class Visitors(NamedTuple):
 
 @cute.jit
 def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Visitors:
-    """The inverse of `backward.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
+    """The inverse of `order.walk_of`, exactly: a block that waited for one which never comes would wait for ever."""
     if const_expr(config.sees == "all"):
         return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
     if const_expr(config.sees == "rows"):

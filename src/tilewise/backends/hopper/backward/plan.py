@@ -23,12 +23,12 @@ ABREAST = 8  # rising heads that take turns, at most,
 RISING = 16 << 20  # and what these read in all, in bytes;
 FEW = 4  # so many, of above 64, may read twice that
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
-MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: benchmarks/results/exploratory/backward-few-keys-h200.jsonl)
+MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
 OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
 NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
 # Bytes of the L2 cache, at least, and bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly. 50 MB:
-# H100, 2026-11-23, benchmarks/results/exploratory/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
+# H100, 2026-11-23, lab/rows/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
 AGAIN = (0, 2 << 20), (60 << 20, 24 << 20)
 
 
@@ -131,7 +131,7 @@ def _order(
 
 def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
-    H200, 2026-11-22: benchmarks/results/exploratory/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6. A group's heads give such a
+    H200, 2026-11-22: lab/rows/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6. A group's heads give such a
     lead by themselves.
     """
     if config.split == "columns" or group > 1:
@@ -143,7 +143,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
     """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
-    2026-11-22: benchmarks/results/exploratory/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
+    2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
     apart = math.isqrt(board.again * board.slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile

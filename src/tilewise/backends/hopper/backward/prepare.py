@@ -1,7 +1,7 @@
 """What the backward pass on Hopper works out before its main kernel: delta = rowsum(dO O) - dLSE (Eq. 23, 28), the log-sum-exp in powers of two, and
 zeros where dQ is summed up.
 
-A warp of the main kernel that does this instead, while the others compute, gains 1 % at most, and loses where walks are short (docs/lab-notes.md).
+A warp of the main kernel that does this instead, while the others compute, gains 1 % at most, and loses where walks are short (lab/2026-11-22.md).
 """
 
 from typing import NamedTuple

@@ -28,7 +28,7 @@ UNMASKED = -1 - EVERYTHING
 
 
 class Visit(NamedTuple):
-    """A block of keys at a tile of queries, or the other way round: backward_tables.Visits."""
+    """A block of keys at a tile of queries, or the other way round: tables.Visits."""
 
     tile: Int32
     ref: Int32
@@ -137,7 +137,7 @@ def hide_unseen(
     acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor, hidden: Constexpr[float] = 0.0
 ):  # fmt: skip
     """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to. `hidden`: as in
-    `backward_tiles.hide`.
+    `tiles.hide`.
     """
     if visit.ref != UNMASKED:
         P = fragments.by_rows(acc)

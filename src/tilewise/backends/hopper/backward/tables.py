@@ -1,4 +1,4 @@
-"""What the backward pass reads to know what is visible, where that is no single band: the tensors of backward_visible.Tables.
+"""What the backward pass reads to know what is visible, where that is no single band: the tensors of operands.KeyTables.
 
 For packed documents the GPU finds them from cu_seqlens (`Columns`); for any other mask they are made from its tiles once, as tables.py does for
 the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
@@ -33,7 +33,7 @@ EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries th
 
 
 class Columns(NamedTuple):
-    """Packed documents, int32, as backward_visible.Tables has them."""
+    """Packed documents, int32, as operands.KeyTables has them."""
 
     keys: Tensor  # (2, seqlen_q)
     queries: Tensor  # (2, seqlen_k)
@@ -138,7 +138,7 @@ def kernel(config: Config) -> tuple:
 
 
 def columns_arguments(config: ColumnsConfig) -> list:
-    """Stand-ins for `backward_intervals.launch`'s tensors and numbers."""
+    """Stand-ins for `intervals.launch`'s tensors and numbers."""
     from tilewise.sm90.dsl import Int32
 
     seqlen_q, seqlen_k, n_blocks, m_blocks = (jit.size() for _ in range(4))

@@ -50,7 +50,7 @@ class Smem(NamedTuple):
     first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
     lse: cute.Tensor  # (tile_m, stages) fp32
     minus_delta: cute.Tensor  # (tile_m, stages) fp32
-    visits: cute.Tensor | None  # (backward_visible.FIELDS, stages) int32
+    visits: cute.Tensor | None  # (seen.FIELDS, stages) int32
 
 
 class Layouts(NamedTuple):

@@ -118,7 +118,7 @@ def pairs(**fields) -> tuple[Choice, ...]:
 
 # (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first; "rows" and "runs" as "interval", but for their own.
 # H200, driver 580.159, 2026-11-21 and 22, mostly the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
-# benchmarks/results/exploratory/, hopper-h200.jsonl and, for what names the third round (of the lab notes), forward-h200.jsonl.
+# lab/rows/, hopper-h200.jsonl and, for what names the third round (of the lab notes), forward-h200.jsonl.
 # Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
 #   causal 8k at (128, 128) 649 / 658.
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.

@@ -83,7 +83,7 @@ class Place(NamedTuple):
 
 class Item(NamedTuple):
     block: Block
-    ref: Int32  # for "runs": how it is masked, as in backward_visible.Visit; NONE where no query sees a key
+    ref: Int32  # for "runs": how it is masked, as in seen.Visit; NONE where no query sees a key
 
 
 class Rows(NamedTuple):
