@@ -140,8 +140,12 @@ def _most_moved(code: list[str]) -> int:
 
 def key(kernel: Kernel) -> str:
     """A row's: the name, and a digest of what identifies the kernel."""
-    launch = kernel.launch if isinstance(kernel.launch, str) else f"{kernel.launch.__module__}:{kernel.launch.__qualname__}"
-    return f"{kernel.name} {_short(launch, repr(kernel.config))[:8]}"
+    function = kernel.launch.partition(":")[2] if isinstance(kernel.launch, str) else kernel.launch.__qualname__
+    return f"{kernel.name} {_short(f'{module_of(kernel.launch)}:{function}', repr(kernel.config))[:8]}"
+
+
+def module_of(launch: str | Callable) -> str:
+    return launch.partition(":")[0] if isinstance(launch, str) else launch.__module__
 
 
 def source(kernel: Kernel) -> str:
@@ -149,8 +153,7 @@ def source(kernel: Kernel) -> str:
     comments and docstrings; the stand-ins for arguments; the configuration; the compiler's version.
     """
     given = kernel.arguments(kernel.config)
-    launch = kernel.launch.partition(":")[0] if isinstance(kernel.launch, str) else kernel.launch.__module__
-    roots = {launch, type(kernel.config).__module__, jit.__name__, *(type(each).__module__ for each in given)}
+    roots = {module_of(kernel.launch), type(kernel.config).__module__, jit.__name__, *(type(each).__module__ for each in given)}
     modules = sorted(set().union(*map(reached, roots & MODULES.keys())))
     compiler = version("nvidia-cutlass-dsl"), kernels_on_disk.toolkit_of(kernels_on_disk.library()), jit.arch()
     stated = repr(kernel.launch) if isinstance(kernel.launch, str) else kernel.launch.__qualname__
