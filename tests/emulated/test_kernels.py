@@ -24,8 +24,7 @@ ONE_HEAD = SMALL | dict(heads_q=1)
 CAUSAL = Case(**ONE_HEAD | dict(head_dim=128, mask=Causal()))
 CASES = [
     CAUSAL,
-    Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
-    Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),
+    Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True, dtype="fp16")),
     Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
     Case(**SMALL | dict(mask=Causal(), seqlen_q=30, seqlen_k=140, bias="q", bias_hides=True, lse_grad=True)),
@@ -35,6 +34,8 @@ CASES = [
     Case(**ONE_HEAD | dict(head_dim=72, head_dim_v=40, mask=SlidingWindow(40, 3))),
 ]
 MORE = [
+    Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
+    Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),
     Case(**ONE_HEAD | dict(head_dim=40, mask=SlidingWindow(40, 3))),
     *(Case(**SMALL | dict(batch=2, seqlen_q=n, seqlen_k=300 // n, mask=mask)) for n in (1, 30, 300) for mask in (Full(), Causal())),
     *(
