@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -268,10 +268,10 @@ def written(table: dict[str, dict]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def drawn(kernels: list[Kernel], n: int) -> list[Kernel]:
-    """n of them, other ones whenever the table or a module changes."""
+def shuffled(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """In an order that is another one whenever the table or a module changes."""
     seed = _short(TABLE.read_text() if TABLE.exists() else "", *(code_of(name) for name in sorted(MODULES)))
-    return sorted(kernels, key=lambda kernel: _short(seed, key(kernel)))[:n]
+    return sorted(kernels, key=lambda kernel: _short(seed, key(kernel)))
 
 
 def main_output() -> Callable[[], str]:
