@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow lint docs wheel sanitize clean
+.PHONY: demo test test-slow kernels lint docs wheel sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -14,6 +14,10 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
+
+# The table of compiled kernels, whose rows spare `make test` the compiler: where device code has changed. Resumes; up to an hour and a half for all.
+kernels: $(VENV)/installed
+	$(RUN) tools/gpu/kernel_table.py
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .

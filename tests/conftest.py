@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read with torch: threads 
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ("one_kernel",)
+pytest_plugins = ("expected_once", "one_kernel")
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when the DSL is first imported, by whichever test comes first
 if not torch.cuda.is_available() and "cutlass" not in sys.modules:  # there the tests look into what is compiled

@@ -16,6 +16,8 @@ from tilewise.problem import Call
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import FULL, QUICK, Case, make, upstream
 
+pytestmark = pytest.mark.usefixtures("expected_once")
+
 SMALL = [case for case in QUICK if case.seqlen_q * case.seqlen_k < 100_000]  # with tiles of 32 x 16, larger ones only take longer
 
 

@@ -9,6 +9,8 @@ from tilewise.testing.cases import FEATURES, QUICK, Case
 from tilewise.testing.conformance import run_case, run_hidden, run_scattered, run_spoiled
 from tilewise.testing.mutants import FAULTS, Mutant, first_failure
 
+pytestmark = pytest.mark.usefixtures("expected_once")
+
 BASE = Case(seqlen_q=45, seqlen_k=70, head_dim=32, head_dim_v=24)
 GATE = (
     replace(BASE, mask=Causal(), **FEATURES[-2]),

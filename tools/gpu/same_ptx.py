@@ -1,31 +1,24 @@
 """Whether a change leaves the device code alone: PTX of a sample of all Hopper kernels, names taken out, before the change and after it.
 
+Where the table of kernels.json is up to date before the change, `git diff` of it after kernel_table.py says the same of every kernel.
+
     python tools/gpu/same_ptx.py before.json                # in a checkout of the commit before
     python tools/gpu/same_ptx.py after.json before.json     # here: says which kernels differ, and exits with 1 if any does
 
 Needs no GPU, and three minutes on two cores.
 """
 
-import hashlib
 import itertools
 import json
 import os
-import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-DEBUGGING = re.compile(r"//[^\n]*|^\s*\.(?:loc|file)\b[^\n]*", re.MULTILINE)
-NAMES = re.compile(r"\b\w*(?:cutlass|tilewise)\w*")  # hold modules and classes of Python
-BLANK = re.compile(r"\s+")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
 
-
-def digest(ptx: str) -> str:
-    """Of the code alone: without comments, lines for debuggers, and names that come from Python."""
-    seen: dict[str, str] = {}
-    code = NAMES.sub(lambda found: seen.setdefault(found[0], f"name{len(seen)}"), DEBUGGING.sub("", ptx))
-    return hashlib.sha256(BLANK.sub(" ", code).encode()).hexdigest()[:16]
+from kernel_facts import digest
 
 
 def sample() -> dict[str, tuple]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from emulator.host import Host
+from emulator.kept import kept
 from emulator.machine import Machine
 from emulator.memory import Memory
 from emulator.program import Program
@@ -80,8 +81,8 @@ class Emulated(Hopper):
 def built(launch, arguments, config) -> tuple[Host, str]:
     """The launch function, and the kernels' PTX."""
     with tempfile.TemporaryDirectory() as folder:
-        kernel = jit.build(launch, arguments, config, f"--keep-ptx --dump-dir {folder}")
-        return Host(kernel, Path(folder)), kernel.__ptx__
+        objects, ptx = kept(launch, arguments, config, Path(folder))
+        return Host(objects, Path(folder)), ptx.read_text()
 
 
 @cache

@@ -107,11 +107,9 @@ CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(Launch
 class Host:
     """A compiled launch function; `run` gets the grids of a call in order."""
 
-    def __init__(self, kernel, folder: Path) -> None:
-        """kernel: what `tilewise.sm90.jit.build` returns."""
-        objects, library = folder / "kernel.o", folder / "kernel.so"
-        kernel.export_to_c(str(objects), cache.FUNCTION)
-        source = Path(__file__).with_name("host.c")
+    def __init__(self, objects: Path, folder: Path) -> None:
+        """objects: what the DSL's object of a kernel exports, under the name of the cache's functions; folder: for the library."""
+        library, source = folder / "kernel.so", Path(__file__).with_name("host.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", source, objects, "-o", library], check=True)
         self._library = ctypes.CDLL(str(library))
         self._function = getattr(self._library, f"__tvm_ffi_{cache.FUNCTION}")

@@ -1,0 +1,168 @@
+"""Every kernel that the compile gate holds to its rules, by the lists that its tests are parametrised with: what `jit.build` takes, and a name."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.hopper.backward import call as gradients
+from tilewise.backends.hopper.backward import config as backward
+from tilewise.backends.hopper.backward import tables
+from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.forward import call as forward_call
+from tilewise.backends.hopper.forward import config as forward
+from tilewise.backends.hopper.forward import rows
+from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import rung as rung_module
+
+EVERY = {**RUNGS, **VARIANTS}
+
+
+class Kernel(NamedTuple):
+    name: str  # for people; launch and config are the identity
+    launch: str | Callable
+    arguments: Callable
+    config: object
+    remarks: bool = True  # whether the compiler has something to say about it
+
+
+def of_rung(name: str, head_dim: int, causal: bool) -> Kernel:
+    rung = EVERY[name]
+    arguments = rung_module._arguments_with_scores if rung._stores_scores else rung_module._arguments
+    config = rung.code.configure(head_dim, causal, **rung.choice)
+    return Kernel(f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, arguments, config, remarks=name >= "k4")
+
+
+def of_forward(config) -> Kernel:
+    return Kernel(f"forward {_tile(config)}", forward_call.LAUNCH, forward_call.arguments, config)
+
+
+def of_backward(config) -> Kernel:
+    return Kernel(f"backward {_tile(config)}", gradients.LAUNCH, gradients.arguments, config)
+
+
+def of_bias(sums: tuple, sees: str, everything: bool, bias: torch.dtype) -> Kernel:
+    in_rows, whole, chunks, chunks_v = sums
+    changes = {"softcap": True, "alibi": True, "diagonal": True} if everything else {}
+    shape = {"rows": in_rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
+    pairs = in_rows and bias.itemsize == 2
+    config = bias_gradient.Config(dtype=torch.bfloat16, bias=bias, bias_pairs=pairs, sees=sees, **shape, **changes)
+    return Kernel(f"bias {sees} {chunks} {chunks_v}", bias_gradient.LAUNCH, bias_gradient.arguments, config)
+
+
+def of_intervals() -> list[Kernel]:
+    """The small kernels ahead of "rows"."""
+    return [
+        Kernel("intervals of rows", *rows.kernel(forward.configure(torch.bfloat16, 128, 128, "rows"))),
+        Kernel("intervals of columns", *tables.kernel(backward.configure(torch.bfloat16, 128, 128, "rows"))),
+    ]
+
+
+def _tile(config) -> str:
+    return f"{config.head_dim} {config.head_dim_v} {config.sees} {str(config.dtype).removeprefix('torch.')}"
+
+
+OF_RUNGS = list(itertools.product(EVERY, (64, 128), (False, True)))
+
+# Forward
+
+SHIPPED = forward.shipped(torch.bfloat16)
+EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
+CHANGED = [
+    ((128, 128), "until", {"softcap": True}),
+    ((128, 128), "all", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
+    ((64, 64), "interval", {"alibi": True}),
+    *((dims, ("all", "interval")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
+]
+CHANGED_TOO = [
+    *((dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("all", "interval")),
+    *((dims, "until", {"softcap": True}) for dims in forward.TILES),
+    *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
+]
+RUNS = [(dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("rows", "runs")]
+
+
+def changed_forward(dims, sees, changes) -> Kernel:
+    return of_forward(forward.configure(torch.bfloat16, *dims, sees, **changes))
+
+
+# Backward
+
+SEES = ("all", "from", "interval", "rows", "runs")
+SHAPES = list(itertools.product(backward.TILES, SEES))
+
+
+def few_keys(dims, sees, changes, dtype=torch.bfloat16):
+    return backward.configure(dtype, *dims, sees, few=True, **changes)
+
+
+def many_keys(dims, sees, changes):
+    return backward.configure(torch.bfloat16, *dims, sees, **changes)
+
+
+def of_length(dims, sees, least, dtype=torch.bfloat16):
+    return backward.configure(dtype, *dims, sees, least)
+
+
+FEW = [shape for shape in SHAPES if few_keys(*shape, {}).one_block]
+
+# All but what SHAPES has: bf16, from one query on.
+STEPS = [(*what, least) for what, each in backward.LONG.items() for least, _ in each]
+STEPS += [(dims, "from", backward.STAYS_UP_TO + 1) for dims in ((64, 64), (128, 128))]
+DTYPES = torch.bfloat16, torch.float16
+LONG = [(*step, dtype) for step in STEPS for dtype in DTYPES if (step[-1], dtype) != (1, torch.bfloat16)]
+
+SMALLER = (40, 40), (72, 72), (104, 104), (136, 128)
+OF_SMALLER_HEADS = [(dims, SEES[1:][i], 1) for i, dims in enumerate(SMALLER)]
+OF_SMALLER_HEADS_TOO = [case for case in itertools.product(SMALLER, SEES, (1, 1024, 8192)) if case not in OF_SMALLER_HEADS]
+
+BACKWARD_CHANGES = (
+    {"softcap": True},
+    {"alibi": True},
+    {"bias": torch.bfloat16},
+    {"bias": torch.float32, "alibi": True, "diagonal": True},
+    {"softcap": True, "alibi": True},
+    {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True},
+)
+BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most registers, under one mask after another
+    (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward.TILES)
+]
+_OF_ALL_SHAPES = [(*shape, changes) for shape in SHAPES for changes in BACKWARD_CHANGES]
+BACKWARD_CHANGED_TOO = [
+    case
+    for case in (*_OF_ALL_SHAPES, *itertools.product((*SMALLER, (200, 200)), SEES, BACKWARD_CHANGES[::5]))
+    if case not in BACKWARD_CHANGED
+]
+MOST_WITH_TABLES = ((256, 256), "runs", BACKWARD_CHANGES[-1])
+OF_FEW_KEYS_TOO = [case for case in _OF_ALL_SHAPES if few_keys(*case) != many_keys(*case) and case != MOST_WITH_TABLES]
+
+# A bias's gradient
+
+SUMS = (True, True, 1, 1), (True, False, 4, 4), (False, True, 2, 2), (False, False, 3, 2)  # rows, whole, chunks, chunks_v
+BIAS_GRADIENTS = [(SUMS[i % len(SUMS)], sees, i % 4 // 2) for i, sees in enumerate(("band", "rows", "runs") * 2)]
+BIAS_GRADIENTS_TOO = [case for case in itertools.product(SUMS, ("band", "rows", "runs"), (0, 1)) if case not in BIAS_GRADIENTS]
+BIASES = torch.bfloat16, torch.float32
+
+
+def fast() -> Iterator[Kernel]:
+    """What `make test` holds to the rules; some come more than once."""
+    yield from itertools.starmap(of_rung, OF_RUNGS)
+    yield from map(of_forward, SHIPPED)
+    yield from itertools.starmap(changed_forward, CHANGED)
+    yield from of_intervals()
+    yield from (of_backward(many_keys(*shape, {})) for shape in SHAPES)
+    yield from (of_backward(few_keys(*shape, {}, dtype)) for shape in FEW for dtype in DTYPES)
+    yield from (of_backward(of_length(*case)) for case in LONG + OF_SMALLER_HEADS)
+    yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED)
+    yield of_backward(few_keys(*MOST_WITH_TABLES))
+    yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)
+
+
+def slow() -> Iterator[Kernel]:
+    """What `make test-slow` adds."""
+    yield from (changed_forward(*case) for case in CHANGED_TOO + RUNS)
+    yield from (of_backward(of_length(*case)) for case in OF_SMALLER_HEADS_TOO)
+    yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED_TOO)
+    yield from (of_backward(few_keys(*case)) for case in OF_FEW_KEYS_TOO)
+    yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
