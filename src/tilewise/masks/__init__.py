@@ -1,9 +1,8 @@
 """What a mask is: the language of its constructors, its text, its bands and bits, the tiles that it touches."""
 
-from tilewise.masks.bands import Bands
+from tilewise.masks.bands import Band, Bands
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.constructors import (
-    Band,
     Causal,
     ChunkedCausal,
     Documents,

@@ -16,33 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewise.errors import ShapeError
 from tilewise.masks.arguments import align_argument, by_heads, check_count, check_fits, cu_seqlens, integers, ranges
 from tilewise.masks.band_tables import INF, expand
-from tilewise.masks.bands import Band, Bands
-from tilewise.masks.bitmap import Bitmap, Recent
+from tilewise.masks.bands import Bands
+from tilewise.masks.bitmap import Recent
 from tilewise.masks.dense import Dense, Packed
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
 from tilewise.masks.text import SHORT, evaluate
 
 LONG_BYTES = 32 << 20  # of masks with long texts
 A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
-
-__all__ = [
-    "Band",
-    "Bands",
-    "Bitmap",
-    "Causal",
-    "ChunkedCausal",
-    "Dense",
-    "Documents",
-    "FirstKeys",
-    "Full",
-    "Mask",
-    "PerHead",
-    "Plane",
-    "PrefixLM",
-    "Slices",
-    "SlidingWindow",
-    "parse",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
