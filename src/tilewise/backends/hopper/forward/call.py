@@ -75,7 +75,7 @@ def kernels(call: Call) -> list[tuple]:
 
 
 def config_of(call: Call):
-    """The configuration that runs the call: of the packed one, where heads are packed as rows."""
+    """The configuration for the call as it is given; where heads are packed as rows, ask for the packed call's."""
     sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
     if isinstance(call.mask, Causal):
         sees = "until"
@@ -119,8 +119,7 @@ def arguments(config) -> list:
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
     work = Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
-    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)._replace(shift=Int32(0))
-    *changed, shift = changed
+    *changed, _ = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
     shapes = {}
     if config.sees in ("rows", "runs"):
@@ -132,7 +131,7 @@ def arguments(config) -> list:
         shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
     tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
     band = Band(*(Int32(0) for _ in range(6)), tables)
-    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, shift)]
+    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, Int32(0))]
 
 
 @cache
