@@ -1,7 +1,7 @@
 """Variants of the Hopper backward pass, in turns in one process, beside other contenders: `python tools/variants.py` on a machine with a Hopper GPU.
 
     --variant "two rows: stages=4, pairwise=False"    fields of backward_config.Config that differ from what ships
-    --variant "turns: together=8, abreast=4"          and of the order: heads that come down, at least; heads that rise in turns
+    --variant "turns: together=8, abreast=4"          and of the order: descending heads, at least; ascending heads that take turns
 
 What ships is measured first, as "base". A variant's gradients are compared with each other bit by bit, RUNS times, and with the base's within CLOSE;
 a row says whether they have the base's bits, too, as where all that differs is when things are done. Kernels are compiled ahead, side by
@@ -92,7 +92,7 @@ def in_place(variant: Variant):
     shipped_config, shipped_order = plan.config_of, plan._order
 
     def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others):
-        slots, rising, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
+        num_sms, ascending, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
         together, abreast = variant.order.get("together", together), variant.order.get("abreast", abreast)
         heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
         if (
@@ -101,11 +101,9 @@ def in_place(variant: Variant):
             or (abreast > 1 and config.split == "columns")
             or (config.sees == "rows" and heads % abreast)
         ):
-            raise ValueError(
-                f"{variant.name}: of {heads} heads {together} cannot come down, or {abreast} not take turns (backward/order.py)"
-            )
-        rising = max(0, heads - together) // abreast * abreast if rising else 0
-        return slots, rising, abreast, heads - rising if rising else together, of_queries, 3 * slots // 2 + abreast * n_blocks
+            raise ValueError(f"{variant.name}: of {heads} heads {together} cannot descend, or {abreast} not take turns (backward/order.py)")
+        ascending = max(0, heads - together) // abreast * abreast if ascending else 0
+        return num_sms, ascending, abreast, heads - ascending if ascending else together, of_queries, 3 * num_sms // 2 + abreast * n_blocks
 
     with (
         mock.patch.object(plan, "config_of", lambda call: replace(shipped_config(call), **variant.config)),

@@ -24,11 +24,11 @@ from tilewise.sm90 import cache, jit
 BF16 = torch.bfloat16
 
 
-def shipped(dims=(128, 128), sees="until"):
+def shipped(dims=(128, 128), sees="causal"):
     return config.configure(BF16, *dims, sees)
 
 
-@pytest.mark.parametrize("sees", ["all", "until", "interval"])
+@pytest.mark.parametrize("sees", ["all", "causal", "interval"])
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
 def test_shapes_fit(dims, sees):
     found, refused = tune.shapes(shipped(dims, sees))
@@ -56,7 +56,7 @@ def test_manners_fit():
 
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
 def test_what_ships_is_worth_compiling(dims):
-    for sees in ("all", "until"):
+    for sees in ("all", "causal"):
         assert tune.why_not(shipped(dims, sees)) == []
 
 
@@ -130,7 +130,7 @@ def test_literal():
     environment = {"device": "NVIDIA H100", "date": "2026-11-21T10:00:00+00:00"}
     said = tune.literal(shipped(), [row(name, 1024, 512.4e12, environment=environment), row("other", 1024, 1e12)])
     assert (
-        said.startswith("(128, 128): {'until': any_length(tile_m=128, tile_n=128, cluster=2)},")
+        said.startswith("(128, 128): {'causal': any_length(tile_m=128, tile_n=128, cluster=2)},")
         and "NVIDIA H100, 2026-11-21: TFLOP/s at 1024: 512" in said
     )
     assert "kv_stages=3" in tune.literal(replace(shipped(), kv_stages=3), []) and "kv_stages" not in said
@@ -189,7 +189,7 @@ def test_processes_compile_candidates(kept):
 def test_the_command_without_a_gpu(capsys, monkeypatch):
     assert grammar.main(["tune", "--dry-run", "--head-dim", "128", "--mask", "causal", "--most", "5"]) == 0
     said = capsys.readouterr().out
-    assert "(128, 128) 'until', bfloat16: 5 shapes" in said and "the operands do not fit the shared memory" in said
+    assert "(128, 128) 'causal', bfloat16: 5 shapes" in said and "the operands do not fit the shared memory" in said
     monkeypatch.setattr(jit, "why_not_here", lambda: ["torch sees no GPU here"])
     assert grammar.main(["tune"]) == 3
     assert "torch sees no GPU here. Without one, --dry-run lists the candidates" in capsys.readouterr().err
@@ -222,7 +222,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     assert grammar.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert (
-        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, draws=False, q_stages=2)}," in said
+        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, dynamic=False, q_stages=2)}," in said
         and "8 bytes are spilled" in said
         and "missed the tolerance" in said
     )
@@ -248,6 +248,6 @@ def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
     monkeypatch.setattr(backend, "_num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     workload = Workload(name="x", batch=1, seqlen_q=40, heads_q=2, head_dim=64, mask=mask, dtype=BF16)
-    candidate = replace(shipped((64, 64), "until"), tile_n=96)
+    candidate = replace(shipped((64, 64), "causal"), tile_n=96)
     (found,) = run([workload], [tune.Contender(candidate)], budget_s=0.01, memory=False)
     assert found.passed and set(ran) == {candidate} and "tile_n=96" in found.impl

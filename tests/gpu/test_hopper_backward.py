@@ -204,12 +204,12 @@ def test_random_problems(seed):
 STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 
 
-@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "from")], ids=str)
+@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "causal")], ids=str)
 def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
     monkeypatch.setattr(plan, "AT_HAND", 1)
     monkeypatch.setattr(plan, "ONE_BLOCK", 0)
-    mask = {"all": Full(), "from": Causal()}[sees]
+    mask = {"all": Full(), "causal": Causal()}[sees]
     plain = plan.config_of
     monkeypatch.setattr(plan, "config_of", lambda call: replace(plain(call), **fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
@@ -233,17 +233,17 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
         return (lambda *args: (given.append(args), kernel(*args))[1]) if launch == gradients.LAUNCH else kernel
 
     monkeypatch.setattr(gradients.jit, "compiled", recording)
-    stays = sees != "from"  # there with one block of keys a thread block, too, as long sequences have it
+    persistent = sees != "causal"  # there with one block of keys a thread block, too, as long sequences have it
     for seqlen_q, seqlen_k, heads_k in ((500, 500, 16), (330, 410, 8), (129, 700, 4)):
         packs = Documents((0, seqlen_q // 3, seqlen_q), (0, seqlen_k // 3, seqlen_k), inner=Causal())
-        mask = {"all": Full(), "from": Causal(), "interval": SlidingWindow(150, 0), "rows": packs}[sees]
+        mask = {"all": Full(), "causal": Causal(), "interval": SlidingWindow(150, 0), "rows": packs}[sees]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 16, "heads_k": heads_k, "head_dim": dims[0] - 8}
         case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
         for finishes in (True, False):
             monkeypatch.setattr(
                 plan,
                 "config_of",
-                lambda call, finishes=finishes: replace(plain(call), **fields | {"stays": stays, "finishes": finishes}),
+                lambda call, finishes=finishes: replace(plain(call), **fields | {"persistent": persistent, "finishes": finishes}),
             )
             held(case, run=conformance.run_spoiled)
             inputs = torch.Generator("cuda").manual_seed(0)
@@ -284,7 +284,7 @@ def test_a_sink(mask):
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(70, 20), Documents([0, 70, 210, 300], inner=Causal())], ids=repr)
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_more_blocks_of_keys_than_run_at_a_time(mask, dims, monkeypatch):
-    """Where a thread block stays, it takes several."""
+    """A persistent thread block takes several."""
     monkeypatch.setattr(plan, "AT_HAND", 1)
     sizes = {"batch": 8, "seqlen_q": 300, "seqlen_k": 300, "heads_q": 24, "heads_k": 24, "head_dim": dims[0], "head_dim_v": dims[1]}
     for dtype in ("bf16", "fp16"):

@@ -70,14 +70,14 @@ OF_RUNGS = list(itertools.product(EVERY, (64, 128), (False, True)))
 SHIPPED = forward.shipped(torch.bfloat16)
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
-    ((128, 128), "until", {"softcap": True}),
+    ((128, 128), "causal", {"softcap": True}),
     ((128, 128), "all", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
     ((64, 64), "interval", {"alibi": True}),
     *((dims, ("all", "interval")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
 ]
 CHANGED_TOO = [
     *((dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("all", "interval")),
-    *((dims, "until", {"softcap": True}) for dims in forward.TILES),
+    *((dims, "causal", {"softcap": True}) for dims in forward.TILES),
     *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
 ]
 RUNS = [(dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("rows", "runs")]
@@ -89,7 +89,7 @@ def changed_forward(dims, sees, changes) -> Kernel:
 
 # Backward
 
-SEES = ("all", "from", "interval", "rows", "runs")
+SEES = ("all", "causal", "interval", "rows", "runs")
 SHAPES = list(itertools.product(backward.TILES, SEES))
 
 
@@ -109,7 +109,7 @@ FEW = [shape for shape in SHAPES if few_keys(*shape, {}).one_block]
 
 # All but what SHAPES has: bf16, from one query on.
 STEPS = [(*what, least) for what, each in backward.LONG.items() for least, _ in each]
-STEPS += [(dims, "from", backward.STAYS_UP_TO + 1) for dims in ((64, 64), (128, 128))]
+STEPS += [(dims, "causal", backward.PERSISTENT_UP_TO + 1) for dims in ((64, 64), (128, 128))]
 DTYPES = torch.bfloat16, torch.float16
 LONG = [(*step, dtype) for step in STEPS for dtype in DTYPES if (step[-1], dtype) != (1, torch.bfloat16)]
 

@@ -97,7 +97,7 @@ def test_an_entry_under_another_name_is_not_taken(kept, small, builds, path):
 
 def test_every_field_of_the_configuration_is_told_apart(kept, small):
     launch, plain = small[0], replace(small[2], alibi=True)  # without ALiBi there is no `diagonal`
-    others = {"dtype": torch.float16, "sees": "until"}
+    others = {"dtype": torch.float16, "sees": "causal"}
     changed = [replace(plain, **{each.name: others.get(each.name, f"{getattr(plain, each.name)}0")}) for each in fields(plain)]
     paths = {cache.entry(launch, each, "sm_90a") for each in (plain, *changed)}
     paths |= {cache.entry(launch, plain, "sm_90"), cache.entry(f"{launch}_other", plain, "sm_90a")}

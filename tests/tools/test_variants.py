@@ -42,8 +42,8 @@ def test_what_is_no_variant(variants, text, said):
 
 
 def test_an_order_takes_its_place(variants):
-    """And leaves it again. 64 heads of 128 at 4,096, of which 8 come down: 56 rise, or 48 where 12 take turns."""
-    given = configure(torch.bfloat16, 128, 128, "from", 4096), 4, 4096, 16, 4096, 16, BOARD, False
+    """And leaves it again. 64 heads of 128 at 4,096, of which 8 descend: 56 ascend, or 48 where 12 take turns."""
+    given = configure(torch.bfloat16, 128, 128, "causal", 4096), 4, 4096, 16, 4096, 16, BOARD, False
     shipped = plan._order(*given)
     assert shipped[:4] == (132, 56, 4, 8)
     with variants.in_place(variants.variant_from("turns: abreast=12")):

@@ -40,10 +40,10 @@ def sample() -> dict[str, tuple]:
     for i, dims in enumerate(backward.TILES):
         for j in range(2):
             dtype, changed = (torch.bfloat16, torch.float16)[(i + j) % 2], changes if i % 3 == j else {}
-            sees = ("all", "until", "interval", "rows", "runs")[(i + 2 * j) % 5]
+            sees = ("all", "causal", "interval", "rows", "runs")[(i + 2 * j) % 5]
             key = f"forward {dims} {sees} {dtype} {sorted(changed)}"
             found[key] = forward_call.LAUNCH, forward_call.arguments, forward.configure(dtype, *dims, sees, **changed)
-            sees = ("all", "from", "interval", "rows", "runs")[(i + 2 * j) % 5]
+            sees = ("all", "causal", "interval", "rows", "runs")[(i + 2 * j) % 5]
             key = f"backward {dims} {sees} {dtype} {sorted(changed)}"
             config = backward.configure(dtype, *dims, sees, (1, 4096)[j], few=i % 4 == 3, **changed)
             found[key] = backward_call.LAUNCH, backward_call.arguments, config

@@ -31,7 +31,7 @@ from tilewise.problem import Call
 from tilewise.sm90 import cache, jit
 
 SHAPES = {"tile_m": (128, 192), "tile_n": tuple(range(64, 257, 16)), "kv_stages": (2, 3), "pingpong": (True, False)}
-MANNERS = {"late": (False, True), "draws": (True, False), "cluster": (1, 2), "q_stages": (1, 2)}  # tried on the best shapes
+MANNERS = {"late": (False, True), "dynamic": (True, False), "cluster": (1, 2), "q_stages": (1, 2)}  # tried on the best shapes
 SPARE = 24  # registers that a computing thread needs besides what it accumulates, at least
 REMARKS = "remarks{ptx}"  # the compiler says what it used
 LEADERS = 3  # shapes whose manners are tried

@@ -51,7 +51,7 @@ def test_the_longest_limit_has_a_name():
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
-@pytest.mark.parametrize("sees", ["all", "until", "interval"])
+@pytest.mark.parametrize("sees", ["all", "causal", "interval"])
 def test_what_ships_fits(dims, sees):
     config = configure(BF16, *dims, sees)
     assert forecast.smem_bytes(config) <= config.shared_bytes
@@ -77,7 +77,7 @@ def test_what_is_padded_or_masked_within_tiles_is_no_useful_work():
 
 
 def test_one_short_unit_leaves_the_rest_idle():
-    found = forecast.forecast(configure(BF16, 128, 128, "until"), call(1, 4096, heads=1, mask=Causal()))
+    found = forecast.forecast(configure(BF16, 128, 128, "causal"), call(1, 4096, heads=1, mask=Causal()))
     assert found.limit == "multiprocessors without work" and found.flops_per_s < H100.peak[BF16] / 132 / 100
 
 

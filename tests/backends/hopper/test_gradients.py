@@ -22,7 +22,7 @@ CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 SEES = {
     Full(): "all",
     SlidingWindow(None, None): "all",
-    Causal(): "from",
+    Causal(): "causal",
     SlidingWindow(5, 0): "interval",
     Documents((0, 3, 9)): "rows",
     Documents((0, 3, 9), inner=Causal() & SlidingWindow(2, None, "top_left")): "rows",
@@ -127,7 +127,7 @@ def test_what_is_shared_has_room_where_dQ_goes():
         place = gradients._place_of_parts(config, parts, q)
         assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks stay"):
-        replace(config, dq="staged", finishes=True, stays=False)
+        replace(config, dq="staged", finishes=True, persistent=False)
 
 
 def test_explain_says_what_sharing_takes():
@@ -172,26 +172,26 @@ def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp():
 @pytest.mark.parametrize(
     ("sees", "heads", "group", "seqlen", "abreast"),
     [
-        ("from", 128, 1, 4096, 8),
-        ("from", 64, 1, 8192, 4),
-        ("from", 32, 1, 16384, 2),
-        ("from", 32, 1, 1 << 20, 1),
-        ("from", 128, 4, 1024, 1),
+        ("causal", 128, 1, 4096, 8),
+        ("causal", 64, 1, 8192, 4),
+        ("causal", 32, 1, 16384, 2),
+        ("causal", 32, 1, 1 << 20, 1),
+        ("causal", 128, 4, 1024, 1),
         ("rows", 12, 1, 4096, 6),
         ("rows", 7, 1, 4096, 7),
         ("rows", 13, 1, 4096, 1),
     ],
 )
 def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
-    """Divisors of the rising heads, and of all heads where the GPU decides which rise."""
+    """Divisors of the ascending heads, and of all heads where the GPU decides which rise."""
     config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
-    _, rising, found, together, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
-    assert (found, rising % found, rising + together) == (abreast, 0, heads)
+    _, ascending, found, together, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
+    assert (found, ascending % found, ascending + together) == (abreast, 0, heads)
     assert sees != "rows" or heads % found == 0
 
 
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
-    config = backward_config.configure(torch.bfloat16, 256, 256, "from", 1024)
+    config = backward_config.configure(torch.bfloat16, 256, 256, "causal", 1024)
     assert plan._order(config, 1, 1024, 8, 1024, 8, H200, False)[1:3] == (0, 1)
 
 
@@ -205,4 +205,4 @@ def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)
     assert [given.Q.shape[0] for given, *_ in launched] == [plan.MOST, 21]
     for given, _, _, turns, *_ in launched:
-        assert turns.rising % turns.abreast == 0 and turns.rising + turns.together == given.Q.shape[0]
+        assert turns.ascending % turns.abreast == 0 and turns.ascending + turns.together == given.Q.shape[0]

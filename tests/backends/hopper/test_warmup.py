@@ -29,13 +29,13 @@ def test_each_kernel_once():
 def test_all_plain_kernels_that_ship():
     masks, dtypes = (Full(), Causal(), SlidingWindow(1, 0), SlidingWindow(1 << 20, 0)), (BF16, torch.float16)
     found = warmup.kernels(warmup.Cell(*dims, dtype, mask) for dims in config.TILES for dtype in dtypes for mask in masks)
-    ships = {each for dtype in dtypes for each in config.shipped(dtype) if each.sees in ("all", "until", "interval")}
+    ships = {each for dtype in dtypes for each in config.shipped(dtype) if each.sees in ("all", "causal", "interval")}
     assert len(found) == len(ships) and {kernel.config for kernel in found} == ships
 
 
 def test_kernels_that_change_scores_and_masks_of_many_bands():
     plain, soft, two = (warmup.kernels([CELL._replace(extras=extras)])[0].config for extras in ((), ("softcap",), ("alibi", "sink")))
-    assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster, draws=True, from_zero=False)
+    assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster, dynamic=True, from_zero=False)
     assert two.alibi and two.sink and not two.softcap and two.bias is None
     assert warmup.kernels([CELL._replace(extras=("bias",))])[0].config.bias is BF16
     runs, rows = (warmup.kernels([CELL._replace(mask=mask)]) for mask in (PrefixLM(3), Documents([0, 3, 5], inner=Causal())))
@@ -50,7 +50,7 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     names = {warmup.describe(kernel)[0] for kernel in both}
     assert set(forward) <= set(both) and names == {"forward", "backward"}
     covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
-    ways = itertools.product(covered, ("all", "from", "interval"), backward_config.lengths())
+    ways = itertools.product(covered, ("all", "causal", "interval"), backward_config.lengths())
     few = backward_config.ONE_BLOCK
     ships = {backward_config.configure(BF16, *dims, sees, seqlen, seqlen <= few) for dims, sees, seqlen in ways}
     assert len(ships) > 3 * len(backward_config.TILES) and {each.config for each in both} - {each.config for each in forward} == ships

@@ -137,7 +137,7 @@ class Turns(NamedTuple):
     """The order of a backward pass's thread blocks, of which order.Order is made."""
 
     num_sms: int
-    rising: int
+    ascending: int
     abreast: int
     together: int
     queries_together: int  # heads that take turns in by_queries.py

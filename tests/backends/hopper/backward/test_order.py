@@ -49,28 +49,28 @@ def plain(in_python, module: dict, names: tuple[str, ...]) -> SimpleNamespace:
 
 
 class Problem:
-    """Blocks of keys of `heads` heads on a machine that runs `slots` at a time."""
+    """Blocks of keys of `heads` heads on a machine that runs `num_sms` at a time."""
 
-    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, slots, rising, together, shares=1, abreast=1):
+    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, num_sms, ascending, together, shares=1, abreast=1):
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
-            sees = "from"
-        if sees == "rows" and (heads % abreast or min(rising, heads) % abreast):
+            sees = "causal"
+        if sees == "rows" and (heads % abreast or min(ascending, heads) % abreast):
             abreast = 1
         split = "keys" if abreast > 1 or heads % 2 else "columns"
         self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", split=split)
-        self.order, self.lengths, self.heads, self.slots = order, (seqlen_q, seqlen_k), heads, slots
+        self.order, self.lengths, self.heads, self.num_sms = order, (seqlen_q, seqlen_k), heads, num_sms
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
         else:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        rising, together = 0 if sees == "all" else min(rising, heads), together
-        shared_from = n_blocks * heads // slots * slots
+        ascending, together = 0 if sees == "all" else min(ascending, heads), together
+        shared_from = n_blocks * heads // num_sms * num_sms
         shares = shares if sees == "all" else 1
-        rising -= rising % abreast
-        divisors = abreast * n_blocks, abreast, together * n_blocks, together, max((heads - rising) % together, 1), heads, shares
-        how = order.Order(slots, rising, abreast, together, 0, shared_from, shares, *divisors)
+        ascending -= ascending % abreast
+        divisors = abreast * n_blocks, abreast, together * n_blocks, together, max((heads - ascending) % together, 1), heads, shares
+        how = order.Order(num_sms, ascending, abreast, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(numbers)]
@@ -213,13 +213,17 @@ def test_blocks_that_stay_finish_every_tile_once(in_python):
     random.seed(5)
     for _ in range(200):
         batch, heads_k, group, m_blocks = (random.randint(1, most) for most in (3, 4, 3, 7))
-        rising = random.randint(0, batch * heads_k)
-        abreast = next(n for n in range(random.randint(1, 3), 0, -1) if rising % n == 0)
-        fields = dict.fromkeys(backward_order.Order._fields, 1) | {"rising": rising, "abreast": abreast, "together": random.randint(1, 5)}
+        ascending = random.randint(0, batch * heads_k)
+        abreast = next(n for n in range(random.randint(1, 3), 0, -1) if ascending % n == 0)
+        fields = dict.fromkeys(backward_order.Order._fields, 1) | {
+            "ascending": ascending,
+            "abreast": abreast,
+            "together": random.randint(1, 5),
+        }
         tensors = SimpleNamespace(
             turns=SimpleNamespace(shape=(batch, heads_k * group, m_blocks, 1)), K=SimpleNamespace(shape=(batch, 9, heads_k, 8))
         )
-        for sees in ("all", "from", "interval", "rows"):
+        for sees in ("all", "causal", "interval", "rows"):
             numbers = range(batch * heads_k * group * m_blocks)
             found = {
                 finish.tile_numbered(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees)) for number in numbers
@@ -234,7 +238,7 @@ def test_nobody_waits_for_ever(order, documents_kernels):
     random.seed(1)
     for _ in range(150):
         problem = draw(order, documents_kernels)
-        room = random.randint(1, problem.slots)  # other kernels may have the rest
+        room = random.randint(1, problem.num_sms)  # other kernels may have the rest
         waiting, added, running, progress = list(problem.blocks), {}, [], 0
         while waiting or running:
             while waiting and len(running) < room:
@@ -255,8 +259,8 @@ def test_nobody_waits_for_ever(order, documents_kernels):
 @pytest.mark.parametrize(("ends", "all_rise"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
 def test_all_heads_of_short_documents_rise(ends, all_rise, order, documents_kernels):
     mask = Documents(tuple(ends), inner=Causal())
-    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, slots=4, rising=4, together=2)
-    assert all(block.rising for block in problem.blocks) == all_rise
+    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, num_sms=4, ascending=4, together=2)
+    assert all(block.ascending for block in problem.blocks) == all_rise
 
 
 def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):

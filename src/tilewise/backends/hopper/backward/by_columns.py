@@ -236,7 +236,7 @@ def issue_scores(tile: Tile, state: pipeline.PipelineState):
 
 @cute.jit
 def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk, scores: Constexpr[bool], config: Constexpr[Config]):
-    """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is told.
+    """S becomes P, or dP becomes dS, and goes to shared memory; then the other warpgroup is notified.
 
     A factor of dP - delta that is not the rounded P lies where each warp of the second warpgroup will put dS in its place.
     """
@@ -377,7 +377,7 @@ def step_apart(
 
 @cute.jit
 def hand_on(tile: Tile, rounded: cute.Tensor, stage: Int32, ready: Constexpr[Barrier]):
-    """P or dS to shared memory; then the other warpgroup is told."""
+    """P or dS to shared memory; then the other warpgroup is notified."""
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, stage])
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.OWN + tile.consumer, number_of_threads=THREADS)

@@ -116,7 +116,7 @@ def consume_units(
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
     tensors, sm, pipes, mma, band, (scale, scale_log2) = shared
-    state, done, unit = tma.at_first(config.stages), Int32(0), units.told(queue, Int32(0))
+    state, done, unit = tma.at_first(config.stages), Int32(0), units.consume(queue, Int32(0))
     while unit >= 0:
         block, walk = units.place_of(unit, tensors, band, order, config)
         tile = make_tile(tensors, sm, mma, block, band, scale, scale_log2, thread_of(config), consumer, has_dQ, config)
@@ -142,9 +142,9 @@ def consume_units(
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
             arch.sync_warp()  # whichever lane stored it
             pipes.v.consumer_release(tma.after(done, 1))
-        units.forget(queue, done)
+        units.release(queue, done)
         done += 1
-        unit = units.told(queue, done)
+        unit = units.consume(queue, done)
     arch.cp_async_bulk_wait_group(0, read=True)
 
 

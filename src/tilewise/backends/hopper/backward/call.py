@@ -42,28 +42,28 @@ def check(call: Call) -> None:
 
 WALKS = {
     "all": "over all tiles of {} queries",
-    "from": "over tiles of {} queries, from those that begin to see them on",
+    "causal": "over tiles of {} queries, from those that begin to see them on",
     "interval": "over tiles of {} queries, from the first to the last that see them",
     "rows": "over tiles of {} queries, which the GPU finds from cu_seqlens",
     "runs": "over tiles of {} queries, from tables",
 }
 
 
-def lines(call: Call, slots: int = H100.sms) -> list[str]:
-    """What the backward pass will do, in sentences; slots: multiprocessors of the GPU."""
+def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
+    """What the backward pass will do, in sentences; num_sms: multiprocessors of the GPU."""
     config = planning.config_of(call)
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
-    _, shares, parts = planning.shared(config, call, slots)
+    _, shares, parts = planning.shared(config, call, num_sms)
     if parts:
         size, where = 4 * parts * planning.numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     found = [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
     if call.bias is not None:
-        size = bias_gradient.bytes_of_sums(call, slots)
+        size = bias_gradient.bytes_of_sums(call, num_sms)
         memory = f"; then, with dQ's memory free again, its sums take {size / 1e6:,.1f} MB" if size else ""
         found.append(f"backward: the bias's gradient, if it is asked for, by a kernel that computes S and dP once more{memory}")
     return found
@@ -93,7 +93,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     with torch.cuda.device(d_q.device):
         _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), statistics, d_lse is not None)
         if bias_grad:
-            d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.slots)
+            d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural))
 
 
@@ -124,7 +124,7 @@ def _scratch(plan: planning.Plan, statistics: Tensor, d_q: Tensor) -> Scratch:
         sum_dQ=empty(batch, heads_q, plan.m_blocks, config.numbers_of_sum(head_dim), dtype=torch.float32),
         turns=empty(batch, heads_q, plan.m_blocks, config.counters),
         spoiled=empty(plan.spoiled) if plan.spoiled else None,
-        counter=empty(1 + plan.parts) if config.stays or config.shares else None,
+        counter=empty(1 + plan.parts) if config.persistent or config.shares else None,
         partial=_place_of_parts(config, plan.parts, d_q),
     )
 
@@ -187,7 +187,7 @@ def arguments(config: Config) -> list:
         sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.numbers_of_sum(config.head_dim)),
         turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
         spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
-        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.stays or config.shares else None,
+        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.persistent or config.shares else None,
         partial=jit.tensor(Float32, jit.size(), jit.size()) if config.shares else None,
     )
     scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))

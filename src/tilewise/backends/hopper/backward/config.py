@@ -30,7 +30,7 @@ class Config(ScoreChanges):
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "from", "interval", "rows", "runs"]  # seen.py says what each means
+    sees: Literal["all", "causal", "interval", "rows", "runs"]  # seen.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     stages: int = 2  # of Q and dO
@@ -49,7 +49,7 @@ class Config(ScoreChanges):
     asks_ahead: bool = False  # a tile's log-sum-exps are asked for under the tile before; where keys are split
     split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
-    stays: bool = False  # a thread block takes one block of keys after another (persistent.py); where keys are split
+    persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); where keys are split
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
     narrow: bool = False  # the tensors' head_dim is smaller, and the sums of dQ leave out what lies beyond it
@@ -116,7 +116,7 @@ class Config(ScoreChanges):
             )
         if (self.dq == "apart") > (self.split == "columns"):
             raise ValueError("dQ has a kernel of its own only where columns are split")
-        if self.stays and (self.split == "columns" or self.direct or self.sees not in STAYS):
+        if self.persistent and (self.split == "columns" or self.direct or self.sees not in PERSISTENT):
             raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
         if self.one_block and (self.split == "columns" or self.direct or self.finishes or self.skips):
             raise ValueError("dQ is written by who computes it only where keys are split, no tile is skipped, and nobody else finishes it")
@@ -136,9 +136,9 @@ class Config(ScoreChanges):
             )
         if self.shares and (self.split == "columns" or self.sees != "all"):
             raise ValueError("blocks of keys are shared only where keys are split and all are seen")
-        if self.shares and self.finishes and not self.stays:
+        if self.shares and self.finishes and not self.persistent:
             raise ValueError("where blocks are shared and dQ is finished, thread blocks stay: they know whose dQ has to wait")
-        if self.always and (self.modified or self.sees != "from"):
+        if self.always and (self.modified or self.sees != "causal"):
             raise ValueError("every tile is masked only under a causal mask")
 
     @property
@@ -261,30 +261,30 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (lab/rows/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
 # before backward-schedules-h200.jsonl, backward-dense-h200*).
-FINISHES, STAY, SHARED, PAIRWISE = dict(finishes=True), dict(stays=True), dict(shares=True), dict(pairwise=True)
+FINISHES, PERSIST, SHARED, PAIRWISE = dict(finishes=True), dict(persistent=True), dict(shares=True), dict(pairwise=True)
 AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)
 WHOLE = PAIRWISE | AHEAD | dict(delta_in=True, roomy=True)
 LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5, roomy=False)
 ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
-    ((128, 128), "all"): ((1, STAY | WHOLE), (1024, FINISHES | STAY | WHOLE), (2048, LARGER | STAY), (8192, LARGER | SHARED)),
-    ((128, 128), "from"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (8192, FINISHES | WHOLE)),
+    ((128, 128), "all"): ((1, PERSIST | WHOLE), (1024, FINISHES | PERSIST | WHOLE), (2048, LARGER | PERSIST), (8192, LARGER | SHARED)),
+    ((128, 128), "causal"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (8192, FINISHES | WHOLE)),
     ((128, 128), "interval"): ((1, FINISHES | WHOLE | SKIPS),),
     ((128, 128), "rows"): ((1, FINISHES | WHOLE | SKIPS),),
-    ((64, 64), "all"): ((1, FINISHES | STAY | AHEAD), (1024, FINISHES | STAY | SHARED | AHEAD)),
-    ((64, 64), "from"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
+    ((64, 64), "all"): ((1, FINISHES | PERSIST | AHEAD), (1024, FINISHES | PERSIST | SHARED | AHEAD)),
+    ((64, 64), "causal"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
     ((64, 64), "interval"): ((1, FINISHES | PAIRWISE | AHEAD),),
     ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", dq="staged", ds_stages=1, lean=True, ahead=0.25)
-LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "from", "interval", "rows")}
+LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "causal", "interval", "rows")}
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part.
-STAYS = "all", "from", "interval", "rows"
-STAYS_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 to 5 % from 4,096 to 16,384)
+PERSISTENT = "all", "causal", "interval", "rows"
+PERSISTENT_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 to 5 % from 4,096 to 16,384)
 
 
 @lru_cache(1024)
@@ -298,8 +298,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
         fields = [fields for fields in larger if not (fields.get("lean") and _spills_if_lean(dtype, sees, few))]
         fields = [fields for fields in fields if not (fields.get("dq_transposed") and head_dim < dims[0])]
-        stays = config.split == "keys" and sees in STAYS and sees != "all" and (sees != "from" or seqlen_q <= STAYS_UP_TO)
-        config = replace(config, **({"stays": stays} | (fields[-1] if fields else {}) | choice))
+        stays = config.split == "keys" and sees in PERSISTENT and sees != "all" and (sees != "causal" or seqlen_q <= PERSISTENT_UP_TO)
+        config = replace(config, **({"persistent": stays} | (fields[-1] if fields else {}) | choice))
     if few and config.split == "keys":
         return _of_one_block(config)
     return replace(config, narrow=config.sums and head_dim < dims[0])
@@ -321,7 +321,7 @@ def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
 
 def lengths() -> list[int]:
     """Numbers of queries, one for each way that tiles depend on them; and, with as many keys, one whose keys are not one block's."""
-    return sorted({1, ONE_BLOCK + 1, STAYS_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
+    return sorted({1, ONE_BLOCK + 1, PERSISTENT_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
 
 
 def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:

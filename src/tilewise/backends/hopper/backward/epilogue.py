@@ -51,14 +51,14 @@ def write_through(
     tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
     block: Block, scale: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where a block stays, dV and then dK may still be on their
+    """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where blocks are persistent, dV and then dK may still be on their
     way from there at the end. What is not finite is listed.
     """
     thread = thread_of(config)
     if const_expr(config.repairs):
         finite = parts.all_finite(acc_dK) and parts.all_finite(acc_dV)
         if arch.vote_any_sync(not finite):
-            rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.stays) else thread // WARP, config)
+            rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.persistent) else thread // WARP, config)
             for part in range_constexpr(config.repaired_parts[1] // config.column_parts):
                 report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
@@ -69,7 +69,7 @@ def write_through(
     arch.sync_warp()
     send(sdV[None, None, 0], stores.dV, block, box_columns(of_V), config)
     send(sdK[None, None, 0], stores.dK, block, box_columns(of_K), config)
-    if const_expr(not config.stays):
+    if const_expr(not config.persistent):
         arch.cp_async_bulk_wait_group(0, read=True)
 
 

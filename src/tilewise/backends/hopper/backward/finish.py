@@ -2,7 +2,7 @@
 
 Where a thread block takes one block of keys, it has a share of its head's tiles of queries, and its warp finishes the share of a block some numbers
 behind (`Order.behind`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
-Where blocks stay (persistent.py), they divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
+Persistent blocks (persistent.py) divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
 
 What is not finite, and what was left, does `parts.finish`, which computes the same.
 """
@@ -122,21 +122,21 @@ def finish_all(
 @cute.jit
 def tile_numbered(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Tile:
     """Tiles in the order in which they become complete, about: a group's heads come to theirs side by side. Where walks are short, so do heads that
-    take turns, and rising ones are through with their last documents first (elsewhere it gains nothing: backward-hints-h200.jsonl, run 5).
+    take turns, and ascending ones are through with their last documents first (elsewhere it gains nothing: backward-hints-h200.jsonl, run 5).
     """
     (batch, heads, m_blocks, _), heads_k = tensors.turns.shape, tensors.K.shape[2]
-    group, first_head, width, rising = heads // heads_k, Int32(0), Int32(1), Boolean(False)
+    group, first_head, width, ascending = heads // heads_k, Int32(0), Int32(1), Boolean(False)
     if const_expr(config.sees in ("interval", "rows")):
-        tiles = order.rising * m_blocks * group
-        width, rising = order.abreast, number < tiles
-        if not rising:
-            number, first_head, width = number - tiles, order.rising, order.together
+        tiles = order.ascending * m_blocks * group
+        width, ascending = order.abreast, number < tiles
+        if not ascending:
+            number, first_head, width = number - tiles, order.ascending, order.together
     tiles = width * m_blocks * group
     first_head += number // tiles * width
     side_by_side = min(width, heads_k * batch - first_head) * group
     m_block, member = number % tiles // side_by_side, number % tiles % side_by_side
     if const_expr(config.sees == "rows"):  # noqa: SIM102
-        if rising:
+        if ascending:
             m_block = m_blocks - 1 - m_block
     head = first_head + member // group
     return Tile(head // heads_k, head % heads_k * group + member % group, m_block)

@@ -122,7 +122,7 @@ def launch(
         Layouts(*layouts),
         config,
     ).launch(
-        grid=(min(blocks, turns.num_sms) if const_expr(config.stays) else blocks, 1, 1),
+        grid=(min(blocks, turns.num_sms) if const_expr(config.persistent) else blocks, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -208,7 +208,7 @@ def kernel(
     finisher = None
     if const_expr(config.finishes):
         finisher = finish.make_finisher(storage, store_dQ, dtype, config)
-    if const_expr(config.stays):
+    if const_expr(config.persistent):
         queue = units.make_queue(storage, counter, config.consumers * THREADS // WARP + (ADDERS if const_expr(config.staged) else 0))
         pipes = make_pipes(storage, config)
         stay(Shared(tensors, sm, pipes, mma, band, scales), stores, partial, loads, queue, finisher, order, config)
@@ -317,15 +317,15 @@ def produce_units(
     count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
     if const_expr(config.shares):
         count += (count - order.shared_from) * (order.shares - 1)
-    state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.draw(queue)
+    state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.fetch(queue)
     while unit < count:
-        units.tell(queue, done, unit)
+        units.publish(queue, done, unit)
         block, walk = units.place_of(unit, tensors, band, order, config)
         fetch_keys(tensors, block, config)
         state = load_queries(tensors, loads, sm, pipes, state, tma.after_empty(done, 1), block, band, walk, config)
         done += 1
-        unit = units.draw(queue)
-    units.tell(queue, done, Int32(units.END))
+        unit = units.fetch(queue)
+    units.publish(queue, done, Int32(units.END))
 
 
 @cute.jit
@@ -494,13 +494,13 @@ def add_up_units(
     tensors: Tensors, sm: Smem, queue: units.Queue, band: Band, order: Order, adder: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """Likewise for one block of keys after another."""
-    done, count, unit = Int32(0), Int32(0), units.told(queue, Int32(0))
+    done, count, unit = Int32(0), Int32(0), units.consume(queue, Int32(0))
     while unit >= 0:
         block, walk = units.place_of(unit, tensors, band, order, config)
         count = add_up_dQ(tensors, sm, block, band, walk, count, adder, config)
-        units.forget(queue, done)
+        units.release(queue, done)
         done += 1
-        unit = units.told(queue, done)
+        unit = units.consume(queue, done)
 
 
 @cute.jit

@@ -1,10 +1,10 @@
-"""Thread blocks of the backward pass on Hopper that stay, and take one block of keys, a unit, after another.
+"""The persistent tile scheduler of the backward pass: a thread block computes one block of keys, a unit, after another.
 
-A unit's beginning and end take as long as two or three tiles of queries: a launch, K and V from memory, dK and dV on their way out. Here the
-copy engine asks for the next unit's operands while this one's dK and dV leave, from shared memory that dS and dQ went through.
+A unit's prologue and epilogue (a launch, the loads of K and V, the stores of dK and dV) take as long as two or three tiles of queries. A persistent
+block loads the next unit's operands while dK and dV of this one leave, through the shared memory of dS and dQ.
 
-Units are drawn from a counter, and only by blocks that run, so they begin in the order of their numbers. A unit waits for those before it only
-(order.py), so nobody waits for one that nobody has begun, however few blocks find room.
+Units come from a counter, and only running blocks fetch, so units begin in the order of their numbers. A unit waits only for units before it
+(order.py), so none waits for one that has not begun, however few blocks are resident.
 """
 
 from typing import NamedTuple
@@ -16,27 +16,27 @@ from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, cute, range_constexpr
 
-AHEAD = 2  # units that may be told of and not read yet
+AHEAD = 2  # entries of the queue: units that are published and not released
 END = -1  # in place of a unit: there are no more
 
 
 class Queue(NamedTuple):
-    """How a block's producer, which draws, tells all others."""
+    """The counter that all blocks fetch from, and this block's ring of published units in shared memory."""
 
     counter: cute.Tensor  # (1,) int32 in global memory; 0 once `prepare` has come to its end
-    told: cute.Tensor  # (AHEAD,) int32: a unit, or END
-    full: cute.Pointer  # (AHEAD) mbarriers, on which the producer arrives once it has written a slot,
-    empty: cute.Pointer  # and those on which every warp that reads it arrives
+    entries: cute.Tensor  # (AHEAD,) int32: a unit, or END
+    full: cute.Pointer  # (AHEAD,) mbarriers: the producer arrives after it has written an entry
+    empty: cute.Pointer  # (AHEAD,) mbarriers: every warp that reads an entry arrives when it releases it
 
 
 @cute.jit
 def make_queue(storage: SmemAllocator, counter: cute.Tensor, readers: int) -> Queue:
-    """With its barriers initialised, and visible after `tma.barriers_ready`; `readers` warps read from it."""
-    told = storage.allocate_tensor(Int32, cute.make_layout(AHEAD), 16)
-    queue = Queue(counter, told, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
+    """Allocates the ring and initialises its barriers, visible after `tma.barriers_ready`; `readers` warps read entries."""
+    entries = storage.allocate_tensor(Int32, cute.make_layout(AHEAD), 16)
+    queue = Queue(counter, entries, storage.allocate_array(cute.Int64, AHEAD), storage.allocate_array(cute.Int64, AHEAD))
     if arch.thread_idx()[0] == 0:
         for i in range_constexpr(AHEAD):
-            told[i] = Int32(0)
+            entries[i] = Int32(0)
             arch.mbarrier_init(queue.full + i, 1)
             arch.mbarrier_init(queue.empty + i, readers)
     return queue
@@ -57,8 +57,8 @@ def place_of(unit: Int32, tensors: Tensors, band: Band, order: Order, config: Co
 
 
 @cute.jit
-def draw(queue: Queue) -> Int32:
-    """The next unit that nobody has; one warp calls it."""
+def fetch(queue: Queue) -> Int32:
+    """The number of the next unit; one warp calls it."""
     unit = Int32(0)
     if arch.lane_idx() == 0:
         unit = arch.atomic_add(queue.counter.iterator, Int32(1))
@@ -66,19 +66,19 @@ def draw(queue: Queue) -> Int32:
 
 
 @cute.jit
-def tell(queue: Queue, done: Int32, unit: Int32):
-    """The unit after `done` others."""
+def publish(queue: Queue, done: Int32, unit: Int32):
+    """Make a unit the one after `done` others, once its entry is free."""
     slot = tma.after_empty(done, AHEAD)
     arch.mbarrier_wait(queue.empty + slot.index, slot.phase)
     if arch.lane_idx() == 0:
-        queue.told[slot.index] = unit
+        queue.entries[slot.index] = unit
         arch.mbarrier_arrive(queue.full + slot.index)
     arch.sync_warp()
 
 
 @cute.jit
-def told(queue: Queue, done: Int32) -> Int32:
-    """The unit after `done` others, once it was told; may be read again until `forget`."""
+def consume(queue: Queue, done: Int32) -> Int32:
+    """Wait for the unit after `done` others; `read` may be called again until `release`."""
     slot = tma.after(done, AHEAD)
     arch.mbarrier_wait(queue.full + slot.index, slot.phase)
     return read(queue, done)
@@ -86,20 +86,20 @@ def told(queue: Queue, done: Int32) -> Int32:
 
 @cute.jit
 def read(queue: Queue, done: Int32) -> Int32:
-    """Read anew each time, so that nothing has to be kept in registers in between."""
+    """The unit after `done` others. Read again at every call, so that no register holds it in between."""
     slot = tma.after(done, AHEAD)
     unit = arch.inline_ptx(
-        "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.told.iterator + slot.index).toint()]
+        "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.entries.iterator + slot.index).toint()]
     )
     return arch.make_warp_uniform(unit)
 
 
 @cute.jit
 def ends(queue: Queue) -> Boolean:
-    """Whether there are no more units to be told of: the last one comes to its end."""
+    """Whether END is published: this is the block's last unit."""
     first, second = (
         arch.inline_ptx(
-            "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.told.iterator + i).toint()]
+            "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[(queue.entries.iterator + i).toint()]
         )
         for i in range(AHEAD)
     )
@@ -107,7 +107,7 @@ def ends(queue: Queue) -> Boolean:
 
 
 @cute.jit
-def forget(queue: Queue, done: Int32):
-    """This warp is done with the unit."""
+def release(queue: Queue, done: Int32):
+    """This warp no longer reads the unit's entry."""
     if arch.lane_idx() == 0:
         arch.mbarrier_arrive(queue.empty + tma.after(done, AHEAD).index)

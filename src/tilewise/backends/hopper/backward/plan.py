@@ -15,27 +15,27 @@ from tilewise.backends.tables.band import band_of
 from tilewise.masks import Causal, Documents, Full
 from tilewise.problem import Call
 
-MOST = 65535  # the second and third dimension of a grid: heads, batch
-NARROW = 4  # heads that come down under a window, the last ones; twice as many of 64 and less
-CACHE = 8 << 20  # bytes that the blocks of one key head read: with more, and grouped queries, heads come down
-SHARING = 8  # such heads take turns: then a head's blocks wait in short chains only
-ABREAST = 8  # rising heads that take turns, at most,
-RISING = 16 << 20  # and what these read in all, in bytes;
-FEW = 4  # so many, of above 64, may read twice that
-MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB to what one of them reads;
-MOST_OF_ONE_BLOCK = 12  # and where its head has no other (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
-OF_A_BLOCK = 4  # tiles that take as long as a thread block's beginning and end
-NEIGHBOURS = 8  # blocks of keys of a head that run at a time under a full mask; each begins a tile later
-AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, if there are fewer neighbours then
-# Bytes of the L2 cache, at least, and bytes that all of them may read before a tile is read again, once neighbours have drifted apart evenly. 50 MB:
-# H100, 2026-11-23, lab/rows/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
+MOST = 65535  # limit of a grid's second and third dimension: heads, batch
+NARROW = 4  # descending heads under a window, the last ones; twice as many at head_dim 64 and below
+CACHE = 8 << 20  # bytes: grouped heads descend where the blocks of one key head read more than this
+SHARING = 8  # grouped descending heads that take turns, so that chains of waiting blocks are short
+ABREAST = 8  # ascending heads that take turns, at most
+ASCENDING = 16 << 20  # bytes that the ascending heads which take turns may read in all
+FEW = 4  # this many heads above head_dim 64 may read twice ASCENDING
+MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB of reads
+MOST_OF_ONE_BLOCK = 12  # likewise where the head has a single block (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
+OF_A_BLOCK = 4  # tiles of queries that take as long as a thread block's prologue and epilogue
+NEIGHBOURS = 8  # blocks of keys of one head that run at a time under a full mask; each begins one tile later than the one before
+AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, where that leaves fewer than NEIGHBOURS
+# (smallest L2 cache, bytes that all running blocks may read before a tile is read again, once neighbours have drifted apart evenly). 50 MB: H100,
+# 2026-11-23, lab/rows/backward-neighbours-h100.jsonl; 60 MB: H200, as below.
 AGAIN = (0, 2 << 20), (60 << 20, 24 << 20)
 
 
 class Board(NamedTuple):
     """A GPU."""
 
-    slots: int  # multiprocessors
+    num_sms: int  # multiprocessors
     again: int  # bytes, as in AGAIN
 
 
@@ -47,23 +47,23 @@ def board_of(device: torch.device) -> Board:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one call on one GPU; sizes in elements."""
+    """Everything about one call on one GPU that its tensors do not decide; sizes in elements."""
 
     config: Config
     m_blocks: int  # tiles of queries
     band: tuple[int, ...]  # the numbers of operands.Band
     last_q: int  # operands.Scalars
     last_k: int
-    turns: tuple[tuple[slice, Turns], ...]  # batch entries of a launch, and the order of its blocks; a grid has no more than MOST of them
-    parts: int  # thread blocks that leave their dK and dV to another
-    spoiled: int  # of the list of what is not finite; 0: there is none
+    turns: tuple[tuple[slice, Turns], ...]  # for each launch its batch entries, at most MOST, and the order of its blocks
+    parts: int  # thread blocks that hand their dK and dV to another one
+    spoiled: int  # size of the list of what is not finite; 0: there is none
 
     @classmethod
     def of(cls, call: Call, board: Board) -> "Plan":
         config = config_of(call)
         band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, call.seqlen_q, call.seqlen_k)
         narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
-        shared_from, shares, parts = shared(config, call, board.slots)
+        shared_from, shares, parts = shared(config, call, board.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
         turns = []
         for first in range(0, call.batch, MOST):
@@ -84,7 +84,7 @@ class Plan:
 def config_of(call: Call) -> Config:
     sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
     if isinstance(call.mask, Causal):
-        sees = "from"
+        sees = "causal"
     elif documents.by_rows(call.mask):
         sees = "rows"
     few = call.seqlen_k <= ONE_BLOCK
@@ -109,34 +109,33 @@ def _order(
     config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
 ) -> tuple[int, ...]:
     """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
-    slots = board.slots
+    num_sms = board.num_sms
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
-    behind = 3 * slots // 2 + n_blocks
+    behind = 3 * num_sms // 2 + n_blocks
     if config.sees == "all":
-        return slots, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
-    longest = _as_much_as_the_longest(n_blocks, slots)
-    rising, together = 0, _evenly(heads, longest)
-    if config.sees == "from" and not config.dq_apart:
-        rising, together = _causal(config, heads, group, seqlen_q, n_blocks, slots)
+        return num_sms, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
+    longest = _as_much_as_the_longest(n_blocks, num_sms)
+    ascending, together = 0, _evenly(heads, longest)
+    if config.sees == "causal" and not config.dq_apart:
+        ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
-        together = min(heads, _coming_down(config, n_blocks, slots))
-        rising = heads - together
-    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few come down
+        together = min(heads, _descending(config, n_blocks, num_sms))
+        ascending = heads - together
+    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few heads descend
         together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
-        rising = heads - together
+        ascending = heads - together
     abreast = _abreast(config, heads, group, seqlen_q)
-    behind, left = behind + (abreast - 1) * n_blocks, rising % abreast
-    return slots, rising - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, slots)), behind
+    behind, left = behind + (abreast - 1) * n_blocks, ascending % abreast
+    return num_sms, ascending - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, num_sms)), behind
 
 
 def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
-    """Rising heads that take turns: then a block's neighbours are some tiles ahead of it when it begins, so that it seldom waits for its turn at dQ.
-    H200, 2026-11-22: lab/rows/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6. A group's heads give such a
-    lead by themselves.
+    """The number of ascending heads that take turns. A block's neighbours are then some tiles ahead when it begins, and it seldom waits at dQ. The
+    heads of a group give such a lead by themselves. H200, 2026-11-22: lab/rows/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6.
     """
     if config.split == "columns" or group > 1:
         return 1
-    fit = RISING // _read(config, group, seqlen_q)
+    fit = ASCENDING // _read(config, group, seqlen_q)
     most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
     return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
 
@@ -146,8 +145,10 @@ def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: 
     2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
-    apart = math.isqrt(board.again * board.slots // read)  # n heads have slots / n blocks each, and read n / slots of n heads meanwhile
-    most = max(1, min(board.slots // NEIGHBOURS, apart), AT_HAND // read)
+    apart = math.isqrt(
+        board.again * board.num_sms // read
+    )  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
+    most = max(1, min(board.num_sms // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
 
 
@@ -156,35 +157,35 @@ def _read(config: Config, group: int, seqlen_q: int) -> int:
     return config.dtype.itemsize * group * seqlen_q * (3 * config.head_dim + config.head_dim_v)
 
 
-def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, slots: int) -> tuple[int, int]:
-    """(rising, together). Rising blocks of all multiprocessors are spread over as many queries as they have keys, whatever the length, of each head
-    of the group; so much of Q, dO and dQ must fit into the L2 cache.
+def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, num_sms: int) -> tuple[int, int]:
+    """(ascending, together). The ascending blocks that run at a time cover as many queries as keys, whatever the length, of each head of the group;
+    that much of Q, dO and dQ must fit into the L2 cache.
     """
     if group > 1 and _read(config, group, seqlen_q) >= CACHE:
         return 0, _evenly(heads, SHARING)
-    together = min(heads, _coming_down(config, n_blocks, slots))
+    together = min(heads, _descending(config, n_blocks, num_sms))
     return heads - together, together
 
 
-def _coming_down(config: Config, n_blocks: int, slots: int) -> int:
-    """How many heads come down after the rising ones. They touch all of their queries at a time: three of 24,576 are 75 MB at head_dim 128, for two
-    percent of balance.
+def _descending(config: Config, n_blocks: int, num_sms: int) -> int:
+    """The number of descending heads, after the ascending ones. They touch all of their queries at a time: three of 24,576 are 75 MB at head_dim 128,
+    for two percent of balance.
     """
-    return max(2, 2 * slots // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, slots) // 2)
+    return max(2, 2 * num_sms // (n_blocks + 1) if config.head_dim >= 128 else 3 * _as_much_as_the_longest(n_blocks, num_sms) // 2)
 
 
-def shared(config: Config, call: Call, slots: int) -> tuple[int, int, int]:
+def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     """(shared_from, shares) of operands.Turns, and how many thread blocks leave a part of dK and dV to another: the blocks of the last
     wave are shared by as many as make the end the earliest, if their parts find room.
     """
     blocks, m_blocks = -(-call.seqlen_k // config.tile_n) * call.heads_k * call.batch, -(-call.seqlen_q // config.tile_m)
-    last = blocks % slots
+    last = blocks % num_sms
     if not config.shares or last == 0 or call.batch > MOST:
         return blocks, 1, 0
     room = call.q.numel() // (1 if config.one_block else 2) // (last * numbers_of_part(config))
 
     def tiles(shares: int) -> int:
-        return -(-last * shares // slots) * (-(-m_blocks // shares) + OF_A_BLOCK)
+        return -(-last * shares // num_sms) * (-(-m_blocks // shares) + OF_A_BLOCK)
 
     most = min(MOST_OF_ONE_BLOCK if config.one_block else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
     shares = min(range(1, 1 + most), key=tiles)
@@ -196,11 +197,11 @@ def numbers_of_part(config: Config) -> int:
     return config.tile_n * (config.head_dim + config.head_dim_v)
 
 
-def _as_much_as_the_longest(blocks: int, slots: int) -> int:
-    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `slots` of the longest. If as many take turns at the end,
+def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
+    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `num_sms` of the longest. If as many take turns at the end,
     longest first, all multiprocessors come to an end at about the same time.
     """
-    return -(-2 * slots // (blocks + 1))
+    return -(-2 * num_sms // (blocks + 1))
 
 
 def _evenly(heads: int, most: int) -> int:

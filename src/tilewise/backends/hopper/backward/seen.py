@@ -3,7 +3,7 @@
 config.sees says what is known when the kernel is compiled:
 
     all       every query sees every key
-    from      a key is seen by the queries from a beginning on; band masks
+    causal    a key is seen by the queries from a beginning on; band masks
     interval  by those from a beginning to an end; band masks
     rows      likewise, but each key's beginning and end are read from memory: packed documents
     runs      anything: the tiles that a block of keys visits, and what is seen of each, come from tables

@@ -25,7 +25,7 @@ class Partials(NamedTuple):
 def partials_of(sums: cute.Tensor, counters: cute.Tensor, unit: Int32, order: Order, blocks: Int32) -> Partials:
     """Of a thread block that shares, or of a unit; `blocks` of keys of all heads."""
     shared = blocks - order.shared_from
-    ready = cute.make_tensor(counters.iterator + 1, counters.layout)  # behind what blocks that stay draw from
+    ready = cute.make_tensor(counters.iterator + 1, counters.layout)  # behind the counter of persistent blocks
     return Partials(sums, ready, shared, (unit - order.shared_from) // order.per_share)
 
 

@@ -30,13 +30,13 @@ class Barrier(IntEnum):
     """Named barriers; 0 is the whole block's."""
 
     DS = 1  # dS of all warpgroups is in shared memory
-    DQ_EMPTY = 2  # and the following, one a warpgroup: its part of dQ may be written to shared memory; `direct`: may be added
-    DQ_FULL = 5  # and the following, one for each warp that adds: dQ is written there; `direct`: one a warpgroup, its part is added
+    DQ_EMPTY = 2  # one a warpgroup (2 to 4): its part of dQ may be written to shared memory; `direct`: may be added to the sum
+    DQ_FULL = 5  # one for each adding warp (5 to 7): dQ is in shared memory; `direct`: one a warpgroup, its part is added
     P = 8  # P is in shared memory
-    END = 11  # the walk is over for all; not DS, at which a warpgroup that arrives, where columns are split, and comes again would meet itself
-    S = 12  # S has been computed
-    READ = 13  # and the following, one a warpgroup: the other one has read dS
-    OWN = 9  # and the following, one a warpgroup: all of its threads are here
+    OWN = 9  # one a warpgroup (9 and 10): all of its threads have arrived
+    END = 11  # the walk of all warpgroups has ended; apart from DS, where a warpgroup could meet its own earlier arrival
+    S = 12  # S is computed
+    READ = 13  # one a warpgroup (13 and 14): the other warpgroup has read dS
 
 
 class Smem(NamedTuple):
@@ -153,9 +153,11 @@ def load_row(
 
 @cute.jit
 def thread_of(config: Constexpr[Config]) -> Int32:
-    """Of a consumer's. Where a block stays, read anew each time: what is worked out from it would otherwise be kept from unit to unit, and spill."""
+    """A consumer's thread number. Where blocks are persistent, read again at every call: what follows from it would otherwise be kept from unit to
+    unit, and spill.
+    """
     thread = arch.thread_idx()[0]
-    if const_expr(config.stays):
+    if const_expr(config.persistent):
         thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
     return thread - THREADS
 
@@ -191,7 +193,7 @@ def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Co
     """Whether the query of a column sees the key of row r."""
     if const_expr(config.sees == "all"):
         return tile.end[r] > 0
-    if const_expr(config.sees == "from"):
+    if const_expr(config.sees == "causal"):
         return column >= tile.begin[r] - m0
     return column >= tile.begin[r] - m0 and column < tile.end[r] - m0
 

@@ -78,7 +78,7 @@ def config_of(call: Call):
     """The configuration for the call as it is given; where heads are packed as rows, ask for the packed call's."""
     sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
     if isinstance(call.mask, Causal):
-        sees = "until"
+        sees = "causal"
     elif documents.by_rows(call.mask):
         sees = "rows"
     return configure(
@@ -197,7 +197,7 @@ def _section(call: Call, config) -> int:
 
 def _band(call: Call, config) -> Band:
     """Which keys each row sees: by numbers, or by tables."""
-    if config.sees in ("until", "interval"):
+    if config.sees in ("causal", "interval"):
         return Band(*band_of(call.mask, call.seqlen_q, call.seqlen_k), RowTables())
     tables = RowTables()
     if config.sees == "runs":

@@ -19,14 +19,14 @@ class Config(ScoreChanges):
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "until", "interval", "rows", "runs"]  # seen.py says what each means
+    sees: Literal["all", "causal", "interval", "rows", "runs"]  # seen.py says what each means
     tile_m: int
     tile_n: int
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False  # warpgroups take turns to multiply
     late: bool = False  # O is rescaled when the next product is under way
-    draws: bool = True  # a thread block's next tile from a counter, not by a fixed step
+    dynamic: bool = True  # a thread block's next tile from a counter, not by a fixed step
     from_zero: bool = False  # maxima by a shorter way, where no row's maximum so far is below 0
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
@@ -65,7 +65,7 @@ class Config(ScoreChanges):
     @property
     def shares(self) -> bool:
         """Whether tiles that are left over for less than a round are shared out by keys (scheduler.py): where all take as long, by a fixed step."""
-        return self.sees == "all" and not (self.draws or self.modified or self.sink)  # each piece would count the sink
+        return self.sees == "all" and not (self.dynamic or self.modified or self.sink)  # each piece would count the sink
 
     @property
     def partial_numbers(self) -> int:
@@ -103,7 +103,7 @@ def any_length(**fields) -> tuple[Choice, ...]:
 
 def step(**fields) -> dict:
     """For full masks, whose units all take as long."""
-    return {**fields, "draws": False}
+    return {**fields, "dynamic": False}
 
 
 def pairs(**fields) -> tuple[Choice, ...]:
@@ -136,7 +136,7 @@ def pairs(**fields) -> tuple[Choice, ...]:
 TILES = {
     (64, 64): {
         "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
-        "until": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
+        "causal": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
                   Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
         "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
@@ -144,12 +144,12 @@ TILES = {
     },
     (96, 96): {
         "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
-        "until": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "causal": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
         "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
     },
     (128, 128): {
         "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
-        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+        "causal": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                   *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                      *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
@@ -158,18 +158,18 @@ TILES = {
     },
     (192, 128): {
         "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
-        "until": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
+        "causal": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
         "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
-        "until": any_length(tile_m=128, tile_n=112, late=True),
+        "causal": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
     (256, 256): {
         "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
                 *any_length(**step(tile_m=128, tile_n=80, late=True))),
-        "until": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
+        "causal": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
                   *any_length(tile_m=128, tile_n=80, late=True)),
         "interval": any_length(tile_m=128, tile_n=80, late=True),
     },
@@ -191,8 +191,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes) -> Config:
     """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink."""
-    if changes.get("bias") and sees == "until":
-        sees = "interval"  # a few bytes would spill in between the loops of "until"
+    if changes.get("bias") and sees == "causal":
+        sees = "interval"  # a few bytes would spill in between the loops of "causal"
     dims = tile_dims(head_dim, head_dim_v)
     return next(made for choice, made in _choices(dtype, dims, sees, changes) if choice.takes(seqlen_q, seqlen_k))
 
@@ -206,7 +206,7 @@ def lengths() -> list[int]:
 def shipped(dtype: torch.dtype, **changes) -> list[Config]:
     """Every configuration that `configure` can give for a dtype and changes of the scores."""
     return [
-        made for dims in TILES for sees in ("all", "until", "interval", "rows", "runs") for _, made in _choices(dtype, dims, sees, changes)
+        made for dims in TILES for sees in ("all", "causal", "interval", "rows", "runs") for _, made in _choices(dtype, dims, sees, changes)
     ]
 
 
@@ -221,9 +221,9 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
     if config.natural:
-        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, draws=True)
+        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, dynamic=True)
     if config.softcap:
-        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, draws=True)
+        return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, dynamic=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
     return replace(config, from_zero=sees == "all")

@@ -81,7 +81,7 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
     """Three warps, unit after unit as those that compute. They release every tile of V, so that they are never more than a ring behind."""
     warp = arch.make_warp_uniform(arch.warp_idx()) - 1
     state, done = tma.at_first(config.kv_stages), Int32(0)
-    block = scheduler.told(queue, done, config)
+    block = scheduler.consume(queue, done, config)
     while block.m0 >= 0:
         walk = visible.walk_of(block, band, seqlen_q, seqlen_k, config)
         found, tiles = made.found.iterator + tma.after(done, AHEAD).index * SLOT + warp, Int32(NONE)
@@ -93,9 +93,9 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
         else:
             loaded, free = (walk.loaded_first, walk.loaded_last), (walk.free_first, walk.free_last)
             state, tiles = screen_tiles(sV, pipe, state, made, found, tiles, done, warp, loaded, free, config)
-        scheduler.forget(queue, done, config)
+        scheduler.release(queue, done, config)
         done += 1
-        block = scheduler.told(queue, done, config)
+        block = scheduler.consume(queue, done, config)
 
 
 @cute.jit

@@ -5,7 +5,7 @@
   packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
 - softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
-- thread blocks that stay and draw tiles, so that one tile's loads begin under the end of the tile before (scheduler.py);
+- persistent thread blocks, which fetch tiles from a work queue, so that one tile's loads begin under the end of the tile before (scheduler.py);
 - O leaves by way of shared memory and the copy engine, and what the mask hides does not reach it, NaN and infinities included (epilogue.py).
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
@@ -186,18 +186,18 @@ def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Que
     """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
     scheduler.begin(queue, units, config)
-    block = scheduler.told(queue, done, config)
+    block = scheduler.consume(queue, done, config)
     while block.m0 >= 0:
         walk = walk_of(queue, done, block, tensors, band, config)
         load_queries(copies, sm, pipes, tma.after_empty(done, config.q_stages), block, config)
         early, late = parts(walk, config)
         state = load_keys(copies, sm, pipes, state, block, *early, band, config)
-        unit = scheduler.draw(queue, done + 1, config)
+        unit = scheduler.fetch(queue, done + 1, config)
         state = load_keys(copies, sm, pipes, state, block, *late, band, config)
-        scheduler.forget(queue, done, config)
+        scheduler.release(queue, done, config)
         done += 1
-        scheduler.announce(queue, done, unit, units, config)
-        block = scheduler.told(queue, done, config)
+        scheduler.publish(queue, done, unit, units, config)
+        block = scheduler.consume(queue, done, config)
 
 
 @cute.jit
@@ -301,11 +301,11 @@ def consume(shared: Shared, config: Constexpr[Config]):
     state, done = tma.at_first(config.kv_stages), Int32(0)
     if consumer == config.consumers - 1:
         pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    block = scheduler.told(queue, done, config)
+    block = scheduler.consume(queue, done, config)
     while block.m0 >= 0:
         state = attend(shared, done, state, block, consumer, config)
         done += 1
-        block = scheduler.told(queue, done, config)
+        block = scheduler.consume(queue, done, config)
     if const_expr(config.pieces_of_O > 0):
         arch.cp_async_bulk_wait_group(0, read=True)  # shared memory ends with the thread block
 
@@ -356,11 +356,11 @@ def attend(
     state.advance()
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.first - walk.loaded_first)
-    block, span = scheduler.told(queue, done, config), None
+    block, span = scheduler.consume(queue, done, config), None
     if const_expr(config.shares):
         span = scheduler.span(queue, done)
     cleared = hidden.cleared_tiles(screen, done) if const_expr(config.hides) else None
-    scheduler.forget(queue, done, config)
+    scheduler.release(queue, done, config)
     store(copies, tensors, found, sm, tile, lse, block, span, cleared, config)
     if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
@@ -382,7 +382,7 @@ def walk_tiles(
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, How.MASKED, config)
         state = steps(tile, pipes, state, masked, unmasked, How.WHOLE, config)
-        if const_expr(config.sees != "until"):
+        if const_expr(config.sees != "causal"):
             state = steps(tile, pipes, state, walk.first, masked, How.MASKED, config)
         return state
     for end in cutlass.range(2, unroll=1):

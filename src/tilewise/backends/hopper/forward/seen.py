@@ -3,7 +3,7 @@
 config.sees says what is known of the keys of each row when the kernel is compiled:
 
     all       every key
-    until     those before an end; band masks
+    causal    those before an end; band masks
     interval  those from a beginning to an end; band masks
     rows      likewise, but each row's beginning and end are read from memory: packed documents (documents.py)
     runs      anything: the tiles to visit and what is seen of each come from tables (tables.py)
@@ -108,7 +108,7 @@ def seen_by_all(m0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config)
     begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)
     if m0 < band.q0 or min(m0 + config.tile_m, seqlen_q) > band.q1:
         end = begin
-    if const_expr(config.sees == "until"):
+    if const_expr(config.sees == "causal"):
         return Int32(0), max(end, 0) // config.tile_n
     return cute.ceil_div(max(begin, 0), config.tile_n), max(end, 0) // config.tile_n
 
@@ -223,7 +223,7 @@ def places_seen(r: Constexpr[int], row: Int32, first: Int32, band: Band, seen: S
     if const_expr(config.sees == "rows"):
         return places_of(seen.begin[r] - first, seen.end[r] - first)
     begin, end = interval(row, band)
-    return places_of(None if const_expr(config.sees == "until") else begin - first, end - first)
+    return places_of(None if const_expr(config.sees == "causal") else begin - first, end - first)
 
 
 @cute.jit
