@@ -1,6 +1,6 @@
 """Variants of the Hopper backward pass, in turns in one process, beside other contenders: `python tools/variants.py` on a machine with a Hopper GPU.
 
-    --variant "two rows: stages=4, pairwise=False"    fields of backward_config.Config that differ from what ships
+    --variant "two rows: stages=4, pairwise=False"    names of backward.config.Config.of that differ from what ships
     --variant "turns: together=8, abreast=4"          and of the order: descending heads, at least; ascending heads that take turns
 
 What ships is measured first, as "base". A variant's gradients are compared with each other bit by bit, RUNS times, and with the base's within CLOSE;
@@ -13,7 +13,6 @@ import ast
 import json
 import sys
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -27,7 +26,7 @@ CLOSE = 2**-7  # of the largest number: gradients are rounded to eight bits
 
 class Variant(NamedTuple):
     name: str
-    config: dict  # fields of backward_config.Config
+    config: dict  # as backward.config.Config.but takes them
     order: dict  # of ORDER
 
 
@@ -66,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def variant_from(text: str) -> Variant:
     """Raises ArgumentTypeError for what is no variant."""
-    from tilewise.backends.hopper.backward.config import Config
+    from tilewise.backends.hopper.backward.config import names
 
     name, colon, given = text.partition(":")
-    found, known = {}, {field.name for field in fields(Config)}
+    found, known = {}, names()
     for each in filter(None, map(str.strip, given.split(","))):
         field, _, value = (part.strip() for part in each.partition("="))
         if field not in known and field not in ORDER:
-            raise argparse.ArgumentTypeError(f"{field!r} is no field of backward_config.Config, nor one of {', '.join(ORDER)}")
+            raise argparse.ArgumentTypeError(f"{field!r} is no choice of backward.config, nor one of {', '.join(ORDER)}")
         try:
             found[field] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
@@ -95,18 +94,13 @@ def in_place(variant: Variant):
         num_sms, ascending, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
         together, abreast = variant.order.get("together", together), variant.order.get("abreast", abreast)
         heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
-        if (
-            not 1 <= together <= heads
-            or abreast < 1
-            or (abreast > 1 and config.split == "columns")
-            or (config.sees == "rows" and heads % abreast)
-        ):
+        if not 1 <= together <= heads or abreast < 1 or (abreast > 1 and not config.by_keys) or (config.sees == "rows" and heads % abreast):
             raise ValueError(f"{variant.name}: of {heads} heads {together} cannot descend, or {abreast} not take turns (backward/order.py)")
         ascending = max(0, heads - together) // abreast * abreast if ascending else 0
         return num_sms, ascending, abreast, heads - ascending if ascending else together, of_queries, 3 * num_sms // 2 + abreast * n_blocks
 
     with (
-        mock.patch.object(plan, "config_of", lambda call: replace(shipped_config(call), **variant.config)),
+        mock.patch.object(plan, "config_of", lambda call: shipped_config(call).but(**variant.config)),
         mock.patch.object(plan, "_order", order if variant.order else shipped_order),
     ):
         yield

@@ -211,7 +211,7 @@ def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
     monkeypatch.setattr(plan, "ONE_BLOCK", 0)
     mask = {"all": Full(), "causal": Causal()}[sees]
     plain = plan.config_of
-    monkeypatch.setattr(plan, "config_of", lambda call: replace(plain(call), **fields))
+    monkeypatch.setattr(plan, "config_of", lambda call: plain(call).but(**fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_k": 4 >> turn % 3}
         smaller = 8 * (turn % 2 and "dq_transposed" not in fields)
@@ -243,7 +243,7 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
             monkeypatch.setattr(
                 plan,
                 "config_of",
-                lambda call, finishes=finishes: replace(plain(call), **fields | {"persistent": persistent, "finishes": finishes}),
+                lambda call, finishes=finishes: plain(call).but(**fields | {"persistent": persistent, "finishes": finishes}),
             )
             held(case, run=conformance.run_spoiled)
             inputs = torch.Generator("cuda").manual_seed(0)

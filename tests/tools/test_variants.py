@@ -32,7 +32,7 @@ def test_a_variant(variants):
     [
         ("two", "is not of the form"),
         ("two:", "is not of the form"),
-        ("two: stagse=4", "'stagse' is no field of backward_config.Config"),
+        ("two: stagse=4", "'stagse' is no choice of backward.config"),
         ("two: stages=four", "stages is 'four', which is no value"),
     ],
 )

@@ -259,7 +259,7 @@ def backward_products(shipped) -> tuple[int, int]:
         from tilewise.backends.hopper.backward.by_queries import KEYS
 
         return 2 * 3 + 3, 2 * sum(ahead) + 4 * over_m + KEYS // 16
-    if shipped.split == "columns":
+    if not shipped.by_keys:
         behind = 2 * over_m + shipped.dq_pieces * over_n
         return 2 * (2 + 2 * (2 + shipped.dq_pieces)), 2 * (sum(ahead) + 2 * behind)
     roles = 1 if shipped.dq_consumers == shipped.consumers else 2

@@ -57,8 +57,8 @@ def test_keys_of_one_block_need_no_sum():
     few, summed = (plan.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
     assert few.one_block and not summed.one_block and few.numbers_of_sum(64) < summed.numbers_of_sum(64)
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
-    with pytest.raises(ValueError, match="who computes it"):
-        replace(few, finishes=True)
+    with pytest.raises(TypeError, match="this configuration has no finishes"):
+        few.but(finishes=True)
     for dims, sees in itertools.product(backward_config.TILES, {*SEES.values()}):
         few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
         assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
@@ -72,13 +72,13 @@ def test_keys_of_one_block_need_no_sum():
 def test_a_visit_is_too_late_for_dQ_from_registers():
     fields = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "tile_m": 64, "tile_n": 128, "dq": "direct"}
     with pytest.raises(ValueError, match="directly"):
-        backward_config.Config(sees="runs", **fields)
-    backward_config.Config(sees="rows", **fields)
+        backward_config.Config.of(sees="runs", **fields)
+    backward_config.Config.of(sees="rows", **fields)
 
 
 def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, of which thirds take two rounds."""
-    config = replace(backward_config.configure(torch.bfloat16, 128, 128, "all", 16384), shares=True)
+    config = backward_config.configure(torch.bfloat16, 128, 128, "all", 16384).but(shares=True)
 
     def shared(seqlen_q, heads, config=config):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, 16384))
@@ -87,7 +87,7 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     assert shared(16384, 16) == (1980, 3, 2 * 68)
     assert shared(16384, 33) == (33 * 128, 1, 0)  # whole waves
     assert shared(80, 16) == (2048, 1, 0)  # a walk of one tile
-    assert shared(16384, 16, replace(config, shares=False)) == (2048, 1, 0)
+    assert shared(16384, 16, config.but(shares=False)) == (2048, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_what_is_shared_has_room_where_dQ_goes():
         _, found, parts = plan.shared(config, call, 132)
         place = gradients._place_of_parts(config, parts, q)
         assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
-    with pytest.raises(ValueError, match="thread blocks stay"):
-        replace(config, dq="staged", finishes=True, persistent=False)
+    with pytest.raises(ValueError, match="thread blocks are persistent"):
+        config.but(dq="staged", finishes=True)
 
 
 def test_explain_says_what_sharing_takes():

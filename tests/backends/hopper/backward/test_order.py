@@ -57,8 +57,8 @@ class Problem:
             sees = "causal"
         if sees == "rows" and (heads % abreast or min(ascending, heads) % abreast):
             abreast = 1
-        split = "keys" if abreast > 1 or heads % 2 else "columns"
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", split=split)
+        by_keys = abreast > 1 or heads % 2 == 1
+        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", by_keys=by_keys)
         self.order, self.lengths, self.heads, self.num_sms = order, (seqlen_q, seqlen_k), heads, num_sms
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))

@@ -282,10 +282,10 @@ def step(
     `more`: it is not the walk's last.
     """
     stage, shape, lse = state.index, (config.tile_n, config.tile_m), tile.lse
-    if const_expr(not config.asks_ahead):
+    if const_expr(not config.whole.asks_ahead):
         pipes.q.consumer_wait(state)
         lse = changed.lse_of(tile.tlse, stage, config)
-    if const_expr(config.delta_in):
+    if const_expr(config.whole.delta_in):
         pipes.do.consumer_wait(state)
         acc_dP = beginning_with(tile.tdelta[None, None, stage], tile.tScS)
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
@@ -299,14 +299,14 @@ def step(
         probabilities(acc_S, lse, tile.scale_log2)
     minus_delta = per_query(tile.tdelta, stage) if const_expr(config.delta_ahead) else None
     P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
-    if const_expr(not (config.delta_in or config.delta_ahead)):
+    if const_expr(not (config.whole.delta_in or config.delta_ahead)):
         minus_delta = per_query(tile.tdelta, stage)
     warpgroup.wait_group(0)
-    if const_expr(not config.delta_in):
+    if const_expr(not config.whole.delta_in):
         add_to_rows(acc_dP, minus_delta)
     differentiate(acc_dP, acc_S)
     dS = left_operand(tile.mma.dk, config)
-    if const_expr(config.pairwise):
+    if const_expr(config.whole.pairwise):
         fragments.round_pairs_into(dS, acc_dP)
     else:
         fragments.round_into(dS, acc_dP)
@@ -362,7 +362,7 @@ def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boo
     """For the log-sum-exps of the tile that comes into this stage, under the tile before: products leave shared memory little time for them. If there
     are no more tiles, what is read is nobody's; to keep the last ones instead would take registers.
     """
-    if const_expr(config.asks_ahead):
+    if const_expr(config.whole.asks_ahead):
         if more:
             pipes.q.consumer_wait(state)
         tile.lse.store(per_query(tile.tlse, state.index).load())
@@ -476,7 +476,7 @@ def weights(
     left operand of dV. g: of the group's heads.
     """
     if const_expr(not config.modified):
-        if const_expr(config.always):
+        if const_expr(config.whole.always):
             hide_always(tile, acc_S, m_block * config.tile_m)
             probabilities(acc_S, lse, tile.scale_log2)
         elif const_expr(at_once(config)):
@@ -495,7 +495,7 @@ def weights(
 
 def at_once(config: Config) -> bool:
     """Whether all of P is computed ahead of what hides some of it."""
-    return not (config.modified or config.always) and (config.ahead == 1 or config.sees == "runs")
+    return not (config.modified or config.whole.always) and (config.ahead == 1 or config.sees == "runs")
 
 
 @cute.jit

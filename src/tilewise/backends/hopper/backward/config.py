@@ -1,5 +1,6 @@
 """Tiles and schedules of the backward pass on Hopper: literal data with provenance, one line a case."""
 
+import dataclasses
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -15,17 +16,88 @@ PIECE = 32  # rows that repairs look through at a time for large numbers, and re
 ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw, load, add and finish gain by more
 
 
+# Where a tile of dQ goes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Through shared memory, from where the copy engine adds it to the sum in global memory."""
+
+    finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py)
+    skips: bool = (
+        False  # a warpgroup leaves out tiles at the ends of its walk that see none of its keys; not where all are seen, nor under "runs"
+    )
+    persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); not under "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direct:
+    """From registers, likewise added to the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """From registers to the gradient itself: all keys are one block's."""
+
+    persistent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """Nowhere: a kernel of its own computes dQ (by_queries.py)."""
+
+
+# How a step of two warpgroups with keys of their own goes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Registers hold S and dP at a time (by_keys.step)."""
+
+    pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
+    delta_in: bool = False  # dP's registers start as -delta
+    asks_ahead: bool = False  # a tile's log-sum-exps are read during the tile before; where scores are plain
+    always: bool = (
+        False  # every tile is masked, so that no branch limits how ptxas arranges the code; under a causal mask, where scores are plain
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lean:
+    """Registers hold S or dP (by_keys.step_lean); dK takes dS from shared memory."""
+
+
+# What two warpgroups divide dK and dV by
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByKeys:
+    """Each has 64 keys, or there are three (by_keys.py)."""
+
+    dq: Staged | Direct | Written = Staged()
+    step: Whole | Lean = Whole()
+    ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
+    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
+    shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where all keys are seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByColumns:
+    """Each has half of the columns (by_columns.py)."""
+
+    dq: Direct | Apart = Apart()
+
+
+SUMS = {  # what a name stands for in the tables below, in `Config.of` and in `Config.but`: a sum type's field, and its alternatives
+    "split": {"keys": ByKeys, "columns": ByColumns},
+    "dq": {"staged": Staged, "direct": Direct, "written": Written, "apart": Apart},
+    "step": {"whole": Whole, "lean": Lean},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(ScoreChanges):
-    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel.
-
-    dq says where a tile of dQ goes:
-
-        staged   through shared memory, from where the copy engine adds it to the sum in global memory
-        direct   from registers, likewise added to the sum
-        written  from registers to the gradient itself, as all keys are one block's; where keys are split
-        apart    nowhere: a kernel of its own computes dQ (by_queries.py); where columns are split
-    """
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
 
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
@@ -33,39 +105,44 @@ class Config(ScoreChanges):
     sees: Literal["all", "causal", "interval", "rows", "runs"]  # seen.py says what each means
     tile_m: int  # queries
     tile_n: int  # keys
+    split: ByKeys | ByColumns = ByKeys()
     stages: int = 2  # of Q and dO
     ds_stages: int = 2
     dq_consumers: int = 2  # warpgroups that compute dQ
-    dq: Literal["staged", "direct", "written", "apart"] = "staged"  # where dQ goes, see below
-    ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
-    finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py); where keys are split and nothing is `direct`
-    roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
-    ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
-    lean: bool = False  # registers hold S or dP, not both (by_keys.step_lean); dK takes dS from shared memory
-    always: bool = False  # every tile is masked, so that no branch divides what ptxas may arrange; under a causal mask
-    pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
-    delta_in: bool = False  # -delta is in dP's registers before dP is
-    skips: bool = False  # a warpgroup leaves out what it can of tiles that see none of its keys, at its walk's ends; where keys are split
-    asks_ahead: bool = False  # a tile's log-sum-exps are asked for under the tile before; where keys are split
-    split: Literal["keys", "columns"] = "keys"  # what two warpgroups share dK and dV by
-    dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
-    persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); where keys are split
-    shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where keys are split and all are seen
     dq_pieces: int = 1  # in which a warpgroup computes its part of dQ, one after another
+    ordered: bool = True  # dQ is added up in one order, so that every run gives the same bits
+    roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
     narrow: bool = False  # the tensors' head_dim is smaller, and the sums of dQ leave out what lies beyond it
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
+
+    @classmethod
+    def of(cls, **choice) -> "Config":
+        """From flat names: Config's own fields, and those of the alternatives that `split`, `dq` and `step` name (SUMS). TypeError for any other."""
+        found = _taken(cls, choice)
+        if choice:
+            raise TypeError(f"this configuration has no {', '.join(choice)}")
+        return found
+
+    def but(self, **choice) -> "Config":
+        """With other values, by the same names. An alternative that was not there begins with its defaults."""
+        flat = _flat(self)
+        parts = {"split": self.split, "dq": self.split.dq} | ({"step": self.split.step} if isinstance(self.split, ByKeys) else {})
+        for name, part in parts.items():
+            if choice.get(name, flat.get(name)) != flat.get(name):
+                flat = {other: value for other, value in flat.items() if other not in _flat(part)}
+        return self.of(**flat | choice)
 
     @property
     def enlarged(self) -> float:
         """What P is multiplied by before it is rounded to an operand: fp16 has few bits for probabilities below 6e-5, and none below 6e-8, as keys
         have that are far away or of a low bias. Where P stays in fp32 for dS and no score is changed, the naive formula loses as much of dV.
         """
-        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.lean or self.split == "columns") else 1.0
+        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.lean or not self.by_keys) else 1.0
 
     @property
     def own_factor(self) -> bool:
         """Whether the factor of dP - delta in dS goes through shared memory and is not P as it is rounded for dV."""
-        return self.split == "columns" and self.softcap
+        return not self.by_keys and self.softcap
 
     @property
     def repairs(self) -> bool:
@@ -97,58 +174,86 @@ class Config(ScoreChanges):
         return max(self.head_dim // min(of_queries, of_keys), self.head_dim_v // of_keys)
 
     @property
+    def by_keys(self) -> bool:
+        return isinstance(self.split, ByKeys)
+
+    @property
     def dq_apart(self) -> bool:
-        return self.dq == "apart"
+        return isinstance(self.split.dq, Apart)
 
     @property
     def one_block(self) -> bool:
-        return self.dq == "written"
+        return isinstance(self.split.dq, Written)
 
     @property
     def direct(self) -> bool:
-        return self.dq in ("direct", "apart")
+        return isinstance(self.split.dq, Direct | Apart)
+
+    @property
+    def finishes(self) -> bool:
+        return isinstance(self.split.dq, Staged) and self.split.dq.finishes
+
+    @property
+    def skips(self) -> bool:
+        return isinstance(self.split.dq, Staged) and self.split.dq.skips
+
+    @property
+    def persistent(self) -> bool:
+        return isinstance(self.split.dq, Staged | Written) and self.split.dq.persistent
+
+    @property
+    def shares(self) -> bool:
+        return isinstance(self.split, ByKeys) and self.split.shares
+
+    @property
+    def dq_transposed(self) -> bool:
+        return isinstance(self.split, ByKeys) and self.split.dq_transposed
+
+    @property
+    def ahead(self) -> float:
+        return self.split.ahead if isinstance(self.split, ByKeys) else 1
+
+    @property
+    def whole(self) -> Whole:
+        """The choices of a whole step; none of them for any other."""
+        return self.split.step if isinstance(self.split, ByKeys) and isinstance(self.split.step, Whole) else Whole()
+
+    @property
+    def lean(self) -> bool:
+        return isinstance(self.split, ByKeys) and isinstance(self.split.step, Lean)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sees == "runs" and self.direct and self.split == "keys":
-            raise ValueError(
-                "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly"
-            )
-        if (self.dq == "apart") > (self.split == "columns"):
-            raise ValueError("dQ has a kernel of its own only where columns are split")
-        if self.persistent and (self.split == "columns" or self.direct or self.sees not in PERSISTENT):
-            raise ValueError("a thread block stays only where keys are split and dQ goes through shared memory")
-        if self.one_block and (self.split == "columns" or self.direct or self.finishes or self.skips):
-            raise ValueError("dQ is written by who computes it only where keys are split, no tile is skipped, and nobody else finishes it")
-        if self.narrow and (self.dq_transposed or not self.sums):
-            raise ValueError("sums leave out columns only where there are sums, of dQ that is not transposed")
-        if self.roomy and self.consumers != 2:
-            raise ValueError("ROOMY is for two consumers")
-        if self.split == "keys" and self.stages % ADDERS:
-            raise ValueError("a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple")
-        if self.asks_ahead and (self.split == "columns" or self.lean or self.modified):
-            raise ValueError(
-                "log-sum-exps are asked for ahead only where keys are split, S and dP are in registers together and scores are plain"
-            )
-        if self.skips and (self.split == "columns" or self.direct or self.lean or self.sees in ("all", "runs")):
-            raise ValueError(
-                "tiles are skipped only where keys are split, walks go over tiles, and whole steps send dQ through shared memory"
-            )
-        if self.shares and (self.split == "columns" or self.sees != "all"):
-            raise ValueError("blocks of keys are shared only where keys are split and all are seen")
-        if self.shares and self.finishes and not self.persistent:
-            raise ValueError("where blocks are shared and dQ is finished, thread blocks stay: they know whose dQ has to wait")
-        if self.always and (self.modified or self.sees != "causal"):
-            raise ValueError("every tile is masked only under a causal mask")
+        wrong = {
+            "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly": (
+                self.by_keys and self.direct and self.sees == "runs"
+            ),
+            "a persistent thread block needs walks over tiles": self.persistent and self.sees == "runs",
+            "sums leave out columns only where there are sums, of dQ that is not transposed": self.narrow
+            and (self.dq_transposed or not self.sums),
+            "ROOMY is for two consumers": self.roomy and self.consumers != 2,
+            "a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple": self.by_keys
+            and self.stages % ADDERS > 0,
+            "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
+            "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
+            "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
+            "where blocks are shared and dQ is finished, thread blocks are persistent: they know whose dQ has to wait": (
+                self.shares and self.finishes and not self.persistent
+            ),
+            "every tile is masked only under a causal mask of plain scores": self.whole.always and (self.modified or self.sees != "causal"),
+        }
+        for why, holds in wrong.items():
+            if holds:
+                raise ValueError(why)
 
     @property
     def consumers(self) -> int:
-        return self.tile_n // 64 if self.split == "keys" else 2
+        return self.tile_n // 64 if self.by_keys else 2
 
     @property
     def column_parts(self) -> int:
         """Among how many warpgroups the columns of dK and dV are divided."""
-        return 1 if self.split == "keys" else self.consumers
+        return 1 if self.by_keys else self.consumers
 
     @property
     def dq_grid(self) -> tuple[int, int]:
@@ -177,7 +282,7 @@ class Config(ScoreChanges):
     @property
     def delta_ahead(self) -> bool:
         """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
-        return self.sees == "runs" and not (self.delta_in or self.modified)
+        return self.sees == "runs" and not (self.whole.delta_in or self.modified)
 
     @property
     def least_blocks(self) -> int:
@@ -214,14 +319,45 @@ class Config(ScoreChanges):
         return ROOMY if self.roomy else REGISTERS[self.consumers]
 
 
-# (head_dim, head_dim_v): fields of Config.
+def _taken(kind: type, choice: dict):
+    """A `kind` of the fields that `choice` has for it, which leave `choice`."""
+    given = {}
+    for each in dataclasses.fields(kind):
+        if each.name in SUMS:
+            default = next(name for name, other in SUMS[each.name].items() if isinstance(each.default, other))
+            given[each.name] = _taken(SUMS[each.name][choice.pop(each.name, default)], choice)
+        elif each.name in choice:
+            given[each.name] = choice.pop(each.name)
+    return kind(**given)
+
+
+def _flat(part) -> dict:
+    """What `_taken` makes a part of."""
+    found = {}
+    for each in dataclasses.fields(part):
+        value = getattr(part, each.name)
+        if each.name in SUMS:
+            found[each.name] = next(name for name, other in SUMS[each.name].items() if isinstance(value, other))
+            found |= _flat(value)
+        else:
+            found[each.name] = value
+    return found
+
+
+def names() -> set[str]:
+    """All that `Config.of` takes."""
+    parts = [Config, *(part for alternatives in SUMS.values() for part in alternatives.values())]
+    return {each.name for part in parts for each in dataclasses.fields(part)}
+
+
+# (head_dim, head_dim_v): choices of Config.of.
 TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, ahead=0.25),
     (96, 96): dict(tile_m=64, tile_n=128, dq_consumers=1),
     (128, 128): dict(tile_m=64, tile_n=128, ahead=0.25),
-    (192, 128): dict(tile_m=64, tile_n=64, split="columns", dq="apart"),
-    (192, 192): dict(tile_m=64, tile_n=64, split="columns", dq="apart"),
-    (256, 256): dict(tile_m=64, tile_n=64, split="columns", dq="apart", dq_pieces=2),
+    (192, 128): dict(tile_m=64, tile_n=64, split="columns"),
+    (192, 192): dict(tile_m=64, tile_n=64, split="columns"),
+    (256, 256): dict(tile_m=64, tile_n=64, split="columns", dq_pieces=2),
 }
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
@@ -232,7 +368,7 @@ CHANGED = {
     "both": {
         (64, 64): dict(tile_m=64, change_parts=4),
         (96, 96): dict(change_parts=4),
-        (128, 128): dict(tile_n=64, split="columns", dq="apart"),
+        (128, 128): dict(tile_n=64, split="columns"),
         (192, 128): dict(change_parts=2, roomy=True),
         (192, 192): dict(change_parts=2, roomy=True),
         (256, 256): dict(change_parts=4),
@@ -277,13 +413,13 @@ LONG = {
     ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
-WIDE = dict(tile_n=128, split="keys", dq="staged", ds_stages=1, lean=True, ahead=0.25)
+WIDE = dict(tile_n=128, split="keys", ds_stages=1, step="lean", ahead=0.25)
 LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "causal", "interval", "rows")}
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
-# which it saves a part.
-PERSISTENT = "all", "causal", "interval", "rows"
+# which it saves a part. Where all keys are seen, LONG says when.
+PERSISTENT = "causal", "interval", "rows"
 PERSISTENT_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 to 5 % from 4,096 to 16,384)
 
 
@@ -291,16 +427,17 @@ PERSISTENT_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, few: bool = False, **choice) -> Config:
     """few: keys, at most ONE_BLOCK."""
     dims = tile_dims(head_dim, head_dim_v)
-    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
+    config = Config.of(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
     if config.modified:
-        config = replace(config, **_instead(config, dims, few))
+        config = config.but(**_instead(config, dims, few))
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
-        fields = [fields for fields in larger if not (fields.get("lean") and _spills_if_lean(dtype, sees, few))]
+        fields = [fields for fields in larger if not (fields.get("step") and _spills_if_lean(dtype, sees, few))]
         fields = [fields for fields in fields if not (fields.get("dq_transposed") and head_dim < dims[0])]
-        stays = config.split == "keys" and sees in PERSISTENT and sees != "all" and (sees != "causal" or seqlen_q <= PERSISTENT_UP_TO)
-        config = replace(config, **({"persistent": stays} | (fields[-1] if fields else {}) | choice))
-    if few and config.split == "keys":
+        if config.by_keys and sees in PERSISTENT and (sees != "causal" or seqlen_q <= PERSISTENT_UP_TO):
+            config = config.but(persistent=True)
+        config = config.but(**(fields[-1] if fields else {}) | choice)
+    if few and isinstance(config.split, ByKeys):
         return _of_one_block(config)
     return replace(config, narrow=config.sums and head_dim < dims[0])
 
@@ -311,7 +448,8 @@ def _of_one_block(config: Config) -> Config:
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
     if config.head_dim == 64 and config.sees == "runs" and not config.modified:
         tight = {"delta_in": True}
-    return replace(config, dq="written", finishes=False, skips=False, pairwise=True, shares=config.sees == "all", **tight)
+    rounding = {} if config.lean else {"pairwise": True}
+    return config.but(dq="written", persistent=config.persistent, shares=config.sees == "all", **rounding, **tight)
 
 
 def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
@@ -331,6 +469,6 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
         fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
-        if fields.get("dq", config.dq) == "apart":
+        if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
     return fields

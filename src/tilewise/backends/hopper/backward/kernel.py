@@ -182,7 +182,7 @@ def kernel(
     dtype = tensors.Q.element_type
     sK, sV, sQ, sdO, sdS = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     sP, sdQ = None, None
-    if const_expr(config.split == "columns"):
+    if const_expr(not config.by_keys):
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
         sP = storage.allocate_tensor(dtype, layout_P.outer, 1024, swizzle=layout_P.inner)
     if const_expr(config.staged):
@@ -236,12 +236,12 @@ def kernel(
         arch.setmaxregister_increase(config.registers[1])
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
         given = (Shared(tensors, sm, pipes, mma, band, scales), stores, block, walk, consumer)
-        if const_expr(config.split == "keys"):
+        if const_expr(config.by_keys):
             given = (
                 *given,
                 partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads) if const_expr(config.shares) else None,
             )
-        if const_expr(config.split == "columns"):
+        if const_expr(not config.by_keys):
             if consumer == 0:
                 by_columns.consume(*given, True, config)
             else:

@@ -131,7 +131,7 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         if number >= order.shared_from:  # parts of a block run side by side, so fewer blocks read the same tiles of queries at a time
             number, share = divmod(number - order.shared_from, order.per_share)
             number, shares = number + order.shared_from, order.shares
-    if const_expr(config.split == "keys"):
+    if const_expr(config.by_keys):
         section, within = divmod(number, order.per_ascending)
         turn, member = divmod(within, order.ascending_width)
         n_block, head = n_blocks - 1 - turn, section * order.abreast + member

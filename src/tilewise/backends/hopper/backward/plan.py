@@ -133,7 +133,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     """The number of ascending heads that take turns. A block's neighbours are then some tiles ahead when it begins, and it seldom waits at dQ. The
     heads of a group give such a lead by themselves. H200, 2026-11-22: lab/rows/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6.
     """
-    if config.split == "columns" or group > 1:
+    if not config.by_keys or group > 1:
         return 1
     fit = ASCENDING // _read(config, group, seqlen_q)
     most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))

@@ -89,7 +89,7 @@ class Mma(NamedTuple):
 def products(config, dtype) -> Mma:
     smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     k, mn = OperandMajorMode.K, OperandMajorMode.MN
-    by_keys = config.split == "keys"
+    by_keys = config.by_keys
     alone, shared = (config.consumers if by_keys else 1, 1, 1), (config.consumers, 1, 1) if by_keys else (1, config.consumers, 1)
 
     def product(left, right, grid, columns, source=smem):
