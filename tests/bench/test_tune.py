@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import forecast
-from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward import config, plan
 from tilewise.backends.tiled import Tiled
 from tilewise.bench import tune
 from tilewise.bench.runner import run
@@ -245,7 +245,7 @@ def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
 
     monkeypatch.setattr(jit, "compiled", compiled)
     monkeypatch.setattr(backend, "_counter", lambda device: None)
-    monkeypatch.setattr(backend, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     workload = Workload(name="x", batch=1, seqlen_q=40, heads_q=2, head_dim=64, mask=mask, dtype=BF16)
     candidate = replace(shipped((64, 64), "causal"), tile_n=96)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import Hopper, forecast
-from tilewise.backends.hopper.forward.call import config_of
 from tilewise.backends.hopper.forward.config import TILES, Config, configure
+from tilewise.backends.hopper.forward.plan import config_of
 from tilewise.machine.sheets import H100
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import Call

@@ -8,6 +8,7 @@ import torch
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, repeat
 from tilewise.backends.hopper.forward import call as forward
+from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
 from tilewise.masks import Causal, Full
@@ -173,7 +174,7 @@ def stub(device, monkeypatch):
             mine.copy_(right)
 
     monkeypatch.setattr(forward, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
-    monkeypatch.setattr(forward, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(forward.jit, "compiled", lambda *kernel_: kernel)
     monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
     monkeypatch.setattr(operator, "choose", lambda problem, name: backend)

@@ -20,8 +20,8 @@ from emulator.memory import Memory
 from emulator.program import Program
 from emulator.ptx import parse
 from tilewise.backends.hopper import Hopper
-from tilewise.backends.hopper.backward import plan
-from tilewise.backends.hopper.forward import call as forward
+from tilewise.backends.hopper.backward import plan as backward_plan
+from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.sm90 import jit
 
 NEEDED = [
@@ -67,8 +67,8 @@ class Emulated(Hopper):
             (torch.cuda, "device"): lambda device: nullcontext(),
             (torch.cuda, "is_current_stream_capturing"): lambda: False,
             (torch.cuda, "current_stream"): lambda device=None: stream,
-            (plan, "board_of"): lambda device: plan.Board(self.slots, plan.AGAIN[0][1]),
-            (forward, "_num_sms"): lambda device: self.slots,
+            (backward_plan, "board_of"): lambda device: backward_plan.Board(self.slots, backward_plan.AGAIN[0][1]),
+            (forward_plan, "num_sms"): lambda device: self.slots,
             (jit, "compiled"): self.compiled,
         }
         with ExitStack() as patches:

@@ -10,6 +10,7 @@ from tilewise.backends import Backend
 from tilewise.backends.hopper import forecast, packing
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
+from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
@@ -44,7 +45,7 @@ class Hopper(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
-        config = forward.config_of(call)
+        config = forward_plan.config_of(call)
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
@@ -55,9 +56,9 @@ class Hopper(Backend):
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
         gradients = backward.lines(call, machine.sms) if call.grad else []
         if packed is None:
-            return [*forecast.lines(forward.config_of(call), call, machine), *gradients]
+            return [*forecast.lines(forward_plan.config_of(call), call, machine), *gradients]
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
-        return [shared, *forecast.lines(forward.config_of(packed), packed, machine), *gradients]
+        return [shared, *forecast.lines(forward_plan.config_of(packed), packed, machine), *gradients]
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.changes import in_pairs
-from tilewise.backends.hopper.forward.call import config_of
+from tilewise.backends.hopper.forward.plan import config_of
 from tilewise.masks import Full
 from tilewise.problem import Call
 

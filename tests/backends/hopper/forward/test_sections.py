@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from tilewise.backends.hopper.forward.call import _section, config_of
+from tilewise.backends.hopper.forward.plan import _section, config_of
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 

@@ -57,9 +57,7 @@ class Whole:
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # dP's registers start as -delta
     asks_ahead: bool = False  # a tile's log-sum-exps are read during the tile before; where scores are plain
-    always: bool = (
-        False  # every tile is masked, so that no branch limits how ptxas arranges the code; under a causal mask, where scores are plain
-    )
+    always: bool = False  # every tile is masked, so no branch limits how ptxas arranges the code; under a causal mask, with plain scores
 
 
 @dataclass(frozen=True, kw_only=True)

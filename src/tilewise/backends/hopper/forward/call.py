@@ -1,26 +1,23 @@
 """The forward pass on Hopper, seen from torch: which kernel a call runs, and what the kernel takes."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes, packing
+from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
-from tilewise.backends.hopper.forward.config import Config, configure
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
 from tilewise.backends.hopper.repeat import Repeat
-from tilewise.backends.tables import documents, runs
-from tilewise.backends.tables.band import band_of
-from tilewise.masks import Causal
+from tilewise.backends.tables import runs
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.forward.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
-SECTION_BYTES, MOST_SECTION_BYTES = 16 << 20, 40 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
 REPEAT_BYTES = 256 << 10  # of a mask's tables: who repeats a call keeps them, and calls with larger ones take long
-EXTRA_HEADS = 16  # how many more heads than the smallest section holds are considered for it
 
 
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -45,63 +42,33 @@ def _compute(call: Call, o: Tensor, lse: Tensor, config: Config | None) -> None:
         else:
             lse.copy_(call.sink[:, None].expand_as(lse))
         return
-    config = config or config_of(call)
-    q, scale = (call.q, call.scale) if config.modified else _positive_scale(call.q, call.scale)
-    kernel = jit.compiled(LAUNCH, arguments, config)
+    plan = Plan.of(call, planning.num_sms(call.q.device), config)
+    q, scale = (call.q, call.scale) if plan.config.modified else _positive_scale(call.q, call.scale)
+    kernel = jit.compiled(LAUNCH, arguments, plan.config)
     with torch.cuda.device(q.device):
         tensors = Tensors(*(jit.aligned(x) for x in (q, call.k, call.v)), o, lse)
-        kernel(tensors, _work(call, config), _band(call, config), changes.scores(call, config, scale))
+        kernel(tensors, _work(plan, q.device), _band(call, plan), changes.scores(call, plan.config, scale))
 
 
 def repeat(call: Call, backward) -> Repeat | None:
     """The short way for more calls like this one, whose gradients are `backward`'s (see runtime/repeats.py)."""
-    tensors, config = (call.q, call.k, call.v), config_of(call)
     if packing.pack(call) is not None:
         return None
-    if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, tensors)):
+    if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, (call.q, call.k, call.v))):
         return None
-    rest = _band(call, config), changes.scores(call, config, call.scale)
+    device = call.q.device
+    plan = Plan.of(call, planning.num_sms(device))
+    rest = _band(call, plan), changes.scores(call, plan.config, call.scale)
     if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
-    sizes, device = (_section(call, config), _num_sms(call.q.device) * config.blocks), call.q.device
-    return Repeat(call, jit.compiled(LAUNCH, arguments, config), rest, lambda: Work(*_workspace(device, config), *sizes), backward)
+    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), rest, lambda: _work(plan, device), backward)
 
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
-    config = config_of(packing.pack(call) or call)
+    config = planning.config_of(packing.pack(call) or call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
     return [*ahead, (LAUNCH, arguments, config)]
-
-
-def config_of(call: Call):
-    """The configuration for the call as it is given; where heads are packed as rows, ask for the packed call's."""
-    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
-    if isinstance(call.mask, Causal):
-        sees = "causal"
-    elif documents.by_rows(call.mask):
-        sees = "rows"
-    return configure(
-        call.q.dtype,
-        call.head_dim,
-        call.head_dim_v,
-        sees,
-        _queries(call, sees),
-        call.seqlen_k,
-        **changes.fields(call),
-        bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
-        sink=call.sink is not None,
-    )
-
-
-def _queries(call: Call, sees: str) -> int:
-    """Of a sequence, or of what it consists of, as `config.Choice` counts them."""
-    if sees == "rows":
-        return documents.longest(call.mask)
-    if sees == "interval":
-        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
-        return min(call.seqlen_q, hi - lo + 1)
-    return call.seqlen_q
 
 
 def _empty_lse(call: Call) -> Tensor:
@@ -134,11 +101,6 @@ def arguments(config) -> list:
     return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, Int32(0))]
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 _COUNTERS: dict[tuple, Tensor] = {}
 
 
@@ -155,51 +117,23 @@ def _counter(device: torch.device) -> Tensor:
 _PARTIALS: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 
-def _work(call: Call, config) -> Work:
-    """For the current stream."""
-    device = call.q.device
-    return Work(*_workspace(device, config), _section(call, config), _num_sms(device) * config.blocks)
-
-
-def _workspace(device: torch.device, config) -> tuple[Tensor | None, ...]:
-    """The counter and, where thread blocks share units, what they keep for each other (partials.py): likewise one a stream, as much as was needed."""
-    if not config.shares:
-        return _counter(device), None, None
-    slots = 2 * (_num_sms(device) * config.blocks // config.cluster)
-    sizes = slots * config.partial_numbers, slots * config.cluster * config.tile_m // 16
+def _work(plan: Plan, device: torch.device) -> Work:
+    """For the current stream: the counter and, where thread blocks share units, what they keep for each other (partials.py)."""
+    if not plan.partials:
+        return Work(_counter(device), None, None, plan.section, plan.blocks)
     key = device, torch.cuda.current_stream(device).cuda_stream
     kept = None if torch.cuda.is_current_stream_capturing() else _PARTIALS.get(key)
-    if kept is None or any(have.numel() < size for have, size in zip(kept, sizes, strict=True)):
-        numbers = torch.empty(sizes[0], dtype=torch.float32, device=device)
-        kept = numbers, torch.zeros(sizes[1], dtype=torch.int32, device=device)
+    if kept is None or any(have.numel() < size for have, size in zip(kept, plan.partials, strict=True)):
+        elements, arrivals = plan.partials
+        kept = torch.empty(elements, dtype=torch.float32, device=device), torch.zeros(arrivals, dtype=torch.int32, device=device)
         if not torch.cuda.is_current_stream_capturing():
             _PARTIALS[key] = kept
-    return _counter(device), *kept
+    return Work(_counter(device), *kept, plan.section, plan.blocks)
 
 
-def _section(call: Call, config) -> int:
-    """Heads whose tiles are mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, whose first
-    tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
-    """
-    if config.sees == "all":
-        return 1
-    heads, keys = call.batch * call.heads_k, call.seqlen_k
-    if config.sees == "interval":
-        *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
-        keys = min(keys, 2 * (hi - lo + 1))
-    a_head = config.dtype.itemsize * keys * (config.head_dim + config.head_dim_v)
-    least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
-    least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
-    if least >= heads or heads % least == 0:
-        return min(least, heads) * call.group
-    return min(range(least, min(most, least + EXTRA_HEADS) + 1), key=lambda width: (-heads % width, -width), default=least) * call.group
-
-
-def _band(call: Call, config) -> Band:
+def _band(call: Call, plan: Plan) -> Band:
     """Which keys each row sees: by numbers, or by tables."""
-    if config.sees in ("causal", "interval"):
-        return Band(*band_of(call.mask, call.seqlen_q, call.seqlen_k), RowTables())
-    tables = RowTables()
+    config, tables = plan.config, RowTables()
     if config.sees == "runs":
         planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         made = runs.tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
@@ -207,7 +141,7 @@ def _band(call: Call, config) -> Band:
     if config.sees == "rows":
         order, *made = rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
         tables = RowTables(order, None, None, None, None, None, *made)
-    return Band(0, 0, 0, call.seqlen_k, 0, 0, tables)
+    return Band(*plan.band, tables)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
