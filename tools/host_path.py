@@ -1,6 +1,6 @@
 """What a call costs beside the kernel, on a Hopper GPU.
 
-python tools/host_path.py            microseconds of a small call until it returns, for every contender that is here
+python tools/host_path.py            microseconds of a small call until it returns, and of one with `.sum().backward()`, for every contender here
 python tools/host_path.py --cold     seconds from `import torch` to the first result, in this process
 """
 
@@ -14,6 +14,7 @@ import argparse  # noqa: E402
 import cProfile  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
+from functools import partial  # noqa: E402
 
 CALLS, ROUNDS = 100, 60
 IMPLS = "tilewise,sdpa,fa3,fa3:vllm,fa4"
@@ -48,6 +49,22 @@ def seconds(call) -> float:
     return (time.perf_counter() - start) / CALLS
 
 
+def table(what: str, calls: dict) -> None:
+    """In turns."""
+    taken = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            taken[name].append(seconds(call))
+    for name, each in taken.items():
+        print(f"{what}: {name:12s} median {statistics.median(each) * 1e6:6.1f} us, best {min(each) * 1e6:6.1f} us")
+
+
+def profiled(call) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(lambda: [call() for _ in range(2000)])
+    profiler.print_stats("tottime")
+
+
 def warm(profile: bool) -> None:
     import tilewise
     from tilewise import bench
@@ -62,21 +79,26 @@ def warm(profile: bool) -> None:
         attend = impl.prepare(workload, device)
         calls[impl.name] = lambda attend=attend: attend(q, k, v)
     calls["tilewise"] = lambda: tilewise.attention(q, k, v, causal=True)  # as a user writes it
-    taken = {name: [] for name in calls}
     with torch.no_grad():
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                taken[name].append(seconds(call))
-        for name, each in taken.items():
-            print(f"{name:12s} median {statistics.median(each) * 1e6:6.1f} us, best {min(each) * 1e6:6.1f} us")
+        table("forward", calls)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def trained(call):
+        for x in leaves:
+            x.grad = None
+        call().sum().backward()
+
+    trained_calls = {name: partial(trained, call) for name, call in calls.items()}
+    table("forward and .sum().backward()", trained_calls | {"no attention": partial(trained, lambda: q + k + v)})
+    if profile:
+        profiled(trained_calls["tilewise"])
+    with torch.no_grad():
         slices = [[x[:, :seqlen] for x in (q, k, v)] for seqlen in range(1, CALLS + 1)]
         turns = iter(slices)
         first = seconds(lambda: tilewise.attention(*next(turns), causal=True))
         print(f"tilewise, the first call of each of {CALLS} lengths: {first * 1e6:.1f} us")
         if profile:
-            profiler = cProfile.Profile()
-            profiler.runcall(lambda: [calls["tilewise"]() for _ in range(2000)])
-            profiler.print_stats("tottime")
+            profiled(calls["tilewise"])
     torch.cuda.synchronize()
 
 

@@ -7,10 +7,11 @@ import torch
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.repeat import Repeat
-from tilewise.masks import SlidingWindow
-from tilewise.runtime import repeats
+from tilewise.masks import Causal, Documents, SlidingWindow
+from tilewise.runtime import operator, repeats
 from tilewise.sm90 import jit
 from tilewise.sm90.jit import why_not_here
 
@@ -66,22 +67,57 @@ def test_views_and_pointers_that_are_not_aligned():
         assert torch.equal(tw.attention(q, k, v, causal=True), expected)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("causal", (False, True))
-def test_gradients_by_the_short_way(causal, head_dim):
-    first, second = ([x.requires_grad_() for x in qkv(300, head_dim=head_dim, seed=seed)] for seed in (1, 2))
-    d_o = torch.randn(2, 300, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+DOCUMENTS = Documents((0, 70, 70, 300), (0, 70, 70, 300), inner=Causal())
+TRAINED = ({}, {"causal": True}, {"mask": SlidingWindow(20, 0), "scale": 0.3}, {"mask": DOCUMENTS}, {"causal": True, "softcap": 5.0})
 
-    def run(x):
-        o = tw.attention(*x, causal=causal, backend="hopper")
+
+@pytest.mark.parametrize("head_dim", (40, 64, 128, 256))
+@pytest.mark.parametrize("options", TRAINED, ids=str)
+def test_gradients_by_the_short_way(options, head_dim):
+    first, second = ([x.requires_grad_() for x in qkv(300, head_dim=head_dim, seed=seed)] for seed in (1, 2))
+    ready = torch.randn(2, 300, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    turned = torch.randn(2, 4, 300, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    one = torch.ones(1, device="cuda", dtype=torch.bfloat16).expand(ready.shape)
+
+    def run(x, d_o):
+        o = tw.attention(*x, backend="hopper", **options)
         return o, *torch.autograd.grad(o, x, d_o)
 
-    run(first)
-    assert [type(short) for short in short_ways()] == [Repeat]
-    short = [run(second) for _ in range(3)]
-    repeats.forget()
-    long = run(second)
-    assert all(same(each, long) for each in short)
+    run(first, ready)
+    (known,) = repeats._KNOWN.values()
+    assert type(known.short) is Repeat
+    for d_o in (ready, turned, one, ready):
+        short = [run(second, d_o) for _ in range(3)]
+        assert type(known.short.back) is Gradients
+        call = operator.call_of(known.given._replace(**dict(zip("qkv", (x.detach() for x in second), strict=True))))
+        o, lse = Hopper().forward(call)
+        long = o, *Hopper().backward(call, o, lse, d_o, None)[:3]
+        assert all(same(each, long) for each in short)
+
+
+def test_gradients_in_a_graph():
+    """Captured after a repeated call, replayed on new values while eager calls of the same shapes run."""
+    x = [each.requires_grad_() for each in qkv(300)]
+    d_o = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(*tensors):
+        return torch.autograd.grad(tw.attention(*tensors, mask=DOCUMENTS), tensors, d_o)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(*x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*x)
+    for seed in (5, 6):
+        with torch.no_grad():
+            for mine, new in zip(x, qkv(300, seed=seed), strict=True):
+                mine.copy_(new)
+        graph.replay()
+        found = [each.clone() for each in captured]
+        assert same(found, run(*x))
 
 
 def test_the_lse_is_not_overwritten_by_the_next_call():

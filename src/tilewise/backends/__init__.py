@@ -15,7 +15,7 @@ class Repeat(Protocol):
         """O and LSE, which may be looked at only where it is wanted."""
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV from what `forward` returned and a contiguous dO."""
+        """dQ, dK and dV from what `forward` returned and dO, which may have any strides."""
 
 
 class Backend(Protocol):

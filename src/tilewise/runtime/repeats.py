@@ -140,15 +140,15 @@ def _same(options: tuple, others: tuple) -> bool:
 def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
     """Whether the short way may be taken back: the tensors lie as those of the forward did, and nothing beside autograd looks on.
 
-    Hooks on saved tensors may give back copies, and the gradient that arrives is anybody's.
+    Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """
-    if any(x.is_nested for x in (q, k, v, o, lse, d_o)) or not d_o.is_contiguous():
+    if any(x.is_nested for x in (q, k, v, o, lse, d_o)):
         return False
     if plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
         return False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     for x, shape, dtype in ((o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)):
-        if x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous():
+        if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is d_o or x.is_contiguous()):
             return False
     if q is not k and k is not v:  # it wants them apart
         known.check_back = _check(q, k, v, o, lse, d_o)

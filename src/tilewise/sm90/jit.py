@@ -80,6 +80,12 @@ def aligned(x: Tensor) -> Tensor:
     return x if strided(x) and x.data_ptr() % BYTES == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
+    repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.contiguous() if repeated else aligned(x)
+
+
 def tensors_of(bundle: tuple) -> list[Tensor]:
     """The torch tensors in a bundle of operands, in order; bundles may hold bundles."""
     found = []

@@ -45,7 +45,8 @@ class Repeat:
         return o, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV from what `forward` returned and a contiguous dO."""
+        """dQ, dK and dV from what `forward` returned and dO."""
+        d_o = d_o.contiguous()
         dq, dk, dv = self.new_dq(q), self.new_dk(k), self.new_dv(v)
         threads = get_num_threads()
         size = self.workspace_bytes.get(threads)

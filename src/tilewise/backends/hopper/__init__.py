@@ -3,6 +3,9 @@
 The DSL is imported when the first kernel is compiled; without it, or without such a GPU, `why_not` says so.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -73,7 +76,12 @@ class Hopper(Backend):
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
-        return forward.repeat(call, self.backward)
+        return forward.repeat(call, self._gradients)
+
+    def _gradients(self, call: Call) -> Callable:
+        """dQ, dK and dV of calls like this one, from (q, k, v, o, lse, dO)."""
+        like = replace(call, q=None, k=None, v=None)
+        return backward.repeat(call) or (lambda q, k, v, o, lse, d_o: self.backward(replace(like, q=q, k=k, v=v), o, lse, d_o, None)[:3])
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""

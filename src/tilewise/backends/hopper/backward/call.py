@@ -1,5 +1,6 @@
 """The backward pass on Hopper, seen from torch: which problems it takes, what it allocates, and the call of the compiled kernels."""
 
+import functools
 import math
 
 import torch
@@ -10,7 +11,9 @@ from tilewise.backends.hopper.backward import plan as planning
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
+from tilewise.backends.hopper.backward.repeat import Repeat
 from tilewise.backends.hopper.operands import Band, Given, Scalars, Scratch, Turns
+from tilewise.backends.hopper.short import REPEAT_BYTES
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
 from tilewise.problem import Call, Gradients, Problem
@@ -87,23 +90,20 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     board, d_bias = planning.board_of(call.q.device), None
     plan = planning.Plan.of(call, board)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
-    given = Given(*(_readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), _readable(d_o), _rows(reaching))
-    rows = plan.m_blocks * plan.config.tile_m
-    statistics = torch.empty((2, *lse.shape[:2], rows), dtype=torch.float32, device=d_q.device)
+    given = Given(*(jit.readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), jit.readable(d_o), _rows(reaching))
     with torch.cuda.device(d_q.device):
-        _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), statistics, d_lse is not None)
+        statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
     return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural))
 
 
-def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, statistics: Tensor, has_d_lse: bool) -> None:
-    """All but the bias's gradient. What it allocates is free when it returns."""
+def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
+    """All but the bias's gradient, which takes what this returns: LSE and -delta as `Scratch` has them. The rest of it is free then."""
     config = plan.config
-    scratch = _scratch(plan, statistics, gradients.dQ)
-    scales = call.scale, changes.outer_log2(config, call.scale, call.softcap)
-    scalars = Scalars(*scales, int(has_d_lse), plan.last_q, plan.last_k)
-    changed, tables = changes.changes(call, config), backward_tables.of_call(call, config)
+    made = (None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch)
+    scratch = Scratch(*made, partial=place_of_parts(config, plan.parts, gradients.dQ))
+    changed, tables, scalars = changes.changes(call, config), backward_tables.of_call(call, config), scalars_of(call, plan, has_d_lse)
     compute = jit.compiled(LAUNCH, arguments, config)
     for part, turns in plan.turns:
         bundles = given, gradients, scratch, changed, tables
@@ -111,22 +111,25 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
             bundles = *(_of_batch(bundle, part) for bundle in bundles[:4]), backward_tables.of_batch(tables, part)
         *tensors, of_part, of_tables = bundles
         compute(*tensors, turns, scalars, Band(*plan.band, of_tables), changes.or_none(of_part))
+    return scratch.lse, scratch.minus_delta
 
 
-def _scratch(plan: planning.Plan, statistics: Tensor, d_q: Tensor) -> Scratch:
-    config, (batch, _, heads_q, head_dim) = plan.config, d_q.shape
+def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
+    return Scalars(call.scale, changes.outer_log2(plan.config, call.scale, call.softcap), int(has_d_lse), plan.last_q, plan.last_k)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=d_q.device)
 
-    return Scratch(
-        *statistics,
-        sum_dQ=empty(batch, heads_q, plan.m_blocks, config.numbers_of_sum(head_dim), dtype=torch.float32),
-        turns=empty(batch, heads_q, plan.m_blocks, config.counters),
-        spoiled=empty(plan.spoiled) if plan.spoiled else None,
-        counter=empty(1 + plan.parts) if config.persistent or config.shares else None,
-        partial=_place_of_parts(config, plan.parts, d_q),
-    )
+def repeat(call: Call) -> Repeat | None:
+    """The short way for more calls like this one, whose tensors are q, k and v alone; None where there is none."""
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return None
+    plan = planning.Plan.of(call, planning.board_of(call.q.device))
+    tables = backward_tables.of_call(call, plan.config)
+    if len(plan.turns) > 1 or sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
+        return None
+    changed = changes.or_none(changes.changes(call, plan.config))
+    rest = plan.turns[0][1], scalars_of(call, plan, False), Band(*plan.band, tables), changed
+    partial = functools.partial(place_of_parts, plan.config, plan.parts) if plan.config.shares else None
+    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), plan.scratch, partial, rest)
 
 
 def _of_batch(bundle: tuple, part: slice) -> tuple:
@@ -140,7 +143,7 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     return bundle._replace(**cut)
 
 
-def _place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
+def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
     `shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take.
     """
@@ -201,12 +204,6 @@ def arguments(config: Config) -> list:
         Band(*(Int32(0) for _ in range(6)), tables),
         changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),
     ]
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
-    repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-    return x.contiguous() if repeated else jit.aligned(x)
 
 
 def _rows(x: Tensor) -> Tensor:

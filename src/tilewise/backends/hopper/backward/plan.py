@@ -56,7 +56,7 @@ class Plan:
     last_k: int
     turns: tuple[tuple[slice, Turns], ...]  # for each launch its batch entries, at most MOST, and the order of its blocks
     parts: int  # thread blocks that hand their dK and dV to another one
-    spoiled: int  # size of the list of what is not finite; 0: there is none
+    scratch: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # shapes and dtypes of operands.Scratch, but for `partial`
 
     @classmethod
     def of(cls, call: Call, board: Board) -> "Plan":
@@ -70,15 +70,8 @@ class Plan:
             batch = min(call.batch - first, MOST)
             order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
-        return cls(
-            config,
-            -(-call.seqlen_q // config.tile_m),
-            band,
-            *last_seen(call, band),
-            tuple(turns),
-            parts,
-            _entries(config, call) if config.repairs else 0,
-        )
+        m_blocks = -(-call.seqlen_q // config.tile_m)
+        return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
 
 
 def config_of(call: Call) -> Config:
@@ -96,6 +89,18 @@ def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
     if isinstance(call.mask, Documents):
         return max(1, call.mask.cu_seqlens_q[-1]), max(1, call.mask.cu_seqlens_k[-1])
     return max(1, band[1]), max(1, band[3])
+
+
+def _scratch(config: Config, call: Call, m_blocks: int, parts: int) -> tuple:
+    of_heads, of_rows = (call.batch, call.heads_q), m_blocks * config.tile_m
+    return (
+        ((*of_heads, of_rows), torch.float32),
+        ((*of_heads, of_rows), torch.float32),
+        ((*of_heads, m_blocks, config.numbers_of_sum(call.head_dim)), torch.float32),
+        ((*of_heads, m_blocks, config.counters), torch.int32),
+        ((_entries(config, call),), torch.int32) if config.repairs else None,
+        ((1 + parts,), torch.int32) if config.persistent or config.shares else None,
+    )
 
 
 def _entries(config: Config, call: Call) -> int:

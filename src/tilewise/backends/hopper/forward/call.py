@@ -1,6 +1,7 @@
 """The forward pass on Hopper, seen from torch: which kernel a call runs, and what the kernel takes."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
 from tilewise.backends.hopper.repeat import Repeat
+from tilewise.backends.hopper.short import REPEAT_BYTES
 from tilewise.backends.tables import runs
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.forward.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
-REPEAT_BYTES = 256 << 10  # of a mask's tables: who repeats a call keeps them, and calls with larger ones take long
 
 
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,8 @@ def _compute(call: Call, o: Tensor, lse: Tensor, config: Config | None) -> None:
         kernel(tensors, _work(plan, q.device), _band(call, plan), changes.scores(call, plan.config, scale))
 
 
-def repeat(call: Call, backward) -> Repeat | None:
-    """The short way for more calls like this one, whose gradients are `backward`'s (see runtime/repeats.py)."""
+def repeat(call: Call, gradients: Callable) -> Repeat | None:
+    """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
     if packing.pack(call) is not None:
         return None
     if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, (call.q, call.k, call.v))):
@@ -61,7 +62,7 @@ def repeat(call: Call, backward) -> Repeat | None:
     rest = _band(call, plan), changes.scores(call, plan.config, call.scale)
     if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
-    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), rest, lambda: _work(plan, device), backward)
+    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), rest, lambda: _work(plan, device), gradients)
 
 
 def kernels(call: Call) -> list[tuple]:

@@ -1,0 +1,39 @@
+"""What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that are allocated with little ado."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
+
+
+def as_operand(bundle: tuple, on_gpu: bool) -> object:
+    """A bundle as the kernel's function takes it with least ado, for more than one call; it keeps its tensors' memory."""
+    if not on_gpu:
+        return bundle
+    import tvm_ffi
+
+    def converted(x):
+        if isinstance(x, tuple):
+            return tuple(map(converted, x))
+        return tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
+
+    return tvm_ffi.convert(converted(bundle))
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
+    found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    fast = getattr(found, f"_empty_strided_{device.type}", None)
+    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
