@@ -10,6 +10,7 @@ from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 from emulator.memory import Fault
 
+from tilewise.backends.hopper.backward import plan
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, random_mask, upstream
@@ -86,6 +87,24 @@ def test_cases(case):
     for backend in backends:
         conformance.run_hidden(backend, case)
         assert all(x is None or torch.equal(x, y) for x, y in zip(backends[0].results, backend.results, strict=True))
+
+
+GROUPED = dict(batch=2, seqlen_q=140, seqlen_k=290, heads_q=6, heads_k=2, head_dim=128, dtype="bf16")
+APART = [(Causal(), 128), (SlidingWindow(40, 3), 64), (Causal("top_left"), 72), (SlidingWindow(100, 9), 128), (Causal(), 96)]
+
+
+@pytest.mark.parametrize(("mask", "head_dim"), [APART[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in APART[1:])], ids=str)
+def test_heads_of_a_group_apart(mask, head_dim, monkeypatch):
+    """As on long sequences: each query head has thread blocks of its own, and dK and dV are summed over the group, with the same bits at any pace."""
+    for name in ("CACHE", "WINDOW_CACHE"):
+        monkeypatch.setattr(plan, name, 0)
+    case = Case(**GROUPED | dict(mask=mask, head_dim=head_dim))
+    assert plan.config_of(make(case, 0, grad=True)).heads_apart
+    backends = [Recorded(pace, seed) for seed, pace in enumerate(PACES)]
+    for backend in backends:
+        conformance.run_hidden(backend, case)
+        assert all(x is None or torch.equal(x, y) for x, y in zip(backends[0].results, backend.results, strict=True))
+    conformance.run_spoiled(Emulated(), case)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward
-from tilewise.backends.hopper.backward import tables
+from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
@@ -113,6 +113,17 @@ STEPS += [(dims, "causal", backward.PERSISTENT_UP_TO + 1) for dims in ((64, 64),
 DTYPES = torch.bfloat16, torch.float16
 LONG = [(*step, dtype) for step in STEPS for dtype in DTYPES if (step[-1], dtype) != (1, torch.bfloat16)]
 
+APART = [*itertools.product(((64, 64), (96, 96), (128, 128)), ("causal", "interval")), ((128, 128), "causal", 8192)]
+
+
+def heads_apart(dims, sees, least=2048, dtype=torch.bfloat16):
+    return plan.heads_apart(of_length(dims, sees, least, dtype))
+
+
+APART_TOO = [
+    *((dims, sees, 2048, torch.float16) for dims in ((64, 64), (128, 128)) for sees in ("causal", "interval")),
+    *((dims, "causal", least) for dims in ((64, 64), (128, 128), (104, 104), (40, 40)) for least in (1, 300, 20000)),
+]
 SMALLER = (40, 40), (72, 72), (104, 104), (136, 128)
 OF_SMALLER_HEADS = [(dims, SEES[1:][i], 1) for i, dims in enumerate(SMALLER)]
 OF_SMALLER_HEADS_TOO = [case for case in itertools.product(SMALLER, SEES, (1, 1024, 8192)) if case not in OF_SMALLER_HEADS]
@@ -154,6 +165,7 @@ def fast() -> Iterator[Kernel]:
     yield from (of_backward(many_keys(*shape, {})) for shape in SHAPES)
     yield from (of_backward(few_keys(*shape, {}, dtype)) for shape in FEW for dtype in DTYPES)
     yield from (of_backward(of_length(*case)) for case in LONG + OF_SMALLER_HEADS)
+    yield from (of_backward(heads_apart(*case)) for case in APART)
     yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED)
     yield of_backward(few_keys(*MOST_WITH_TABLES))
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)
@@ -163,6 +175,7 @@ def slow() -> Iterator[Kernel]:
     """What `make test-slow` adds."""
     yield from (changed_forward(*case) for case in CHANGED_TOO + RUNS)
     yield from (of_backward(of_length(*case)) for case in OF_SMALLER_HEADS_TOO)
+    yield from (of_backward(heads_apart(*case)) for case in APART_TOO)
     yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED_TOO)
     yield from (of_backward(few_keys(*case)) for case in OF_FEW_KEYS_TOO)
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)

@@ -16,6 +16,8 @@ import pytest
 import torch
 from kernel_facts import Facts, inspector
 from kernel_inventory import (
+    APART,
+    APART_TOO,
     BACKWARD_CHANGED,
     BACKWARD_CHANGED_TOO,
     BIAS_GRADIENTS,
@@ -38,6 +40,7 @@ from kernel_inventory import (
     changed_forward,
     fast,
     few_keys,
+    heads_apart,
     many_keys,
     of_backward,
     of_bias,
@@ -208,6 +211,12 @@ def test_backward_of_one_block_of_keys(dims, sees, dtype, inspect):
 @pytest.mark.parametrize("dims, sees, least, dtype", LONG, ids=short)
 def test_backward_of_long_sequences(dims, sees, least, dtype, inspect):
     check_backward(of_length(dims, sees, least, dtype), inspect)
+
+
+@pytest.mark.parametrize("case", [*APART, *(pytest.param(case, marks=pytest.mark.slow) for case in APART_TOO)], ids=str)
+def test_backward_of_heads_apart(case, inspect):
+    """Each query head of a group by thread blocks of its own: sums of dK and dV are handed on at the end of a block of keys."""
+    check_backward(heads_apart(*case), inspect)
 
 
 @pytest.mark.parametrize(("dims", "sees", "least"), OF_SMALLER_HEADS + slow(OF_SMALLER_HEADS_TOO), ids=short)

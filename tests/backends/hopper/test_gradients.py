@@ -109,6 +109,38 @@ def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, on_h100, on_h2
     assert [plan._side_by_side(config, heads, 1, seqlen, board) for board in (H100, H200)] == [on_h100, on_h200]
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlens", "mask", "apart"),
+    [
+        ((64, 8, 128), (8192, 8192), Causal(), True),
+        ((32, 8, 128), (2048, 2048), Causal(), True),
+        ((32, 8, 128), (1024, 1024), Causal(), False),
+        ((32, 8, 128), (512, 16384), Causal(), False),
+        ((32, 8, 128), (8192, 8192), SlidingWindow(1024, 0), True),
+        ((64, 8, 64), (4096, 4096), SlidingWindow(128, 0), False),
+        ((64, 8, 128), (8192, 8192), Full(), False),
+        ((64, 64, 128), (8192, 8192), Causal(), False),
+        ((16, 8, 256), (8192, 8192), Causal(), False),
+    ],
+)
+def test_heads_of_a_group_are_apart_where_their_walks_read_much(heads, seqlens, mask, apart):
+    q, k = (torch.empty(1, n, h, heads[2], dtype=torch.bfloat16, device="meta") for n, h in zip(seqlens, heads[:2], strict=True))
+    call = Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)
+    found = plan.Plan.of(call, H100)
+    assert found.config.heads_apart == apart
+    blocks = -(-seqlens[1] // found.config.tile_n) * heads[1]
+    assert found.parts == (blocks if apart else 0) and (found.scratch[-1] is not None) >= apart
+    assert ("each query head by thread blocks of its own" in "".join(gradients.lines(call))) == apart
+
+
+def test_few_queries_have_many_heads_take_turns():
+    """Blocks of keys that add to the same few tiles of dQ would wait for each other: two tiles for each multiprocessor keep them apart."""
+    config = backward_config.configure(torch.bfloat16, 128, 128, "causal", 512)
+    for heads_q, heads_k, expected in ((32, 8, 9), (32, 32, 33), (8, 1, 4)):
+        _, ascending, abreast, together, *_ = plan._order(config, 4, 512, heads_q, 16384, heads_k, H100, False)
+        assert abreast == expected and together >= expected and ascending % abreast == 0 and ascending + together == 4 * heads_k
+
+
 def test_a_board_is_known_by_its_cache(monkeypatch):
     for size, board in ((50 << 20, H100), (60 << 20, H200), (1 << 20, H100), (126 << 20, H200)):
         monkeypatch.setattr(

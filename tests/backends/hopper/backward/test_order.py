@@ -49,16 +49,20 @@ def plain(in_python, module: dict, names: tuple[str, ...]) -> SimpleNamespace:
 
 
 class Problem:
-    """Blocks of keys of `heads` heads on a machine that runs `num_sms` at a time."""
+    """Blocks of keys of `heads` heads on a machine that runs `num_sms` at a time; heads_k: how many of them have keys, where heads are apart."""
 
-    def __init__(self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, num_sms, ascending, together, shares=1, abreast=1):
+    def __init__(
+        self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, num_sms, ascending, together, shares=1, abreast=1, heads_k=0
+    ):
         sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
         if isinstance(mask, Causal):
             sees = "causal"
         if sees == "rows" and (heads % abreast or min(ascending, heads) % abreast):
             abreast = 1
         by_keys = abreast > 1 or heads % 2 == 1
-        self.config = SimpleNamespace(tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", by_keys=by_keys)
+        self.config = SimpleNamespace(
+            tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", by_keys=by_keys, heads_apart=heads_k > 0
+        )
         self.order, self.lengths, self.heads, self.num_sms = order, (seqlen_q, seqlen_k), heads, num_sms
         if sees == "rows":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
@@ -67,15 +71,28 @@ class Problem:
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
         ascending, together = 0 if sees == "all" else min(ascending, heads), together
         shared_from = n_blocks * heads // num_sms * num_sms
-        shares = shares if sees == "all" else 1
+        shares = shares if sees == "all" and not heads_k else 1
         ascending -= ascending % abreast
-        divisors = abreast * n_blocks, abreast, together * n_blocks, together, max((heads - ascending) % together, 1), heads, shares
+        divisors = (
+            abreast * n_blocks,
+            abreast,
+            together * n_blocks,
+            together,
+            max((heads - ascending) % together, 1),
+            heads,
+            shares,
+            heads_k,
+        )
         how = order.Order(num_sms, ascending, abreast, together, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(numbers)]
         (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
         self.visible = np.asarray(plane.region.dense())
+
+    def head(self, block):
+        """A query head, where heads are apart."""
+        return block.head_k, block.member
 
     def walk(self, block):
         return self.order.walk_of(block, self.band, *self.lengths, self.config)
@@ -136,21 +153,22 @@ def draw(order, kernels, most_shares=4) -> Problem:
     if random.random() < 0.4:
         mask = packed(*lengths, mask)
     machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
-    shares = random.randint(1, most_shares)
-    return Problem(order, kernels, mask, *lengths, *tiles, random.randint(1, 7), *machine, shares, random.choice((1, 2, 3)))
+    shares, heads = random.randint(1, most_shares), random.randint(1, 7)
+    heads_k = random.choice([0, *(n for n in range(1, heads) if heads % n == 0)])
+    return Problem(order, kernels, mask, *lengths, *tiles, heads, *machine, shares, random.choice((1, 2, 3)), heads_k)
 
 
 def test_walks_and_turns(order, documents_kernels):
     random.seed(0)
     for _ in range(250):
         problem = draw(order, documents_kernels)
-        assert len({(block.n0, block.head_k, block.batch, block.share) for block in problem.blocks}) == len(problem.blocks)
+        assert len({(block.n0, problem.head(block), block.batch, block.share) for block in problem.blocks}) == len(problem.blocks)
         turns = {}
         for block in problem.blocks:
             check_walk(problem, block)
             for m_block in problem.visits(block):
-                turns.setdefault((block.head_k, m_block), []).append(problem.turn(block, m_block))
-        for head in range(problem.heads):
+                turns.setdefault((problem.head(block), m_block), []).append(problem.turn(block, m_block))
+        for head in {problem.head(block) for block in problem.blocks}:
             for m_block in range(problem.m_blocks):
                 visitors = order.visitors_of(m_block, problem.band, problem.lengths[1], problem.config)
                 assert sorted(turns.get((head, m_block), [])) == list(range(visitors.last - visitors.first))
@@ -198,10 +216,11 @@ def test_every_tile_is_somebodys_to_finish(order, documents_kernels, in_python):
             in_python, vars(backward_finish) | {"block_of": lambda number, *_, blocks=problem.blocks: blocks[number]}, ("share_of",)
         )
         keys = SimpleNamespace(shape=(1, problem.lengths[1], problem.heads, 1))
-        tensors = SimpleNamespace(K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))
+        tensors = SimpleNamespace(Q=keys, K=keys, sum_dQ=SimpleNamespace(shape=(1, problem.heads, problem.m_blocks)))
         shares = [finish.share_of(number, tensors, None, problem.config) for number in range(len(problem.blocks))]
-        found = [(block.head_k, m_block) for first, last, block in shares for m_block in range(first, last)]
-        assert sorted(found) == [(head, m_block) for head in range(problem.heads) for m_block in range(problem.m_blocks)]
+        found = [(problem.head(block), m_block) for first, last, block in shares for m_block in range(first, last)]
+        heads = {problem.head(block) for block in problem.blocks}
+        assert len(heads) == problem.heads and sorted(found) == sorted(itertools.product(heads, range(problem.m_blocks)))
 
 
 def test_blocks_that_stay_finish_every_tile_once(in_python):
@@ -213,7 +232,8 @@ def test_blocks_that_stay_finish_every_tile_once(in_python):
     random.seed(5)
     for _ in range(200):
         batch, heads_k, group, m_blocks = (random.randint(1, most) for most in (3, 4, 3, 7))
-        ascending = random.randint(0, batch * heads_k)
+        apart = random.random() < 0.5
+        ascending = random.randint(0, batch * heads_k * (group if apart else 1))
         abreast = next(n for n in range(random.randint(1, 3), 0, -1) if ascending % n == 0)
         fields = dict.fromkeys(backward_order.Order._fields, 1) | {
             "ascending": ascending,
@@ -221,25 +241,28 @@ def test_blocks_that_stay_finish_every_tile_once(in_python):
             "together": random.randint(1, 5),
         }
         tensors = SimpleNamespace(
-            turns=SimpleNamespace(shape=(batch, heads_k * group, m_blocks, 1)), K=SimpleNamespace(shape=(batch, 9, heads_k, 8))
+            turns=SimpleNamespace(shape=(batch, heads_k * group, m_blocks, 1)),
+            Q=SimpleNamespace(shape=(batch, 9, heads_k * group, 8)),
+            K=SimpleNamespace(shape=(batch, 9, heads_k, 8)),
         )
         for sees in ("all", "causal", "interval", "rows"):
             numbers = range(batch * heads_k * group * m_blocks)
             found = {
-                finish.tile_numbered(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees)) for number in numbers
+                finish.tile_numbered(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees, heads_apart=apart))
+                for number in numbers
             }
             assert found == set(itertools.product(range(batch), range(heads_k * group), range(m_blocks)))
 
 
 def test_nobody_waits_for_ever(order, documents_kernels):
     """Blocks start in the order of their numbers, some at a time, however few find room; each adds when it is its turn and starts the next tile
-    only then.
+    only then. Where heads are apart, a block ends after that of the head before it.
     """
     random.seed(1)
     for _ in range(150):
         problem = draw(order, documents_kernels)
         room = random.randint(1, problem.num_sms)  # other kernels may have the rest
-        waiting, added, running, progress = list(problem.blocks), {}, [], 0
+        waiting, added, running, progress, ended = list(problem.blocks), {}, [], 0, set()
         while waiting or running:
             while waiting and len(running) < room:
                 block = waiting.pop(0)
@@ -247,11 +270,17 @@ def test_nobody_waits_for_ever(order, documents_kernels):
             moved = []
             for block, rest in running:
                 m_block = next(rest, None)
-                while m_block is not None and added.get((block.head_k, m_block), 0) == problem.turn(block, m_block):
-                    added[block.head_k, m_block] = added.get((block.head_k, m_block), 0) + 1
+                head = problem.head(block)
+                while m_block is not None and added.get((head, m_block), 0) == problem.turn(block, m_block):
+                    added[head, m_block] = added.get((head, m_block), 0) + 1
                     m_block = next(rest, None)
+                before = block.n0, block.head_k, block.member - 1
                 if m_block is not None:
                     moved.append((block, iter([m_block, *rest])))
+                elif block.member > 0 and before not in ended:
+                    moved.append((block, iter([])))
+                else:
+                    ended.add((block.n0, block.head_k, block.member))
             assert len(moved) < len(running) or sum(added.values()) > progress, "all of them wait"
             running, progress = moved, sum(added.values())
 

@@ -47,7 +47,7 @@ class Problem:
 
     def visits(self, n_block, head, batch):
         """(place, tile of queries), in the order in which the block comes by."""
-        block = self.kernel.Block(n_block * self.config.tile_n, head, batch, False, 0, 1)
+        block = self.kernel.Block(n_block * self.config.tile_n, head, 0, batch, False, 0, 1)
         walk = self.kernel.walk_of_head(None, block, head, self.band, self.config)
         place = walk.start
         for _ in range(walk.last - walk.first):

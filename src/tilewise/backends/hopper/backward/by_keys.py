@@ -16,7 +16,7 @@ from tilewise.backends.hopper.backward.config import ADDERS, Config
 from tilewise.backends.hopper.backward.epilogue import Stores
 from tilewise.backends.hopper.backward.order import Block, Order, Walk
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
-from tilewise.backends.hopper.backward.seen import apart, hide_unseen, next_in, queries_of, visit_in, walk_of_head, walk_of_keys
+from tilewise.backends.hopper.backward.seen import abreast, hide_unseen, next_in, queries_of, visit_in, walk_of_head, walk_of_keys, walks_of
 from tilewise.backends.hopper.backward.shares import Partials
 from tilewise.backends.hopper.backward.tiles import (
     FAR,
@@ -137,6 +137,8 @@ def consume_units(
         if const_expr(config.shares):
             blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
             partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
+        if const_expr(config.heads_apart):
+            partials = shares.partials_of_group(partial, queue.counter, block, tensors, config)
         write_once(epilogue.write_through, given, tile, partials, block, config)
         if const_expr(not epilogue.fit_in_dS(config)):
             arch.cp_async_bulk_wait_group(1, read=True)  # dV has left V's place
@@ -152,8 +154,16 @@ def consume_units(
 def write_once(
     write: Constexpr[Callable], given: tuple, tile: Tile, partials: Partials | None, block: Block, config: Constexpr[Config]
 ):  # fmt: skip
-    """dK and dV, by `write`, which takes what is `given`; of a block of keys that is shared those of all parts, by the last thread block."""
-    if const_expr(not config.shares):
+    """dK and dV, by `write`, which takes what is `given`. Of a block of keys that is shared the last thread block writes those of all parts; of heads
+    that are apart the last one writes those of the group.
+    """
+    if const_expr(config.heads_apart):
+        if block.member < tile.tensors.Q.shape[2] // tile.tensors.K.shape[2] - 1:
+            shares.pass_on(partials, tile.acc_dK, tile.acc_dV, block, config)
+        else:
+            shares.add_from(partials, partials.number, block.member, tile.acc_dK, tile.acc_dV, config)
+            write(*given)
+    elif const_expr(not config.shares):
         write(*given)
     elif block.share < block.shares - 1:
         shares.leave(partials, tile.acc_dK, tile.acc_dV, block, config)
@@ -169,8 +179,9 @@ def visit_all(
     """The whole walk, for every query head of the group."""
     tensors, block, band = tile.tensors, tile.block, tile.band
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    together = group // apart(group, config)
-    for first in cutlass.range(apart(group, config), unroll=1):
+    together = abreast(group, config)
+    begin, end = walks_of(block, group, config)
+    for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         if const_expr(config.skips):
             whole, own = own, walk_of_keys(own, tile.block.n0 + tile.consumer * KEYS, band, config)

@@ -61,7 +61,12 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     _, shares, parts = planning.shared(config, call, num_sms)
-    if parts:
+    if config.heads_apart:
+        size = 4 * parts * planning.numbers_of_part(config)
+        sums += (
+            f"; each query head by thread blocks of its own, and a group's dK and dV summed up in fp32 ({size / 1e6:,.1f} MB), in one order"
+        )
+    elif parts:
         size, where = 4 * parts * planning.numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     found = [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
@@ -128,7 +133,7 @@ def repeat(call: Call) -> Repeat | None:
         return None
     changed = changes.or_none(changes.changes(call, plan.config))
     rest = plan.turns[0][1], scalars_of(call, plan, False), Band(*plan.band, tables), changed
-    partial = functools.partial(place_of_parts, plan.config, plan.parts) if plan.config.shares else None
+    partial = functools.partial(place_of_parts, plan.config, plan.parts) if plan.config.shares or plan.config.heads_apart else None
     return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), plan.scratch, partial, rest)
 
 
@@ -145,12 +150,12 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
 
 def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
-    `shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take.
+    `shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take. Where heads are apart: dK and dV.
     """
-    if not config.shares:
+    if not (config.shares or config.heads_apart):
         return None
     numbers = parts * planning.numbers_of_part(config)
-    if config.one_block:
+    if config.one_block or config.heads_apart:
         place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
     else:
         place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
@@ -190,8 +195,8 @@ def arguments(config: Config) -> list:
         sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.numbers_of_sum(config.head_dim)),
         turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
         spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
-        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.persistent or config.shares else None,
-        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.shares else None,
+        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,
+        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.shares or config.heads_apart else None,
     )
     scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))
     tables = backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)

@@ -77,6 +77,9 @@ class ByKeys:
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where all keys are seen
+    heads_apart: bool = (
+        False  # each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "runs"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +207,10 @@ class Config(ScoreChanges):
         return isinstance(self.split, ByKeys) and self.split.shares
 
     @property
+    def heads_apart(self) -> bool:
+        return isinstance(self.split, ByKeys) and self.split.heads_apart
+
+    @property
     def dq_transposed(self) -> bool:
         return isinstance(self.split, ByKeys) and self.split.dq_transposed
 
@@ -235,6 +242,8 @@ class Config(ScoreChanges):
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
             "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
             "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
+            "query heads are apart only where scores are plain, walks go over tiles, dQ is summed up and blocks are not shared": self.heads_apart
+            and (self.modified or self.sees == "runs" or self.shares or not self.staged),
             "where blocks are shared and dQ is finished, thread blocks are persistent: they know whose dQ has to wait": (
                 self.shares and self.finishes and not self.persistent
             ),
@@ -271,6 +280,11 @@ class Config(ScoreChanges):
     def dq_numbers(self) -> int:
         """Of dQ that one of their threads holds."""
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
+
+    @property
+    def counts(self) -> bool:
+        """Whether Scratch.counter is there."""
+        return self.persistent or self.shares or self.heads_apart
 
     @property
     def counters(self) -> int:

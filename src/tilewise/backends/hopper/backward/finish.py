@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.order import Order, block_of, settled_order, visitors_of
+from tilewise.backends.hopper.backward.order import Order, block_of, heads_of, settled_order, visitors_of
 from tilewise.backends.hopper.backward.parts import WARP, Tensors, counter_of, now_at
 from tilewise.backends.hopper.backward.tiles import place_of_sum, swizzled
 from tilewise.backends.hopper.operands import Band
@@ -74,7 +74,7 @@ def finish_earlier(
     if warp_idx == WARPS - 1 and number >= 0:
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
-        group = tensors.Q.shape[2] // tensors.K.shape[2]
+        group = tensors.Q.shape[2] // heads_of(tensors.Q, tensors.K, config)
         for i in cutlass.range((last - first) * group, unroll=1):
             tile = tile_of(i, tensors, order, config)
             visitors = visitors_of(tile.m_block, band, tensors.K.shape[1], config)
@@ -95,7 +95,7 @@ def finish_all(
     """
     arch.griddepcontrol_wait()
     batch, heads, m_blocks, _ = tensors.turns.shape
-    order = settled_order(order, band, tensors.K.shape[2] * batch, config)
+    order = settled_order(order, band, heads_of(tensors.Q, tensors.K, config) * batch, config)
     number, done = arch.block_idx()[0], Int32(0)
     tiles = batch * heads * m_blocks if warp_idx == WARPS - 1 else Int32(0)
     while number < tiles:
@@ -124,7 +124,7 @@ def tile_numbered(number: Int32, tensors: Tensors, order: Order, config: Constex
     """Tiles in the order in which they become complete, about: a group's heads come to theirs side by side. Where walks are short, so do heads that
     take turns, and ascending ones are through with their last documents first (elsewhere it gains nothing: backward-hints-h200.jsonl, run 5).
     """
-    (batch, heads, m_blocks, _), heads_k = tensors.turns.shape, tensors.K.shape[2]
+    (batch, heads, m_blocks, _), heads_k = tensors.turns.shape, heads_of(tensors.Q, tensors.K, config)
     group, first_head, width, ascending = heads // heads_k, Int32(0), Int32(1), Boolean(False)
     if const_expr(config.sees in ("interval", "rows")):
         tiles = order.ascending * m_blocks * group
@@ -139,14 +139,18 @@ def tile_numbered(number: Int32, tensors: Tensors, order: Order, config: Constex
         if ascending:
             m_block = m_blocks - 1 - m_block
     head = first_head + member // group
-    return Tile(head // heads_k, head % heads_k * group + member % group, m_block)
+    batch, head = head // heads_k, head % heads_k
+    if const_expr(config.heads_apart):  # numbered as in order.block_of
+        return Tile(batch, head % tensors.K.shape[2] * (heads // tensors.K.shape[2]) + head // tensors.K.shape[2], m_block)
+    return Tile(batch, head * group + member % group, m_block)
 
 
 @cute.jit
 def share_of(number: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]):
     """Which tiles of queries are the block's to finish, [first, last), and of which keys' head."""
     n_blocks, m_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n), tensors.sum_dQ.shape[2]
-    block = block_of(number, n_blocks, tensors.K.shape[2] * tensors.K.shape[0], order, config)
+    heads = heads_of(tensors.Q, tensors.K, config) * tensors.K.shape[0]
+    block = block_of(number, n_blocks, heads, order, config)
     n_block = block.n0 // config.tile_n
     return share_before(n_block, m_blocks, n_blocks), share_before(n_block + 1, m_blocks, n_blocks), block
 
@@ -162,6 +166,8 @@ def tile_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config])
     number = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.block_idx()[0] - order.behind])
     first, _, block = share_of(number, tensors, order, config)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
+    if const_expr(config.heads_apart):
+        return Tile(block.batch, block.head_k * group + block.member, first + i)
     return Tile(block.batch, block.head_k * group + i % group, first + i // group)
 
 

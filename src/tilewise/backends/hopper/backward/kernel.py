@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward.order import (
     Visits,
     Walk,
     block_of,
+    heads_of,
     last_visits,
     order_of,
     settled_order,
@@ -27,8 +28,8 @@ from tilewise.backends.hopper.backward.order import (
     walk_of,
 )
 from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
-from tilewise.backends.hopper.backward.seen import FIELDS, apart, next_in, tile_at, walk_of_head
-from tilewise.backends.hopper.backward.shares import lent, partials_of
+from tilewise.backends.hopper.backward.seen import FIELDS, abreast, next_in, tile_at, walk_of_head, walks_of
+from tilewise.backends.hopper.backward.shares import lent, partials_of, partials_of_group
 from tilewise.backends.hopper.backward.tiles import (
     THREADS,
     WARP,
@@ -103,7 +104,7 @@ def launch(
         known,
         config,
     ).launch(grid=queries, block=(prepare.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)
-    blocks = cute.ceil_div(mK.shape[1], config.tile_n) * mK.shape[2] * mK.shape[0]
+    blocks = cute.ceil_div(mK.shape[1], config.tile_n) * heads_of(mQ, mK, config) * mK.shape[0]
     if const_expr(config.shares):
         blocks += (blocks - turns.shared_from) * (turns.shares - 1)
     kernel(
@@ -116,7 +117,7 @@ def launch(
         stores,
         loads,
         band,
-        order_of(turns, cute.ceil_div(mK.shape[1], config.tile_n), mK.shape[2], mK.shape[0]),
+        order_of(turns, cute.ceil_div(mK.shape[1], config.tile_n), mQ, mK, config),
         Scales(scale, scale_log2),
         mma,
         Layouts(*layouts),
@@ -215,7 +216,7 @@ def kernel(
         return
     pipes = make_pipes(storage, config)
     n_blocks = cute.ceil_div(tensors.K.shape[1], config.tile_n)
-    heads = tensors.K.shape[2] * tensors.K.shape[0]
+    heads = heads_of(tensors.Q, tensors.K, config) * tensors.K.shape[0]
     block = block_of(arch.block_idx()[0], n_blocks, heads, settled_order(order, band, heads, config), config)
     walk = walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
     warp_idx = arch.make_warp_uniform(arch.warp_idx())
@@ -237,10 +238,12 @@ def kernel(
         consumer = arch.make_warp_uniform(arch.thread_idx()[0] // THREADS - 1)
         given = (Shared(tensors, sm, pipes, mma, band, scales), stores, block, walk, consumer)
         if const_expr(config.by_keys):
-            given = (
-                *given,
-                partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads) if const_expr(config.shares) else None,
-            )
+            partials = None
+            if const_expr(config.shares):
+                partials = partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads)
+            if const_expr(config.heads_apart):
+                partials = partials_of_group(partial, counter, block, tensors, config)
+            given = (*given, partials)
         if const_expr(not config.by_keys):
             if consumer == 0:
                 by_columns.consume(*given, True, config)
@@ -314,7 +317,7 @@ def produce_units(
     arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
     if const_expr(config.only_looks):
         arch.griddepcontrol_launch_dependents()
-    count = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
+    count = units.blocks_of(tensors, config) * heads_of(tensors.Q, tensors.K, config) * tensors.K.shape[0]
     if const_expr(config.shares):
         count += (count - order.shared_from) * (order.shares - 1)
     state, done, unit = tma.at_first_empty(config.stages), Int32(0), units.fetch(queue)
@@ -345,9 +348,9 @@ def fetch_keys(tensors: Tensors, block: Block, config: Constexpr[Config]):
 def load_keys(
     tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, block: Block, config: Constexpr[Config]
 ):  # fmt: skip
-    """K and V of a block of keys. Where dQ is summed up, nobody else will read them."""
+    """K and V of a block of keys. Where dQ is summed up, no other block reads them, but those of a group's other heads."""
     n_block, policy = block.n0 // config.tile_n, None
-    if const_expr(config.sums):
+    if const_expr(config.sums and not config.heads_apart):
         policy = Int64(tma.FIRST)
     pipes.k.producer_acquire(state)
     tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), policy)
@@ -367,12 +370,13 @@ def load_queries(
     missing, last = Boolean(keys is not None), None
     if const_expr(config.marks_last_visits):
         last = last_visits(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
-    for first in cutlass.range(apart(group, config), unroll=1):
+    begin, end = walks_of(block, group, config)
+    for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
                 head = block.head_k * group + g
                 lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
                 policy = policy_at(place, last)
@@ -427,11 +431,12 @@ def add_up_dQ(
 ) -> Int32:  # fmt: skip
     """One of the warps that take turns at adding tiles of dQ to the sum in global memory; `count`: tiles of this thread block so far."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    for first in cutlass.range(apart(group, config), unroll=1):
+    begin, end = walks_of(block, group, config)
+    for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
-            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
                 if count % ADDERS == adder:
                     add_tile(tensors, sm, block, band, place, block.head_k * group + g, adder, config)
                 count += 1
@@ -508,13 +513,14 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
     """Where a warpgroup adds its part of dQ by itself: one warp waits for its turns, and passes them on."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     before = Int64(0)
-    for first in cutlass.range(apart(group, config), unroll=1):
+    begin, end = walks_of(block, group, config)
+    for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
             turn = turn_of(place, block, band, tensors.K.shape[1], config)
-            for g in cutlass.range(first, first + group // apart(group, config), unroll=1):
+            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
                 counter = parts.counter_of(tensors, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)
                 if arch.lane_idx() == 0:

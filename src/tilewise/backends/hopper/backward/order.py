@@ -31,17 +31,20 @@ class Order(NamedTuple):
     per_section: object  # divisor: blocks of `together` heads
     width: object  # divisor: `together`
     last_width: object  # divisor: heads of the last section, where it has fewer
-    heads_k: object  # divisor
+    heads: object  # divisor: heads of a sequence that have blocks of their own: key heads, or query heads where these are apart
     per_share: object  # divisor: `shares`
+    heads_k: object | None = None  # divisor: key heads, where query heads are apart
 
 
 @cute.jit
-def order_of(turns: Turns, n_blocks: Int32, heads_k: Int32, batch: Int32) -> Order:
+def order_of(turns: Turns, n_blocks: Int32, Q: cute.Tensor, K: cute.Tensor, config: Constexpr[Config]) -> Order:
     """On the host."""
+    heads, batch = heads_of(Q, K, config), K.shape[0]
     num_sms, ascending, abreast, together, _, behind, shared_from, shares = turns
-    last = (heads_k * batch - ascending) % together
-    divisors = abreast * n_blocks, abreast, together * n_blocks, together, max(last, 1), heads_k, shares
-    return Order(num_sms, ascending, abreast, together, behind, shared_from, shares, *map(cute.fast_divmod_create_divisor_v2, divisors))
+    last = (heads * batch - ascending) % together
+    divisors = abreast * n_blocks, abreast, together * n_blocks, together, max(last, 1), heads
+    made = [cute.fast_divmod_create_divisor_v2(x) for x in (*divisors, shares, *([K.shape[2]] if const_expr(config.heads_apart) else []))]
+    return Order(num_sms, ascending, abreast, together, behind, shared_from, shares, *made)
 
 
 @cute.jit
@@ -61,10 +64,11 @@ def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Conf
 
 
 class Block(NamedTuple):
-    """A block of keys: tile_n keys of one key head, for one thread block."""
+    """A block of keys: tile_n keys of one key head, for one thread block, with all query heads of the group or one."""
 
     n0: Int32
     head_k: Int32
+    member: Int32  # the query head of the group, where these are apart; else 0
     batch: Int32
     ascending: Boolean  # it walks from its first tile of queries to its last
     share: Int32  # index of this thread block's part of the walk
@@ -147,8 +151,16 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
         turn, member = last_turn, last_member
     if not ascending:
         n_block, head = turn, first_head + member
-    batch, head_k = divmod(head, order.heads_k)
-    return Block(n_block * config.tile_n, head_k, batch, ascending, share, shares)
+    batch, head = divmod(head, order.heads)
+    member, head_k = Int32(0), head
+    if const_expr(config.heads_apart):  # those that run at a time are of different groups, as far as there are groups
+        member, head_k = divmod(head, order.heads_k)
+    return Block(n_block * config.tile_n, head_k, member, batch, ascending, share, shares)
+
+
+def heads_of(Q: cute.Tensor, K: cute.Tensor, config: Config) -> Int32:
+    """Heads of a sequence that have blocks of their own."""
+    return Q.shape[2] if config.heads_apart else K.shape[2]
 
 
 @cute.jit
@@ -194,7 +206,9 @@ def last_visits(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, conf
     if block.ascending:
         n0 = block.n0 - config.tile_n
     if n0 >= 0 and n0 < seqlen_k:
-        walk = walk_of(Block(n0, block.head_k, block.batch, block.ascending, block.share, block.shares), band, seqlen_q, seqlen_k, config)
+        walk = walk_of(
+            Block(n0, block.head_k, block.member, block.batch, block.ascending, block.share, block.shares), band, seqlen_q, seqlen_k, config
+        )
         if walk.first < walk.last and block.ascending:
             first = walk.last
         elif walk.first < walk.last:

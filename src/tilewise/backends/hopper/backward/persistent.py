@@ -10,7 +10,7 @@ Units come from a counter, and only running blocks fetch, so units begin in the 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.order import Block, Order, Walk, block_of, settled_order, walk_of
+from tilewise.backends.hopper.backward.order import Block, Order, Walk, block_of, heads_of, settled_order, walk_of
 from tilewise.backends.hopper.backward.parts import Tensors
 from tilewise.backends.hopper.operands import Band
 from tilewise.sm90 import tma
@@ -51,7 +51,7 @@ def blocks_of(tensors: Tensors, config: Constexpr[Config]) -> Int32:
 @cute.jit
 def place_of(unit: Int32, tensors: Tensors, band: Band, order: Order, config: Constexpr[Config]) -> tuple[Block, Walk]:
     """A unit's block of keys, and its walk."""
-    heads = tensors.K.shape[2] * tensors.K.shape[0]
+    heads = heads_of(tensors.Q, tensors.K, config) * tensors.K.shape[0]
     block = block_of(unit, blocks_of(tensors, config), heads, settled_order(order, band, heads, config), config)
     return block, walk_of(block, band, tensors.Q.shape[1], tensors.K.shape[1], config)
 

@@ -18,12 +18,14 @@ from tilewise.problem import Call
 MOST = 65535  # limit of a grid's second and third dimension: heads, batch
 NARROW = 4  # descending heads under a window, the last ones; twice as many at head_dim 64 and below
 CACHE = 8 << 20  # bytes: grouped heads descend where the blocks of one key head read more than this
+WINDOW_CACHE = 4 << 20  # bytes: likewise under a window, where such heads have thread blocks of their own
 SHARING = 8  # grouped descending heads that take turns, so that chains of waiting blocks are short
 ABREAST = 8  # ascending heads that take turns, at most
 ASCENDING = 16 << 20  # bytes that the ascending heads which take turns may read in all
 FEW = 4  # this many heads above head_dim 64 may read twice ASCENDING
 MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; each adds 0.1 MB of reads
 MOST_OF_ONE_BLOCK = 12  # likewise where the head has a single block (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
+CHAINS = 2  # tiles of dQ that heads which take turns have, for each multiprocessor, where they have fewer queries than keys
 OF_A_BLOCK = 4  # tiles of queries that take as long as a thread block's prologue and epilogue
 NEIGHBOURS = 8  # blocks of keys of one head that run at a time under a full mask; each begins one tile later than the one before
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, where that leaves fewer than NEIGHBOURS
@@ -81,7 +83,30 @@ def config_of(call: Call) -> Config:
     elif documents.by_rows(call.mask):
         sees = "rows"
     few = call.seqlen_k <= ONE_BLOCK
-    return configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+    return heads_apart(config) if _apart(config, call) else config
+
+
+def heads_apart(config: Config) -> Config:
+    """With thread blocks for each query head of a group. They are persistent, as ptxas spills where the end of a block has a branch otherwise."""
+    return config.but(heads_apart=True, persistent=True)
+
+
+def _apart(config: Config, call: Call) -> bool:
+    """Whether query heads of a group have thread blocks of their own: where all that the walks of a key head's blocks read at a time is much."""
+    if (
+        call.group == 1
+        or config.sees not in ("causal", "interval")
+        or config.modified
+        or config.lean
+        or not config.staged
+        or call.batch > MOST
+    ):
+        return False
+    if config.sees == "causal":
+        return _read(config, call.group, call.seqlen_q) >= CACHE
+    *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
+    return _read(config, call.group, min(call.seqlen_q, hi - lo + config.tile_n)) >= WINDOW_CACHE
 
 
 def last_seen(call: Call, band: tuple[int, ...]) -> tuple[int, int]:
@@ -99,7 +124,7 @@ def _scratch(config: Config, call: Call, m_blocks: int, parts: int) -> tuple:
         ((*of_heads, m_blocks, config.numbers_of_sum(call.head_dim)), torch.float32),
         ((*of_heads, m_blocks, config.counters), torch.int32),
         ((_entries(config, call),), torch.int32) if config.repairs else None,
-        ((1 + parts,), torch.int32) if config.persistent or config.shares else None,
+        ((1 + parts,), torch.int32) if config.counts else None,
     )
 
 
@@ -115,6 +140,8 @@ def _order(
 ) -> tuple[int, ...]:
     """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
     num_sms = board.num_sms
+    if config.heads_apart:  # the order of heads without groups
+        heads_k = heads_q
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
     behind = 3 * num_sms // 2 + n_blocks
     if config.sees == "all":
@@ -129,7 +156,13 @@ def _order(
     if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few heads descend
         together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
         ascending = heads - together
-    abreast = _abreast(config, heads, group, seqlen_q)
+    chains = group * -(-seqlen_q // config.tile_m)  # of additions to dQ, one a tile, for the blocks of a key head
+    crowd = 1
+    if config.by_keys and config.sees in ("causal", "interval") and n_blocks > 2 * chains:
+        crowd = min(heads, -(-CHAINS * num_sms // chains))
+        together = max(together, crowd)
+        ascending = min(ascending, heads - together)
+    abreast = max(_abreast(config, heads, group, seqlen_q), crowd)
     behind, left = behind + (abreast - 1) * n_blocks, ascending % abreast
     return num_sms, ascending - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, num_sms)), behind
 
@@ -184,6 +217,8 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     wave are shared by as many as make the end the earliest, if their parts find room.
     """
     blocks, m_blocks = -(-call.seqlen_k // config.tile_n) * call.heads_k * call.batch, -(-call.seqlen_q // config.tile_m)
+    if config.heads_apart:
+        return blocks * call.group, 1, blocks
     last = blocks % num_sms
     if not config.shares or last == 0 or call.batch > MOST:
         return blocks, 1, 0

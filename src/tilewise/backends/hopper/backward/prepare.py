@@ -53,7 +53,7 @@ def prepare(read: Read, band: Band, written: Written, known: Int32, config: Cons
     for i in cutlass.range(0, rows, at_once, unroll=1):
         first = row0 + i * (THREADS // lanes)
         prepare_rows(read, band, written, first, head, batch, thread % lanes, lanes, at_once, config)
-    if const_expr(config.persistent or config.shares):
+    if const_expr(config.counts):
         set_back(counter, counter.shape[0], thread, m_block + head + batch == 0)
     if const_expr(config.repairs):
         set_back(spoiled, 1, thread, m_block + head + batch == 0)

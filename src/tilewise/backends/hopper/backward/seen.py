@@ -103,9 +103,16 @@ def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Cons
     return walk
 
 
-def apart(group: Int32, config: Constexpr[Config]) -> Int32:
-    """How many heads of a group go their own ways, one after another; where it is one, they visit every tile together."""
-    return group if config.sees == "runs" else 1
+def walks_of(block: Block, group: Int32, config: Config) -> tuple[Int32, Int32]:
+    """[begin, end): for each of these a block of keys has a walk, beginning with this head of the group."""
+    if config.heads_apart:
+        return block.member, block.member + 1
+    return 0, group if config.sees == "runs" else 1
+
+
+def abreast(group: Int32, config: Config) -> Int32:
+    """Heads that visit every tile of a walk together."""
+    return 1 if config.heads_apart or config.sees == "runs" else group
 
 
 @cute.jit
