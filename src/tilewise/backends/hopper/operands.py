@@ -128,7 +128,7 @@ class Scratch(NamedTuple):
     minus_delta: Tensor  # likewise: -delta
     sum_dQ: Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: Tensor  # (batch, heads_q, m_blocks, counters) int32
-    spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair.py)
+    spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward/repair/entries.py)
     counter: Tensor | None  # (1 + parts,) int32: units that are drawn, and who shares one
     partial: Tensor | None  # (parts, numbers) fp32: dK and dV of who shares a block of keys
 
