@@ -17,7 +17,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import conformance
-from tilewise.testing.cases import QUICK, Case, random_mask
+from tilewise.testing.cases import QUICK, Case, make, random_mask, upstream
 
 pytestmark = NEEDS_HOPPER
 
@@ -257,6 +257,26 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
             if finishes:
                 first = found
         assert all(torch.equal(x, y) for x, y in zip(first[:3], found[:3], strict=True))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal("top_left"), SlidingWindow(150, 20), SlidingWindow(1, 0)], ids=repr)
+@pytest.mark.parametrize(
+    ("dims", "seqlens"), [((64, 64), (700, 900)), ((128, 128), (1100, 500)), ((96, 96), (300, 300)), ((72, 40), (129, 2000))], ids=str
+)
+def test_heads_of_a_group_apart(dims, seqlens, mask, monkeypatch):
+    """As where a group's walks read much: each head by thread blocks of its own. Hidden memory is poisoned, and every run gives the same bits."""
+    for name in ("CACHE", "WINDOW_CACHE"):
+        monkeypatch.setattr(plan, name, 0)
+    for heads_q, heads_k, dtype in ((6, 2, "bf16"), (8, 1, "fp16")):
+        sizes = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "head_dim": dims[0], "head_dim_v": dims[1]}
+        case = Case(batch=3, heads_q=heads_q, heads_k=heads_k, mask=mask, dtype=dtype, lse_grad=True, **sizes)
+        call, (d_o, d_lse) = make(case, 0, device="cuda", grad=True), upstream(case, 0, device="cuda")
+        assert plan.config_of(call).heads_apart
+        held(case)
+        held(case, run=conformance.run_spoiled)
+        o, lse = Hopper().forward(call)
+        first, *others = (gradients.backward(call, o, lse, d_o, d_lse)[:3] for _ in range(4))
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 def test_a_scale_of_zero():

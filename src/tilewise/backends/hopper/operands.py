@@ -128,7 +128,7 @@ class Scratch(NamedTuple):
     minus_delta: Tensor  # likewise: -delta
     sum_dQ: Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: Tensor  # (batch, heads_q, m_blocks, counters) int32
-    spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair.py)
+    spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward/repair/entries.py)
     counter: Tensor | None  # (1 + parts,) int32: units that are fetched, and for each part whether, or how often, it was written
     partial: Tensor | None  # (parts, numbers) fp32: parts or sums of dK and dV of a block of keys (shares.py)
 

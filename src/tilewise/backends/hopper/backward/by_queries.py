@@ -14,7 +14,7 @@ from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import Scales, Tensors
-from tilewise.backends.hopper.backward.repair import report_queries
+from tilewise.backends.hopper.backward.repair.entries import report_queries
 from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.backends.hopper.backward.tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed
@@ -302,7 +302,7 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows):
 
 @cute.jit
 def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, rows: Rows, n0: Int32):
-    """dS = 0 for the keys that a row does not see, or that do not exist. What K = NaN makes of it: repair.py."""
+    """dS = 0 for the keys that a row does not see, or that do not exist. What K = NaN makes of it: repair/."""
     dS, at = fragments.by_rows(acc_dS), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(dS, mode=[1])):

@@ -10,7 +10,7 @@ Predicted bottleneck: shared memory; with its operands, dS and dQ it moves 1.1 t
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.backward import by_columns, by_keys, by_queries, finish, parts, prepare, repair
+from tilewise.backends.hopper.backward import by_columns, by_keys, by_queries, finish, parts, prepare
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import ADDERS, Config
 from tilewise.backends.hopper.backward.epilogue import Stores, describe_store
@@ -28,6 +28,8 @@ from tilewise.backends.hopper.backward.order import (
     walk_of,
 )
 from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
+from tilewise.backends.hopper.backward.repair import kernel as repair
+from tilewise.backends.hopper.backward.repair.pieces import pieces_of
 from tilewise.backends.hopper.backward.seen import FIELDS, abreast, next_in, tile_at, walk_of_head, walks_of
 from tilewise.backends.hopper.backward.shares import lent, partials_of, partials_of_group
 from tilewise.backends.hopper.backward.tiles import (
@@ -96,7 +98,7 @@ def launch(
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
     stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
     queries = (scratch.sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
-    known = 2 * (repair.pieces_of(mQ) + repair.pieces_of(mK))
+    known = 2 * (pieces_of(mQ) + pieces_of(mK))
     prepare.prepare(
         prepare.Read(given.O, mdO, given.L, given.dL, scalars.has_dL),
         band,
@@ -142,7 +144,7 @@ def launch(
         )
     if const_expr(config.repairs):
         repair.kernel(tensors, mdQ, mdK, mdV, band, scale, scale_log2, config).launch(
-            grid=(turns.num_sms, 1, 1), block=(repair.WARPS * WARP, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=(turns.num_sms, 1, 1), block=(repair.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
 
 

@@ -1,14 +1,15 @@
 """What the kernels of the backward pass on Hopper share, and what comes after the main one.
 
 `finish`: dQ = scale * the sum, in the inputs' dtype.
-What is NaN there is looked at again, and so are dK and dV: repair.py.
+Elements of dQ, dK and dV that are NaN are examined afterwards (repair/).
 """
 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import is_visited
-from tilewise.backends.hopper.backward.repair import is_finite, report_queries
+from tilewise.backends.hopper.backward.repair.elements import is_finite
+from tilewise.backends.hopper.backward.repair.entries import report_queries
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, Mma, Pipes, Smem, place_of_sum
 from tilewise.backends.hopper.operands import Band, Changes
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
@@ -31,7 +32,7 @@ class Tensors(NamedTuple):
     # `one_block`: how many warps have written finite numbers of it
     dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
     changes: Changes
-    spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair.py)
+    spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair/entries.py)
 
 
 class Scales(NamedTuple):

@@ -158,7 +158,7 @@ def _order(
         ascending = heads - together
     chains = group * -(-seqlen_q // config.tile_m)  # of additions to dQ, one a tile, for the blocks of a key head
     crowd = 1
-    if config.by_keys and config.sees in ("causal", "interval") and n_blocks > 2 * chains:
+    if config.by_keys and config.sees in ("causal", "interval") and n_blocks > chains:
         crowd = min(heads, -(-CHAINS * num_sms // chains))
         together = max(together, crowd)
         ascending = min(ascending, heads - together)

@@ -203,7 +203,7 @@ def hide(
     tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0,
     first: Constexpr[int] = 0, last: Constexpr[int] = 0,
 ):  # fmt: skip
-    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (repair.py).
+    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (repair/).
 
     `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
     """

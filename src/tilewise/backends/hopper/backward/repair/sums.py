@@ -1,0 +1,268 @@
+"""Sums of visible pairs: an entry's gradient computed again with mma.m16n8k16, by all warps of a thread block.
+
+The warps divide the others, ROWS at a time. S and dP are products from registers; P and dS are set to 0 for hidden pairs. The gradient is another
+product, with the finite elements of the others; for their elements that are not finite, products count the terms of either sign. The warps' sums are
+added up in one order. For dK and dV the queries whose delta is not finite come first: after them only finite terms follow.
+"""
+
+import torch
+
+from tilewise.backends.hopper.backward import scores as changed
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.elements import (
+    EIGHT,
+    QUAD,
+    STEP,
+    Matrix,
+    bring,
+    column_of,
+    finite_part,
+    is_finite,
+    not_finite,
+    of_word,
+    row_of,
+    sign_of,
+    signed,
+    words_of,
+)
+from tilewise.backends.hopper.backward.repair.entries import OF_DQ, OF_DV, ROWS, WARPS, Entry, Others, heads_of, others_of, ranges_of
+from tilewise.backends.hopper.backward.repair.holes import is_lost, is_settled, write
+from tilewise.backends.hopper.backward.seen import shows_in, visit_of
+from tilewise.backends.hopper.backward.tiles import WARP
+from tilewise.backends.hopper.changes import dsl
+from tilewise.backends.hopper.operands import Band
+from tilewise.sm90.dsl import BFloat16, Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+OFTEN = 4  # groups of others from one check by `is_lost` to the next; the first check follows the first group
+
+
+@cute.jit
+def repair(
+    entry: Entry, holes: cute.Tensor, tensors, factor: Float32, sums: cute.Tensor, lost: cute.Tensor, warp: Int32, band: Band,
+    scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """Compute the holes of one gradient again and write them, by all warps.
+
+    factor: from the sums to the gradient; sums: (elements, WARP, WARPS) fp32, lost: (columns / STEP, WARP) int32, both in shared memory.
+    """
+    for i in cutlass.range(warp, cute.size(holes), WARPS, unroll=1):
+        lost[i, arch.lane_idx()] = Int32(0)
+    arch.sync_threads()
+    total = cute.make_rmem_tensor(config.repaired_columns // 2, Float32)
+    total.fill(0.0)
+    turns, goes_on = Int32(1) if entry.of == OF_DQ else Int32(2), Boolean(True)
+    for turn in cutlass.range(turns, unroll=1):
+        if goes_on:
+            for g in cutlass.range(heads_of(entry, tensors), unroll=1):
+                add_others(total, entry, others_of(entry, g, tensors), holes, lost, warp, turn, band, scale_log2, config)
+            add_up(total, sums, warp)
+            goes_on = turn + 1 < turns and not is_settled(total, holes)
+            if goes_on and warp != 0:
+                total.fill(0.0)
+    write(total, entry, holes, factor, warp, config)
+
+
+@cute.jit
+def add_others(
+    total: cute.Tensor, entry: Entry, at: Others, holes: cute.Tensor, lost: cute.Tensor, warp: Int32, turn: Int32, band: Band,
+    scale_log2: Float32, config: Constexpr[Config],
+):  # fmt: skip
+    """total += this warp's share of the others. For dK and dV, turn 0 takes the groups of ROWS queries with a delta that is not finite, and turn
+    1 the other groups; dQ has all groups in turn 0. Turn 0 ends as soon as all holes are NaN by the sums of all warps.
+    """
+    begin, end, _, _ = ranges_of(entry)
+    base, done, settled = begin // ROWS * ROWS, Int32(0), Boolean(False)
+    pattern = const_expr(signed(sum(1 << i for i in range(0, WARP, WARPS))))
+    while base < end and not settled:
+        other = base + ROWS * arch.lane_idx()
+        there = other < end
+        if there and entry.of != OF_DQ:
+            there = all_finite_from(at.minus_delta, other) == (turn == 1)
+        left = Int32(arch.vote_ballot_sync(there)) & (pattern << warp)
+        while left != 0 and not settled:
+            i = Int32(WARP - 1 - arch.clz(left))
+            left, other0 = left & ~(1 << i), base + ROWS * i
+            if left != 0:
+                following = base + ROWS * Int32(WARP - 1 - arch.clz(left))
+                bring(at.other_S, following, config.head_dim)
+                bring(at.other_dP, following, config.head_dim_v)
+            weights, shown = pairs_of(entry, at, other0, band, scale_log2, config)
+            if arch.vote_any_sync(shown != 0):
+                add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
+                done += 1
+                if turn == 0 and done % OFTEN == 1:
+                    settled = is_lost(total, holes, lost)
+        base += ROWS * WARP
+
+
+@cute.jit
+def all_finite_from(gX: cute.Tensor, row: Int32) -> Boolean:
+    """Whether ROWS elements from a row on are finite. gX: (rows of whole tiles,) fp32."""
+    finite, numbers = Boolean(True), cute.make_rmem_tensor((4, 4), Float32)
+    for i in range_constexpr(4):
+        cute.autovec_copy(cute.make_tensor((gX.iterator + row + 4 * i).align(16), cute.make_layout(4)), numbers[None, i])
+    for i in range_constexpr(cute.size(numbers)):
+        finite = finite and is_finite(numbers[i])
+    return finite
+
+
+@cute.jit
+def pairs_of(
+    entry: Entry, at: Others, other0: Int32, band: Band, scale_log2: Float32, config: Constexpr[Config]
+) -> tuple[cute.Tensor, Int32]:  # fmt: skip
+    """Weights of the ROWS others from other0 on, (EIGHT,) fp32 for this lane's pairs: P or dS, 0 for hidden pairs; and a bit for each visible
+    pair.
+
+    Pairs are in the order of a product's left operand: two others for both rows, then two of the next EIGHT others.
+    """
+    lane, weights, shown = arch.lane_idx(), cute.make_rmem_tensor(EIGHT, Float32), Int32(0)
+    weights.fill(0.0)
+    by_keys, visited, ref = entry.of != OF_DQ, Boolean(True), Int32(0)
+    if const_expr(config.sees == "runs"):
+        query0, key0 = other0 if by_keys else entry.row0, entry.row0 if by_keys else other0
+        plane = band.tables.planes[at.which.batch, at.which.head]
+        visited, there = visit_of(query0 // config.tile_m, key0 // config.tile_n, plane, band.tables)
+        ref = band.tables.visits[there, 1]
+    if visited:
+        dP = cute.make_rmem_tensor(EIGHT, Float32)
+        dP.fill(0.0)
+        S = scores(at.own_S, entry.row0, at.other_S, other0, config.head_dim, config)
+        if entry.of != OF_DV:
+            dP.store(scores(at.own_dP, entry.row0, at.other_dP, other0, config.head_dim_v, config).load())
+        for i in range_constexpr(EIGHT):
+            half, row, other = const_expr(i // 2 % 2), row_of(entry.row0, i // 2 % 2), other0 + i // 4 * EIGHT + lane % QUAD * 2 + i % 2
+            query, key = other if by_keys else row, row if by_keys else other
+            seen = other >= entry.begin[half] and other < entry.end[half]
+            if const_expr(config.sees == "runs"):  # noqa: SIM102
+                if seen:
+                    seen = shows_in(ref, query, key, band.tables, config)
+            if const_expr(config.bias is not None):  # noqa: SIM102
+                if seen:
+                    seen = at.lse[query] != Float32.inf
+            if seen:
+                p, factor = weight_of(at, S[i], query, key, scale_log2, config)
+                weights[i] = p * config.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
+                shown |= 1 << i
+    return weights, shown
+
+
+@cute.jit
+def weight_of(at: Others, s: Float32, query: Int32, key: Int32, scale_log2: Float32, config: Constexpr[Config]):
+    """P of a visible pair, and the factor of dP - delta in dS. s: the plain product of Q and K."""
+    if const_expr(config.modified):
+        return changed.pair_weights(s, query, key, at.lse[query], at.changes, at.which, scale_log2, config)
+    p = cute.math.exp2(s * scale_log2 - at.lse[query], fastmath=True)
+    return p, p
+
+
+@cute.jit
+def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """A B^T of 16 rows of each: (EIGHT,) fp32, this lane's part. A sum over columns may have any order, so a lane's elements are EIGHT
+    neighbours.
+    """
+    acc, dtype = cute.make_rmem_tensor(EIGHT, Float32), dsl(config.dtype)
+    acc.fill(0.0)
+    for step in cutlass.range(dim // STEP, unroll=1):
+        a, b = ([words_of(X, row_of(row0, half), column_of(STEP * step, 0)) for half in range(2)] for X, row0 in ((A, a0), (B, b0)))
+        for k in range_constexpr(0, 4, 2):
+            left = [a[half][k + i] for i in range(2) for half in range(2)]
+            for tile in range_constexpr(2):
+                multiply(acc, 4 * tile, left, b[tile][k], b[tile][k + 1], dtype)
+    return acc
+
+
+@cute.jit
+def add_rows(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """total += weights times ROWS rows of X from other0 on, over visible pairs. Where all pairs are visible, plain products give NaN by right;
+    elsewhere `add_not_finite` does.
+    """
+    all_shown = arch.vote_all_sync(shown == 0xFF)
+    dtype, kind = dsl(config.dtype), const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
+    rounded = pairs_packed(weights, kind)
+    for step in range_constexpr(config.repaired_columns // STEP):
+        pair = [words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2)]
+        found = Int32(0)
+        for half in range_constexpr(2):
+            for j in range_constexpr(4):
+                found |= not_finite(pair[half][j], dtype)
+        if arch.vote_any_sync(found != 0 and not all_shown):
+            add_not_finite(total, weights, shown, pair, step, kind, dtype)
+            for half in range_constexpr(2):
+                for j in range_constexpr(4):
+                    pair[half][j] = finite_part(pair[half][j], dtype)
+        for j in range_constexpr(4):
+            multiply(total, 4 * (4 * step + j), rounded, transpose(pair[0][j]), transpose(pair[1][j]), dtype)
+
+
+@cute.jit
+def add_not_finite(
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, pair: list, step: Constexpr[int], kind: Constexpr[str], dtype: Constexpr
+):  # fmt: skip
+    """total += weights times the elements of ROWS rows that are not finite. The sum is an infinity or NaN, found by counting: one product counts
+    the terms, another one the positive terms less the negative ones. A weight of 0, or NaN on either side, has no sign. pair: words of two rows.
+    """
+    signs, ones = (cute.make_rmem_tensor(EIGHT, Float32) for _ in range(2))
+    for i in range_constexpr(EIGHT):
+        seen = (shown >> i) & 1 != 0
+        signs[i] = sign_of(weights[i]) if seen else Float32(0.0)
+        ones[i] = Float32(1.0) if seen else Float32(0.0)
+    signs, ones = pairs_packed(signs, kind), pairs_packed(ones, kind)
+    count, balance = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
+    for j in range_constexpr(4):
+        number, infinite = [], []
+        for half in range_constexpr(2):
+            x = [of_word(pair[half][j], i, dtype) for i in range(2)]
+            number.append(changed.packed(*(Float32(0.0) if is_finite(each) else Float32(1.0) for each in x), kind))
+            infinite.append(changed.packed(*(Float32(0.0) if is_finite(each) else sign_of(each) for each in x), kind))
+        count.fill(0.0)
+        balance.fill(0.0)
+        multiply(count, 0, ones, *(transpose(each) for each in number), dtype)
+        multiply(balance, 0, signs, *(transpose(each) for each in infinite), dtype)
+        for i in range_constexpr(4):
+            if count[i] > 0.0:
+                infinity = Float32.inf if balance[i] > 0.0 else -Float32.inf
+                total[4 * (4 * step + j) + i] += infinity if count[i] == max(balance[i], -balance[i]) else Float32(float("nan"))
+
+
+@cute.jit
+def add_up(total: cute.Tensor, sums: cute.Tensor, warp: Int32):
+    """total becomes the sum over the warps, in their order, in all of them. sums: (elements, WARP, WARPS) fp32 in shared memory."""
+    lane, numbers = arch.lane_idx(), cute.size(total)
+    arch.sync_threads()
+    for i in range_constexpr(numbers):
+        sums[i, lane, warp] = total[i]
+    arch.sync_threads()
+    for i in cutlass.range(warp, numbers, WARPS, unroll=1):
+        one = Float32(0.0)
+        for other in range_constexpr(WARPS):
+            one += sums[i, lane, other]
+        sums[i, lane, 0] = one
+    arch.sync_threads()
+    for i in range_constexpr(numbers):
+        total[i] = sums[i, lane, 0]
+
+
+def pairs_packed(numbers: cute.Tensor, kind: str) -> list:
+    """EIGHT fp32 elements, rounded to the four words of a product's left operand."""
+    return [changed.packed(numbers[2 * i], numbers[2 * i + 1], kind) for i in range(4)]
+
+
+def transpose(word: Int32) -> Int32:
+    """The transpose of a warp's 8 x 8 matrix of 16-bit elements, a word a lane."""
+    return arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
+
+
+@cute.jit
+def multiply(acc: cute.Tensor, first: Constexpr[int], a: tuple, b0: Int32, b1: Int32, dtype: Constexpr):
+    """acc[first : first + 4] += a product of 16 x 16 and 16 x 8 (PTX ISA, "mma.m16n8k16"). a: four words; b0, b1: words."""
+    kind = const_expr("bf16" if dtype is BFloat16 else "f16")
+    found = arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b0, b1, *(acc[first + i] for i in range(4))],
+    )
+    for i in range_constexpr(4):
+        acc[first + i] = found[i]
