@@ -16,6 +16,7 @@ from tilewise.backends.hopper.backward.config import LONG, TILES
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
 from tilewise.problem import Call
+from tilewise.sm90.jit import tensors_of
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case, make, random_mask, upstream
 
@@ -252,7 +253,7 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
             call = Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True)
             o, lse = Hopper().forward(call)
             found = gradients.backward(call, o, lse, d_o, None)
-            turns = next(x for x in given[-1] if torch.is_tensor(x) and x.dtype == torch.int32 and x.dim() == 4)
+            turns = next(x for x in tensors_of(given[-1]) if x.dtype == torch.int32 and x.dim() == 4)
             assert bool((turns < 0).any()) == finishes
             if finishes:
                 first = found
@@ -348,6 +349,7 @@ import time, torch
 from tilewise.backends.hopper import Hopper
 from tilewise.masks import Causal
 from tilewise.problem import Call
+from tilewise.sm90.jit import tensors_of
 q, k, v, d_o = (torch.randn(2, 700, 12, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4))
 call, backend = Call(q=q, k=k, v=v, mask=Causal(), scale=0.06, grad=True), Hopper()
 o, lse = backend.forward(call)
