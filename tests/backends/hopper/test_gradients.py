@@ -55,7 +55,7 @@ def test_every_mask_is_taken(mask):
 
 def test_keys_of_one_block_need_no_sum():
     few, summed = (plan.config_of(_call(Full(), seqlen_k)) for seqlen_k in (128, 129))
-    assert few.one_block and not summed.one_block and few.numbers_of_sum(64) < summed.numbers_of_sum(64)
+    assert few.one_block and not summed.one_block and few.elements_of_sum(64) < summed.elements_of_sum(64)
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(TypeError, match="this configuration has no finishes"):
         few.but(finishes=True)

@@ -46,7 +46,7 @@ def clocks(config: Config) -> Clocks:
 def smem_bytes(config: Config) -> int:
     """Of Q, the stages of K and V, and O where it has memory of its own; barriers come on top."""
     q = config.q_stages * config.tile_m * config.head_dim
-    return 2 * (q + config.smem_of_O + config.kv_stages * config.tile_n * (config.head_dim + config.head_dim_v))
+    return 2 * (q + config.smem_elements_of_O + config.kv_stages * config.tile_n * (config.head_dim + config.head_dim_v))
 
 
 @dataclass(frozen=True)

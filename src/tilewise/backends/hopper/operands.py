@@ -70,8 +70,8 @@ class Tensors(NamedTuple):
 class Work(NamedTuple):
     """How a forward pass is divided among thread blocks; counter and arrivals are 0 before and after. All in global memory."""
 
-    counter: Tensor  # (1,) int32: units that are drawn
-    numbers: Tensor | None  # (slots * Config.partial_numbers,) fp32: what those who share a unit found
+    counter: Tensor  # (1,) int32: units that are fetched
+    sums: Tensor | None  # (slots * Config.partial_elements,) fp32: pieces of units that several thread blocks share
     arrivals: Tensor | None  # (slots * warps,) int32
     section: int  # heads whose units are mixed (scheduler.Units)
     blocks: int  # thread blocks, at most

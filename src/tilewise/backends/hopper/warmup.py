@@ -19,11 +19,14 @@ from tilewise.masks import Mask
 from tilewise.problem import Call
 from tilewise.sm90 import cache, jit
 
+GROUP = 256  # query heads of a key head, with which walks of every length read much
 EXTRAS = ("softcap", "bias", "alibi", "sink")  # what changes scores; a bias is of the call's dtype
 
 
 class Cell(NamedTuple):
-    """What the kernels of a call depend on, besides a Choice by its length; batch and heads are none of it, nor is how far a window reaches."""
+    """What the kernels of a call depend on, besides a Choice by its length and whether a group's heads are apart; batch is none of it, nor is how far
+    a window reaches.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -60,7 +63,13 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     """
     lengths = sorted({*config.lengths(), *backward_config.lengths()})
     calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths)
-    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in Hopper().kernels(call)))
+    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*Hopper().kernels(call), *_of_groups(call))))
+
+
+def _of_groups(call: Call) -> list[tuple]:
+    """What the backward pass of grouped queries needs where their heads are apart."""
+    grouped = replace(call, q=call.q.expand(-1, -1, GROUP, -1))
+    return gradients.kernels(grouped) if call.grad and call.bias is None else []
 
 
 def extras_from(text: str) -> list[tuple[str, ...]]:

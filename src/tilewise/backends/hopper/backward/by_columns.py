@@ -404,7 +404,7 @@ def add(tile: Tile, place: Place, piece: Constexpr[int], config: Constexpr[Confi
     """A piece of dQ to the sum in global memory; all of a tile within one turn."""
     gSum = tile.sums[place.head, place.m_block, None]
     begin, vectors = place_of_sum(gSum, tile.consumer, piece, config)
-    flat = cute.make_tensor(tile.acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // (4 * config.dq_pieces))))
+    flat = cute.make_tensor(tile.acc_dQ.iterator, cute.make_layout((4, config.dq_elements // (4 * config.dq_pieces))))
     if const_expr(config.ordered and piece == 0):
         arch.barrier(barrier_id=Barrier.DQ_EMPTY + tile.consumer, number_of_threads=THREADS + WARP)
     add_vectors(tile, flat, vectors, (gSum.iterator + begin).toint(), config)

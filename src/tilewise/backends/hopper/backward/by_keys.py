@@ -71,7 +71,7 @@ class Tile(NamedTuple):
     tQrB: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
-    tdQsdQ: cute.Tensor | None  # (4, dq_numbers / 4)
+    tdQsdQ: cute.Tensor | None  # (4, dq_elements / 4)
     first: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages)
     tdelta: cute.Tensor
@@ -583,7 +583,7 @@ def leave_dQ(tile: Tile, acc_dQ: cute.Tensor, g: Int32, m_block: Int32, stage: I
 @cute.jit
 def hand_over(tile: Tile, acc_dQ: cute.Tensor, gSum: cute.Tensor, adder: Int32, config: Constexpr[Config]):
     """dQ of this warpgroup to the warp that adds it up, or to global memory. gSum: of this tile."""
-    flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_numbers // 4)))
+    flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, config.dq_elements // 4)))
     if const_expr(config.direct):
         add_directly(tile, flat, gSum, config)
     else:

@@ -58,16 +58,16 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
     walk = WALKS[config.sees].format(config.tile_m)
     sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
-        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.numbers_of_sum(call.head_dim)
+        size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.elements_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     _, shares, parts = planning.shared(config, call, num_sms)
     if config.heads_apart:
-        size = 4 * parts * planning.numbers_of_part(config)
+        size = 4 * parts * planning.elements_of_part(config)
         sums += (
             f"; each query head by thread blocks of its own, and a group's dK and dV summed up in fp32 ({size / 1e6:,.1f} MB), in one order"
         )
     elif parts:
-        size, where = 4 * parts * planning.numbers_of_part(config), "" if config.one_block else ", where dQ goes later"
+        size, where = 4 * parts * planning.elements_of_part(config), "" if config.one_block else ", where dQ goes later"
         sums += f"; the last blocks shared by {shares} thread blocks each, whose parts of dK and dV take {size / 1e6:,.1f} MB{where}"
     found = [f"backward: blocks of {config.tile_n} keys walk {walk}; {sums}"]
     if call.bias is not None:
@@ -154,12 +154,12 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     """
     if not (config.shares or config.heads_apart):
         return None
-    numbers = parts * planning.numbers_of_part(config)
+    numbers = parts * planning.elements_of_part(config)
     if config.one_block or config.heads_apart:
         place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
     else:
         place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
-    return place.view(parts, planning.numbers_of_part(config))
+    return place.view(parts, planning.elements_of_part(config))
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
@@ -192,7 +192,7 @@ def arguments(config: Config) -> list:
     lse, d_lse = (jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2))
     scratch = Scratch(
         *(jit.tensor(Float32, batch, heads_q, rows) for _ in range(2)),
-        sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.numbers_of_sum(config.head_dim)),
+        sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.elements_of_sum(config.head_dim)),
         turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
         spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
         counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,

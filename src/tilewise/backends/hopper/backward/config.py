@@ -277,7 +277,7 @@ class Config(ScoreChanges):
         return self.head_dim // (self.dq_grid[1] * self.dq_pieces)
 
     @property
-    def dq_numbers(self) -> int:
+    def dq_elements(self) -> int:
         """Of dQ that one of their threads holds."""
         return self.tile_m * self.head_dim // (128 * self.dq_consumers)
 
@@ -322,7 +322,7 @@ class Config(ScoreChanges):
         """Whether Q and dO are first to leave the L2 cache at their last visit. Where scores are changed, registers are too few to know."""
         return self.sums and self.sees != "runs" and not self.modified
 
-    def numbers_of_sum(self, head_dim: int) -> int:
+    def elements_of_sum(self, head_dim: int) -> int:
         """Of a tile of dQ in global memory. head_dim: of the tensors."""
         return self.tile_m * head_dim if self.sums else 4
 

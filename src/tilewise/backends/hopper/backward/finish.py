@@ -41,7 +41,7 @@ PAUSE = 100  # ns between two looks at a counter
 
 
 class Finisher(NamedTuple):
-    sums: cute.Tensor  # (THREADS * dq_numbers,) fp32: a warpgroup's part of a tile, as it lies in memory
+    sums: cute.Tensor  # (THREADS * dq_elements,) fp32: a warpgroup's part of a tile, as it lies in memory
     rounded: cute.Tensor  # (ROWS, COLUMNS, SLABS)
     landed: cute.Pointer  # mbarrier: the copy engine has brought the sums
     store: tma.Tma
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 def make_finisher(storage: SmemAllocator, store: tma.Tma, dtype: Constexpr, config: Constexpr[Config]) -> Finisher:
     """With its barrier initialised, and visible after `tma.barriers_ready`."""
     layout = swizzled(dtype, ROWS, COLUMNS, SLABS, COLUMNS)
-    sums = storage.allocate_tensor(Float32, cute.make_layout(THREADS * config.dq_numbers), 128)
+    sums = storage.allocate_tensor(Float32, cute.make_layout(THREADS * config.dq_elements), 128)
     rounded = storage.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
     landed = storage.allocate_array(cute.Int64, 1)
     if arch.thread_idx()[0] == 0:

@@ -189,7 +189,7 @@ def kernel(
         layout_P = swizzled(dtype, config.tile_n, config.tile_m, config.ds_stages, config.tile_m)
         sP = storage.allocate_tensor(dtype, layout_P.outer, 1024, swizzle=layout_P.inner)
     if const_expr(config.staged):
-        sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_numbers // 4, config.dq_consumers)), 1024)
+        sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_elements // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     visits = None
     if const_expr(config.sees == "runs"):

@@ -121,7 +121,7 @@ def _scratch(config: Config, call: Call, m_blocks: int, parts: int) -> tuple:
     return (
         ((*of_heads, of_rows), torch.float32),
         ((*of_heads, of_rows), torch.float32),
-        ((*of_heads, m_blocks, config.numbers_of_sum(call.head_dim)), torch.float32),
+        ((*of_heads, m_blocks, config.elements_of_sum(call.head_dim)), torch.float32),
         ((*of_heads, m_blocks, config.counters), torch.int32),
         ((_entries(config, call),), torch.int32) if config.repairs else None,
         ((1 + parts,), torch.int32) if config.counts else None,
@@ -222,7 +222,7 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     last = blocks % num_sms
     if not config.shares or last == 0 or call.batch > MOST:
         return blocks, 1, 0
-    room = call.q.numel() // (1 if config.one_block else 2) // (last * numbers_of_part(config))
+    room = call.q.numel() // (1 if config.one_block else 2) // (last * elements_of_part(config))
 
     def tiles(shares: int) -> int:
         return -(-last * shares // num_sms) * (-(-m_blocks // shares) + OF_A_BLOCK)
@@ -232,7 +232,7 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
 
 
-def numbers_of_part(config: Config) -> int:
+def elements_of_part(config: Config) -> int:
     """Of dK and dV of a block of keys."""
     return config.tile_n * (config.head_dim + config.head_dim_v)
 

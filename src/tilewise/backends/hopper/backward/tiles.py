@@ -46,7 +46,7 @@ class Smem(NamedTuple):
     dO: cute.Tensor  # (tile_m, head_dim_v, stages)
     dS: cute.Tensor  # (tile_m, tile_n, ds_stages)
     P: cute.Tensor | None  # likewise, (tile_n, tile_m, ds_stages), where columns are split: P^T
-    dQ: cute.Tensor | None  # (4, THREADS, dq_numbers / 4, dq_consumers) fp32; None if it goes from registers
+    dQ: cute.Tensor | None  # (4, THREADS, dq_elements / 4, dq_consumers) fp32; None if it goes from registers
     first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
     lse: cute.Tensor  # (tile_m, stages) fp32
     minus_delta: cute.Tensor  # (tile_m, stages) fp32
@@ -242,9 +242,9 @@ def place_of_sum(gSum: cute.Tensor, consumer: Int32, piece: Constexpr[int], conf
     """Where a piece of what a warpgroup computes of a tile of dQ begins in the tile's sum, and how many vectors a thread has of it: each belongs to
     eight columns. `narrow`: a block of rows has all columns of dQ side by side, and none beyond them; there may be none left, or fewer.
     """
-    vectors = const_expr(config.dq_numbers // (4 * config.dq_pieces))
+    vectors = const_expr(config.dq_elements // (4 * config.dq_pieces))
     if const_expr(not config.narrow):
-        return THREADS * (consumer * config.dq_numbers + 4 * vectors * piece), vectors
+        return THREADS * (consumer * config.dq_elements + 4 * vectors * piece), vectors
     over_rows, over_columns = config.dq_grid
     columns = cute.size(gSum) // (8 * config.tile_m)
     before = (piece * over_columns + consumer // over_rows) * vectors

@@ -58,7 +58,7 @@ class Config(ScoreChanges):
         return next((n for n in sizes if 2 * (operands + self.tile_m * self.head_dim_v // n) <= self.shared_bytes), 0)
 
     @property
-    def smem_of_O(self) -> int:
+    def smem_elements_of_O(self) -> int:
         """Numbers of O that its own shared memory holds."""
         return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
@@ -68,7 +68,7 @@ class Config(ScoreChanges):
         return self.sees == "all" and not (self.dynamic or self.modified or self.sink)  # each piece would count the sink
 
     @property
-    def partial_numbers(self) -> int:
+    def partial_elements(self) -> int:
         """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
         return self.cluster * self.tile_m * (self.head_dim_v + 4)
 

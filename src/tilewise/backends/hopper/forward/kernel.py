@@ -113,7 +113,7 @@ def launch(
     units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], work.section, band.tables.order, shared)
     if const_expr(not config.shares):
         clusters = min(units.count, clusters)
-    found = Partials(work.numbers, work.arrivals)
+    found = Partials(work.sums, work.arrivals)
     kernel(copies, tensors, work.counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),

@@ -17,7 +17,7 @@ WIDE = 4  # numbers that a lane reads or writes at a time
 class Partials(NamedTuple):
     """Both in global memory; arrivals 0 before and after."""
 
-    numbers: cute.Tensor  # (slots * Config.partial_numbers,) fp32
+    sums: cute.Tensor  # (slots * Config.partial_elements,) fp32
     arrivals: cute.Tensor  # (slots * warps,) int32
 
 
@@ -52,10 +52,10 @@ def number_of(warp: Int32, config: Constexpr) -> Int32:
 @cute.jit
 def of_warp(partials: Partials, slot: Int32, warp: Int32, config: Constexpr) -> cute.Tensor:
     """(WIDE, wide reads of a lane): O's first, LSE at the end."""
-    size = config.partial_numbers // warps(config)
+    size = config.partial_elements // warps(config)
     begin = (slot * warps(config) + number_of(warp, config)) * size + WIDE * arch.lane_idx()
     wide = cute.make_layout((WIDE, ROWS * config.head_dim_v // (WARP * WIDE)), stride=(1, WARP * WIDE))
-    return cute.make_tensor((partials.numbers.iterator + begin).align(16), wide)
+    return cute.make_tensor((partials.sums.iterator + begin).align(16), wide)
 
 
 @cute.jit

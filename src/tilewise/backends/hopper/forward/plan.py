@@ -24,7 +24,7 @@ class Plan:
     section: int  # heads whose units are mixed (scheduler.Units)
     blocks: int  # thread blocks, at most
     band: tuple[int, ...]  # the numbers of operands.Band
-    partials: tuple[int, int] | None  # sizes of operands.Work.numbers and .arrivals, where units are shared
+    partials: tuple[int, int] | None  # sizes of operands.Work.sums and .arrivals, where units are shared
 
     @classmethod
     def of(cls, call: Call, num_sms: int, config: Config | None = None) -> "Plan":
@@ -37,7 +37,7 @@ class Plan:
         partials = None
         if config.shares:
             slots = 2 * (blocks // config.cluster)
-            partials = slots * config.partial_numbers, slots * config.cluster * config.tile_m // 16
+            partials = slots * config.partial_elements, slots * config.cluster * config.tile_m // 16
         return cls(config, _section(call, config), blocks, numbers, partials)
 
 
