@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tilewise.bench.models import ROWS, model_shapes
 from tilewise.bench.selectors import DEFAULTS, mask_from, workloads_from
-from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, paper_sweep
 from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, Full, PrefixLM, SlidingWindow
 
 
@@ -70,6 +71,9 @@ def test_every_set_counts_and_has_distinct_cases():
     work = [each.flops for each in mask_shapes()]
     assert work == sorted(work, reverse=True)
     by_name = {each.name: each for each in model_shapes()}
+    assert len(by_name) == len(ROWS) >= 40
+    whisper, deepseek = by_name["Whisper-large-cross"], by_name["DeepSeek-V3-prefill"]
+    assert (whisper.seqlen_q, whisper.seqlen_k, deepseek.head_dim, deepseek.head_dim_v, deepseek.heads_k) == (448, 1500, 192, 128, 128)
     llama = by_name["Llama-3-8B"]
     assert (llama.heads_q, llama.heads_k, llama.head_dim) == (32, 8, 128)
     assert by_name["Llama-3-8B-packed"].flops < llama.flops
@@ -130,7 +134,7 @@ def test_bad_masks_from_text(text):
         ({"causal": "yes"}, "causal is 'yes'; each item of its comma-separated list must be 0 or 1"),
         ({"causal": "1", "mask": "full"}, "causal and mask both choose the mask"),
         ({"set": "papers", "heads": "8"}, "set fixes the sizes, so heads cannot be given with it"),
-        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, ladder, cpu, masks, models"),
+        ({"set": "mine"}, "set is 'mine'; each item of its comma-separated list must be one of papers, ladder, cpu, masks, gpu-shapes"),
         ({"sequence": "8"}, "sequence: no such option; there are batch, seqlen"),
     ],
 )

@@ -11,11 +11,12 @@ from tilewise.bench.impls import Impl, find, known, ours
 from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
 from tilewise.bench.markers import refresh
 from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.models import model_shapes
 from tilewise.bench.report import markdown, table
 from tilewise.bench.runner import Timing, run
 from tilewise.bench.selectors import ladder_from, mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
-from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, model_shapes, paper_sweep
+from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, paper_sweep
 
 __all__ = [
     "ON_A_CPU",

@@ -5,6 +5,7 @@ from itertools import product
 
 from tilewise.bench.distributions import DISTRIBUTIONS
 from tilewise.bench.hard_inputs import hard_inputs
+from tilewise.bench.models import model_shapes
 from tilewise.bench.workloads import DTYPES, SETS, Workload, ladder_cells
 from tilewise.machine.roofline import DIRECTIONS
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
@@ -19,7 +20,7 @@ DEFAULTS = {
     "direction": "fwd",
     "data": "normal",
 }
-SETS = {**SETS, "hard-inputs": hard_inputs}
+SETS = {**SETS, "models": model_shapes, "hard-inputs": hard_inputs}
 
 
 def workloads_from(options: Mapping[str, str]) -> list[Workload]:

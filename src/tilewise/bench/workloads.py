@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -180,25 +180,6 @@ def _sweep(name, seqlens, head_dims, hidden, tokens, dtype, direction) -> list[W
     ]
 
 
-def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
-    """One layer's attention in models people run, by their published configurations; lengths are those they are trained or used at."""
-    packed = Documents([0, 1024, 1536, 3584, 4096, 4224, 6272, 8192], inner=Causal())
-    rows = [
-        Workload(name="Llama-3-8B", batch=1, seqlen_q=8192, heads_q=32, heads_k=8, head_dim=128, mask=Causal()),
-        Workload(name="Llama-3-70B", batch=1, seqlen_q=8192, heads_q=64, heads_k=8, head_dim=128, mask=Causal()),
-        Workload(name="Llama-3-8B-packed", batch=1, seqlen_q=8192, heads_q=32, heads_k=8, head_dim=128, mask=packed),
-        Workload(name="Qwen2.5-7B", batch=1, seqlen_q=8192, heads_q=28, heads_k=4, head_dim=128, mask=Causal()),
-        Workload(name="Qwen3-30B-A3B", batch=1, seqlen_q=8192, heads_q=32, heads_k=4, head_dim=128, mask=Causal()),
-        Workload(name="Mistral-7B-window", batch=1, seqlen_q=16384, heads_q=32, heads_k=8, head_dim=128, mask=SlidingWindow(4095, 0)),
-        Workload(name="gpt-oss-20b-window", batch=1, seqlen_q=8192, heads_q=64, heads_k=8, head_dim=64, mask=SlidingWindow(127, 0)),
-        Workload(name="DeepSeek-V3-prefill", batch=1, seqlen_q=4096, heads_q=128, head_dim=192, head_dim_v=128, mask=Causal()),
-        Workload(name="GPT-2", batch=8, seqlen_q=1024, heads_q=12, head_dim=64, mask=Causal()),
-        Workload(name="BERT-base", batch=32, seqlen_q=512, heads_q=12, head_dim=64),
-        Workload(name="ViT-L/16-384", batch=32, seqlen_q=577, heads_q=16, head_dim=64),
-    ]
-    return [replace(row, dtype=dtype, direction=direction) for row in rows]
-
-
 def gpu_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
     """What the papers' sweep leaves out on a GPU: windows, grouped heads, keys wider than values, and 32,768 tokens of packed documents."""
 
@@ -300,7 +281,6 @@ SETS = {
     "ladder": ladder_sweep,
     "cpu": cpu_sweep,
     "masks": mask_shapes,
-    "models": model_shapes,
     "gpu-shapes": gpu_shapes,
     "gpu-cross": gpu_cross,
     "cpu-table": cpu_table,
