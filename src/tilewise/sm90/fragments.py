@@ -1,4 +1,4 @@
-"""The registers of a warpgroup's matrix product: who holds what, softmax on them, and the way from S to P to O.
+"""The registers of a warpgroup's matrix product: which thread holds what, softmax on them, and the way from S to P to O.
 
 A warpgroup's accumulator of a 64 x N tile is spread over its 128 threads: a thread holds N / 2 numbers of two rows, `lane // 4` and
 `lane // 4 + 8` of its warp's 16, in the order (column pair, row, column / 8). Four neighbouring threads, a quad, share their rows. For bf16

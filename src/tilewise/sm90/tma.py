@@ -10,7 +10,7 @@ from tilewise.sm90.dsl import Constexpr, Int16, Int64, SmemAllocator, arch, cons
 
 # What the L2 cache does with lines that are read or written, as `createpolicy.fractional` would say it.
 NORMAL = 0x1000000000000000
-FIRST = 0x12F0000000000000  # they go first where room is wanted: nobody will want them again
+FIRST = 0x12F0000000000000  # evicted first: they are not read again
 
 
 class Tma(NamedTuple):

@@ -1,7 +1,7 @@
 """Time stamps inside a kernel: each warp notes the clock when it enters a phase (phases.py), so that one sees stages, roles and turns.
 
 Without a buffer every call here is nothing, and the generated code is that of a kernel without stamps. With one, a stamp is a handful of
-instructions of each warp and one write by its first lane, 8 bytes that nobody waits for. It keeps its place among loads, barriers, products
+instructions of each warp and one write by its first lane, 8 bytes that no thread waits for. It keeps its place among loads, barriers, products
 and, since the compiler moves little across a read of the clock, arithmetic: no stamp may stand where the kernel relies on such moves.
 """
 

@@ -62,7 +62,7 @@ def columns_of_O(config) -> int:
 
 
 def product_of(config, columns: int, dtype=BFloat16) -> cute.TiledMma:
-    """O = P V, for some of V's columns: who of a warpgroup holds what of those columns of O."""
+    """O = P V, for some of V's columns: which thread holds what of those columns of O."""
     k, mn = OperandMajorMode.K, OperandMajorMode.MN
     warpgroups = (config.tile_m // 64, 1, 1)
     return sm90.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, warpgroups, (64, columns), warpgroup.OperandSource.RMEM)

@@ -15,7 +15,7 @@ from tilewise.problem import Call
 from tilewise.sm90.jit import aligned, tensors_of
 
 DEFAULT_STREAM = 0  # which cannot be captured
-KEPT_BYTES = 1 << 16  # a larger LSE that nobody asked for is allocated anew; its kernel takes longer than that
+KEPT_BYTES = 1 << 16  # a larger LSE that is not returned is allocated anew; its kernel takes longer than that
 
 
 class Repeat:

@@ -20,5 +20,5 @@ def kept(memo: dict, key: Hashable, make: Callable[[], Made]) -> Made:
 
 
 def hold(made: object) -> None:
-    """Keep for ever what a CUDA graph reads, as it may be replayed when nobody else has the mask any more."""
+    """Keep for ever what a CUDA graph reads, as it may be replayed after every other reference to the mask is gone."""
     _OF_GRAPHS[id(made)] = made

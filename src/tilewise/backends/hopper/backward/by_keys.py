@@ -88,7 +88,7 @@ class Tile(NamedTuple):
     scale_log2: Float32
     consumer: Int32
     thread: changed.Thread
-    lse: cute.Tensor  # (tile_m / 4,): of the tile that comes next, where they are asked for ahead
+    lse: cute.Tensor  # (tile_m / 4,): of the next tile, where they are read ahead
 
 
 @cute.jit
@@ -371,7 +371,7 @@ def dQ_of(tile: Tile, stage: Int32, config: Constexpr[Config]) -> cute.Tensor:
 @cute.jit
 def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boolean, config: Constexpr[Config]):
     """For the log-sum-exps of the tile that comes into this stage, under the tile before: products leave shared memory little time for them. If there
-    are no more tiles, what is read is nobody's; to keep the last ones instead would take registers.
+    are no more tiles, what is read is not used; to keep the last ones instead would take registers.
     """
     if const_expr(config.whole.asks_ahead):
         if more:
@@ -569,7 +569,7 @@ def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
 
 @cute.jit
 def leave_dQ(tile: Tile, acc_dQ: cute.Tensor, g: Int32, m_block: Int32, stage: Int32, config: Constexpr[Config]):
-    """dQ of this warpgroup to whoever adds it up; `one_block`: to the gradient. While dK is being computed."""
+    """dQ of this warpgroup to the warp that adds it up; `one_block`: to the gradient. While dK is being computed."""
     tensors, batch = tile.tensors, tile.block.batch
     head = tile.block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
     if const_expr(config.one_block):

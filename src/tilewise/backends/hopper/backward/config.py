@@ -455,7 +455,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
 
 
 def _of_one_block(config: Config) -> Config:
-    """Rounding by twos, -delta in dP's registers and more of them for who brings tiles are what keeps these from spilling."""
+    """These spill unless dS is rounded by twos, dP's registers start as -delta, or the producer has more registers."""
     plain_softcap = config.head_dim == 128 and config.softcap and not config.natural
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
     if config.head_dim == 64 and config.sees == "runs" and not config.modified:

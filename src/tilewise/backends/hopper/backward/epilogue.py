@@ -51,7 +51,7 @@ def write_through(
     tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
     block: Block, scale: Float32, config: Constexpr[Config],
 ):  # fmt: skip
-    """By way of sdK and sdV (tile_n, dim, 1), once nobody needs what was there; where blocks are persistent, dV and then dK may still be on their
+    """By way of sdK and sdV (tile_n, dim, 1), once its old content is not needed; where blocks are persistent, dV and then dK may still be on their
     way from there at the end. What is not finite is listed.
     """
     thread = thread_of(config)
@@ -61,7 +61,7 @@ def write_through(
             rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.persistent) else thread // WARP, config)
             for part in range_constexpr(config.repaired_parts[1] // config.column_parts):
                 report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
-    arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # nobody reads what was there any more
+    arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # the old content is not read any more
     of_K, of_V = shares_of(config)
     put(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], mma.dv, config)
     put(acc_dK, scale, sdK[None, None, 0], mma.dk, config)

@@ -303,7 +303,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 @cute.jit
 def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block, band: Band, walk: Walk, config: Constexpr[Config]):
-    """One warp asks for K and V, then for Q and dO of every tile, with the statistics of their rows."""
+    """The producer: one warp loads K and V, then Q and dO of every tile, with the statistics of their rows."""
     load_keys(tensors, loads, sm, pipes, tma.at_first_empty(1), block, config)
     arch.griddepcontrol_wait()  # what `prepare` writes is there
     if const_expr(config.dq_apart or config.only_looks):
@@ -315,7 +315,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
 def produce_units(
     tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, queue: units.Queue, band: Band, order: Order, config: Constexpr[Config]
 ):  # fmt: skip
-    """Likewise for one block of keys after another; the next is drawn when two tiles of this one are still to be computed."""
+    """Likewise for one block of keys after another; the next is fetched when two tiles of this one are still to be computed."""
     arch.griddepcontrol_wait()  # what `prepare` writes is there: the counter is 0
     if const_expr(config.only_looks):
         arch.griddepcontrol_launch_dependents()
@@ -335,7 +335,7 @@ def produce_units(
 
 @cute.jit
 def fetch_keys(tensors: Tensors, block: Block, config: Constexpr[Config]):
-    """K and V of a block of keys, which nobody may have read before, into the L2 cache, while the consumers are at another one."""
+    """Prefetch K and V of a block of keys into the L2 cache, where they may not be yet, while the consumers are at another one."""
     for x in (tensors.K, tensors.V):
         rows = x[block.batch, None, block.head_k, None]
         lines = const_expr(-(-2 * (config.head_dim if x is tensors.K else config.head_dim_v) // LINE))
@@ -404,7 +404,7 @@ def load_queries(
 
 @cute.jit
 def policy_at(place: Int32, last: Visits | None) -> Int64 | None:
-    """For what is read at a place of the walk; `last`: the visits after which nobody reads it."""
+    """The L2 cache policy for what is read at a place of the walk; `last`: the visits after which no block reads it."""
     if const_expr(last is None):
         return None
     return Int64(tma.FIRST) if last.first <= place and place < last.last else Int64(tma.NORMAL)

@@ -30,7 +30,7 @@ class Tensors(NamedTuple):
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
     # `one_block`: how many warps have written finite numbers of it
-    dQ: cute.Tensor | None  # the gradient, where whoever computes it writes it (`one_block`)
+    dQ: cute.Tensor | None  # the gradient, where the consumers write it themselves (`one_block`)
     changes: Changes
     spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair/entries.py)
 
@@ -151,7 +151,7 @@ def write_at_once(
     tensors: Tensors, acc: cute.Tensor, mma: cute.TiledMma, thread: Int32, batch: Int32, head: Int32, m_block: Int32, scale: Float32,
     config: Constexpr[Config],
 ):  # fmt: skip
-    """dQ of a tile whose keys are all here, by those who computed it; what is not finite is left to `finish`."""
+    """dQ of a tile whose keys are all here, by the threads that computed it; what is not finite is left to `finish`."""
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     finite = all_finite(acc) if const_expr(config.repairs) else Boolean(True)

@@ -119,7 +119,7 @@ def parts_of_delta(
     gO: cute.Tensor, gdO: cute.Tensor, gL: cute.Tensor, first: Int32, lane: Int32, lanes: Constexpr[int], rows: Constexpr[int],
     config: Constexpr[Config],
 ):  # fmt: skip
-    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of these rows. All is asked for before any of it is used: reading row by row
+    """This thread's part of rowsum(dO O), and the log-sum-exp, of each of these rows. All is loaded before any of it is used: reading row by row
     would wait for memory at every row. What lies beyond the last row or column is read at the last.
     """
     steps = const_expr(-(-config.head_dim_v // (VECTOR * lanes)))
@@ -145,7 +145,7 @@ def parts_of_delta(
 
 @cute.jit
 def read_last(source: cute.Tensor, target: cute.Tensor):
-    """16 bytes that nobody reads after this."""
+    """16 bytes that are not read after this."""
     words = cute.recast_tensor(target, Int32)
     found = arch.inline_ptx(
         "ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};",

@@ -147,7 +147,7 @@ def columns_arguments(config: ColumnsConfig) -> list:
 
 
 def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
-    """The columns of packed documents, as `documents.found` finds them. Bad cu_seqlens that nobody checked lead to nothing outside of the tensors,
+    """The columns of packed documents, as `documents.found` finds them. Bad cu_seqlens that were not checked lead to nothing outside of the tensors,
     and no block waits for ever.
     """
     return found(mask, seqlen_q, seqlen_k, "columns", config, device, _columns)

@@ -42,7 +42,7 @@ from tilewise.sm90.dsl import (
 THREADS = 128  # of a warpgroup
 WARP = 32
 WARPS = THREADS // WARP
-FEW = 2  # tiles of keys left to load when the loader asks for its next unit
+FEW = 2  # tiles of keys left to load when the loader fetches its next unit
 
 
 class Barrier(IntEnum):
@@ -183,7 +183,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 @cute.jit
 def produce(copies: Copies, tensors: Tensors, sm: Smem, pipes: Pipes, queue: Queue, units: Units, band: Band, config: Constexpr[Config]):
-    """One warp asks for Q, then for K and V of every tile, the last first; unit after unit."""
+    """The producer: one warp loads Q, then K and V of every tile, the last first; unit after unit."""
     state, done = tma.at_first_empty(config.kv_stages), Int32(0)
     scheduler.begin(queue, units, config)
     block = scheduler.consume(queue, done, config)
@@ -219,7 +219,7 @@ def load_queries(copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.Pipelin
 
 @cute.jit
 def parts(walk: Walk, config: Constexpr[Config]):
-    """The walk over the keys in two, between which the loader asks for its next unit: all but the last run, or all but the last FEW tiles."""
+    """The walk over the keys in two, between which the loader fetches its next unit: all but the last run, or all but the last FEW tiles."""
     first, last = walk.loaded_first, walk.loaded_last
     if const_expr(config.sees == "runs"):
         middle = max(last - 1, first)

@@ -1,7 +1,7 @@
-"""A unit of work that several thread blocks share, each with some of the keys: what they found, put together by the one who is done last.
+"""A unit of work that several thread blocks share, each with some of the keys: split-KV. The block that is done last merges the pieces.
 
-Each warp keeps its 16 rows of O, divided by their own sums, and their log-sum-exp, in memory; then it counts itself. The last of those who have
-the same rows adds up all parts, weighted by exp(lse_i - lse), in the order of the keys: the same bits whoever comes last.
+Each warp keeps its 16 rows of O, divided by their own sums, and their log-sum-exp, in memory; then it counts itself. The last of those that have
+the same rows adds up all parts, weighted by exp(lse_i - lse), in the order of the keys: the same bits whichever comes last.
 """
 
 from typing import NamedTuple

@@ -48,7 +48,7 @@ def kernel(config) -> tuple:
 
 
 def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
-    """The rows of packed documents, as `found` finds them. Where cu_seqlens are bad and nobody checked them, rows still see existing keys only."""
+    """The rows of packed documents, as `found` finds them. Where cu_seqlens are bad and were not checked, rows still see existing keys only."""
     return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 
 

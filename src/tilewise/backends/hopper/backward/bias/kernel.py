@@ -55,7 +55,7 @@ class Loads(NamedTuple):
 class Smem(NamedTuple):
     A: cute.Tensor  # (tile_m, COLUMNS, stages): of Q or dO
     B: cute.Tensor  # (tile_n, COLUMNS, stages): of K or V
-    bias: cute.Tensor  # (numbers of a vector, vectors of a thread, threads): what each thread, and nobody else, reads of it
+    bias: cute.Tensor  # (numbers of a vector, vectors of a thread, threads): what this thread alone reads of it
     sums: cute.Tensor | None  # (tile_n, warps of the consumers): where dB has no rows, each warp's over its queries
 
 
@@ -261,7 +261,7 @@ def visit_at(number: Int32, n_block: Int32, batch: Int32, head: Int32, band: Ban
 def produce(
     tensors: BiasTensors, loads: Loads, sm: Smem, pipe: pipeline.PipelineTmaAsync, total: Sum, band: Band, config: Constexpr[Config]
 ):  # fmt: skip
-    """One warp asks for Q and K, then for dO and V of every item."""
+    """One warp loads Q and K, then dO and V of every item."""
     state, n_block = tma.at_first_empty(config.stages), total.n0 // config.tile_n
     place = place_of(total.first, total)
     for _i in cutlass.range(total.first, total.last, unroll=1):
@@ -316,7 +316,7 @@ def add_item(
 ) -> pipeline.PipelineState:  # fmt: skip
     """dB += dS of an item, whose stages begin at `state`; returns where the next one's do."""
     pipe, operands, tScS, own_bias, mma = own
-    rows = rows_of(its, total.n0, tScS, tensors, band, config)  # asked for ahead of the products
+    rows = rows_of(its, total.n0, tScS, tensors, band, config)  # read ahead of the products
     acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
     done = state.clone()
     for g in range_constexpr(config.chunks + config.chunks_v):
