@@ -73,7 +73,7 @@ def test_kernels_are_compiled_ahead(variants, monkeypatch):
     with pytest.raises(SystemExit, match="no such thing"):
         variants.compile_ahead(workloads, [variants.Variant("base", {}, {}), variants.variant_from("one: pairwise=False")])
     backward = [kernel.config for kernel in asked if kernel.launch == gradients.LAUNCH]
-    assert len(asked) == len(set(asked)) and sorted(each.pairwise for each in backward) == [False, False, True, True]
+    assert len(asked) == len(set(asked)) and sorted(each.whole.pairwise for each in backward) == [False, False, True, True]
 
 
 def test_a_line(variants):
