@@ -219,8 +219,8 @@ def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp():
         ("rows", 13, 1, 4096, 1),
     ],
 )
-def test_rising_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
-    """Divisors of the ascending heads, and of all heads where the GPU decides which rise."""
+def test_ascending_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
+    """Divisors of the ascending heads, and of all heads where the GPU decides which ascend."""
     config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
     _, ascending, found, together, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
     assert (found, ascending % found, ascending + together) == (abreast, 0, heads)

@@ -285,11 +285,11 @@ def test_nobody_waits_for_ever(order, documents_kernels):
             running, progress = moved, sum(added.values())
 
 
-@pytest.mark.parametrize(("ends", "all_rise"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
-def test_all_heads_of_short_documents_rise(ends, all_rise, order, documents_kernels):
+@pytest.mark.parametrize(("ends", "all_ascend"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
+def test_all_heads_of_short_documents_ascend(ends, all_ascend, order, documents_kernels):
     mask = Documents(tuple(ends), inner=Causal())
     problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, num_sms=4, ascending=4, together=2)
-    assert all(block.ascending for block in problem.blocks) == all_rise
+    assert all(block.ascending for block in problem.blocks) == all_ascend
 
 
 def test_bad_cu_seqlens_make_nobody_wait_for_ever(documents_kernels):

@@ -24,9 +24,7 @@ class Staged:
     """Through shared memory, from where the copy engine adds it to the sum in global memory."""
 
     finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py)
-    skips: bool = (
-        False  # a warpgroup leaves out tiles at the ends of its walk that see none of its keys; not where all are seen, nor under "runs"
-    )
+    skips: bool = False  # a warpgroup leaves out tiles at its walk's ends that see none of its keys; not under "all" and "runs"
     persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); not under "runs"
 
 

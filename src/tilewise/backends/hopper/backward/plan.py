@@ -2,17 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import changes
+from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.backward.config import ONE_BLOCK, PIECE, Config, configure
 from tilewise.backends.hopper.operands import Turns
-from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
-from tilewise.masks import Causal, Documents, Full
+from tilewise.masks import Documents, Full
 from tilewise.problem import Call
 
 MOST = 65535  # limit of a grid's second and third dimension: heads, batch
@@ -77,16 +76,12 @@ class Plan:
 
 
 def config_of(call: Call) -> Config:
-    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
-    if isinstance(call.mask, Causal):
-        sees = "causal"
-    elif documents.by_rows(call.mask):
-        sees = "rows"
-    few = call.seqlen_k <= ONE_BLOCK
+    few, sees = call.seqlen_k <= ONE_BLOCK, visibility.sees(call.mask)
     config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
     return heads_apart(config) if _apart(config, call) else config
 
 
+@lru_cache(1024)
 def heads_apart(config: Config) -> Config:
     """With thread blocks for each query head of a group. They are persistent, as ptxas spills where the end of a block has a branch otherwise."""
     return config.but(heads_apart=True, persistent=True)

@@ -5,11 +5,10 @@ from functools import cache
 
 import torch
 
-from tilewise.backends.hopper import changes
+from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.forward.config import Config, configure
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
-from tilewise.masks import Causal
 from tilewise.problem import Call
 
 SECTION_BYTES, MOST_SECTION_BYTES = 16 << 20, 40 << 20  # of the L2 cache's 50 MB, for keys and values that are read at the same time
@@ -48,11 +47,7 @@ def num_sms(device: torch.device) -> int:
 
 def config_of(call: Call) -> Config:
     """The configuration for the call as it is given; where heads are packed as rows, ask for the packed call's."""
-    sees = {"full": "all", "band": "interval"}.get(call.mask.kind, "runs")
-    if isinstance(call.mask, Causal):
-        sees = "causal"
-    elif documents.by_rows(call.mask):
-        sees = "rows"
+    sees = visibility.sees(call.mask)
     return configure(
         call.q.dtype,
         call.head_dim,
