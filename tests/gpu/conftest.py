@@ -9,6 +9,7 @@ import torch
 
 HERE = Path(__file__).parent
 LIMIT, LONG = 120, 900  # seconds for a test, and for one that is marked slow
+KEPT = 1 << 30  # bytes that a worker may keep from one test to the next: the others use the same memory
 
 
 def pytest_configure(config):
@@ -31,3 +32,10 @@ def pytest_runtest_protocol(item):
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _leave_memory():
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
