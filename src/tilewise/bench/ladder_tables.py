@@ -129,7 +129,8 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
             lines.append(f"| {where} | {each} | {' | '.join(f'**{text}**' if each == name else text for text in shown)} |")
         best = (_best_peer(cells, head_dim, mask, seqlen) for seqlen in lengths)
         lines.append(f"| {where} | best peer | {' | '.join(f'{rate(row)} {row.impl}' if row else MISSING for row in best)} |")
-    return "\n".join([*lines, "", _where(cells)])
+    kept = {place: row for place, row in cells.items() if place[0] in (before, name) or not _ours(place[0])}
+    return "\n".join([*lines, "", _where(kept)])
 
 
 def _before(name: str, measured: set[str]) -> str | None:
@@ -146,14 +147,27 @@ def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | Non
 
 
 def _where(cells: Cells) -> str:
-    """The machine and the software of the last row."""
-    last = max(cells.values(), key=lambda row: str(row.environment.get("date")))
-    found = last.environment
+    """The machine and the software of the first row; runs of several days are told apart."""
+    runs = {_date(row): row for row in sorted(cells.values(), key=_date, reverse=True)}  # each day's first row
+    first, *later = (runs[date] for date in sorted(runs))
+    found = first.environment
     words = [str(found.get("device", "no machine")), f"torch {found.get('torch', MISSING)}"]
     if found.get("nvidia-cutlass-dsl"):
         words.append(f"CuTe DSL {found['nvidia-cutlass-dsl']}")
-    ceiling = f"; a large matmul in the same run: {last.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s" if last.ceiling_flops_per_s else ""
-    return f"Measured on {', '.join(words)}, {str(found.get('date', MISSING))[:10]}; medians, side by side in one process{ceiling}."
+    text = f"Measured on {', '.join(words)}, {_date(first)}; medians, side by side in one process{_matmul(first)}."
+    return " ".join([text, *(f"Of {_date(row)}: {_names(cells, row)}{_matmul(row)}." for row in later)])
+
+
+def _names(cells: Cells, of: Row) -> str:
+    return ", ".join(dict.fromkeys(row.impl for row in cells.values() if _date(row) == _date(of)))
+
+
+def _date(row: Row) -> str:
+    return str(row.environment.get("date", MISSING))[:10]
+
+
+def _matmul(row: Row) -> str:
+    return f"; a large matmul in the same run: {row.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s" if row.ceiling_flops_per_s else ""
 
 
 _LADDER = re.compile(r"(<!-- ladder:begin -->\n).*?(<!-- ladder:end -->)", re.DOTALL)
