@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import tilewise as tw
 from tilewise.backends.hopper import Hopper, repeat, short
 from tilewise.backends.hopper.backward import plan as backward_plan
+from tilewise.backends.hopper.backward import repeat as backward_repeat
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
@@ -225,6 +227,52 @@ def test_gradients_of_any_strides(stub, monkeypatch):
     for d_o in (torch.ones(1, dtype=BF16).expand(shape), spread, late, turned):
         found, right = (torch.autograd.grad(tw.attention(*x, causal=True), x, each) for each in (d_o, d_o.contiguous()))
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def gradients_of(kernel, *scratch):
+    """The short way back over `kernel`, with such scratch."""
+    q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
+    call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (6 - len(scratch))
+    again = backward_repeat.Repeat(call, lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr()), scratch + none, None, ())
+    return partial(again, q, q, q, q, lse, q)
+
+
+SMALL = (2, 3), torch.float32
+
+
+def test_scratch_of_gradients_is_kept_by_stream_and_not_captured(device):
+    seen = []
+    compute = gradients_of(seen.append, SMALL)
+    for device.stream in (1, 2, 1, 2):
+        compute()
+    assert seen[0] == seen[2] != seen[1] == seen[3]
+    device.captures = True
+    compute()
+    device.captures = False
+    compute()
+    assert seen[4] not in seen[:4] and seen[5] == seen[1]
+
+
+def test_scratch_of_gradients_is_nobody_elses_while_kernels_are_launched(device):
+    seen = []
+
+    def kernel(scratch):
+        seen.append(scratch)
+        if len(seen) == 1:  # another thread, meanwhile
+            compute()
+
+    compute = gradients_of(kernel, SMALL)
+    compute()
+    assert len(set(seen)) == 2
+
+
+def test_large_scratch_of_gradients_is_not_kept(device):
+    kept = []
+    for size in (backward_repeat.KEPT_BYTES, backward_repeat.KEPT_BYTES + 4):
+        compute = gradients_of(lambda scratch: None, ((size // 4,), torch.float32))
+        compute()
+        kept.append(bool(compute.func.kept))
+    assert kept == [True, False]
 
 
 def _causal(q, k, v) -> Call:
