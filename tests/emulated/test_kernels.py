@@ -32,9 +32,19 @@ CASES = [
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=140, bias="h", lse_grad=True)),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
+    Case(**SMALL | dict(mask=Causal("top_left", -70), seqlen_q=300, seqlen_k=500)),
     Case(**ONE_HEAD | dict(head_dim=72, head_dim_v=40, mask=SlidingWindow(40, 3))),
 ]
+MOVED = (
+    (Causal(offset=-70), 300, 300),
+    (Causal("top_left", 200), 40, 600),
+    (SlidingWindow(40, 0, offset=-9), 200, 200),
+    (SlidingWindow(30, 30, "top_left", 165), 300, 310),
+    (Documents((0, 100, 160), (0, 90, 300), inner=SlidingWindow(30, 0, "top_left", 65)), 160, 300),
+    (Documents((0, 100, 160), (0, 90, 300), inner=Causal(offset=-20)), 160, 300),
+)
 MORE = [
+    *(Case(**SMALL | dict(mask=mask, seqlen_q=m, seqlen_k=n, head_dim=d)) for d in (64, 128) for mask, m, n in MOVED),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),
     Case(**ONE_HEAD | dict(head_dim=40, mask=SlidingWindow(40, 3))),

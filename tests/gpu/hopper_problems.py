@@ -16,6 +16,10 @@ ONE_BAND = (
     Full(),
     Causal(),
     Causal(align="top_left"),
+    Causal("top_left", 33),
+    Causal(offset=-70),
+    SlidingWindow(40, 0, offset=-9),
+    SlidingWindow(30, 30, "top_left", 65),
     SlidingWindow(50, 0),
     SlidingWindow(20, 30),
     SlidingWindow(None, 3),
@@ -28,7 +32,9 @@ INNER = (
     Causal(),
     Causal("top_left"),
     SlidingWindow(30, 0),
+    SlidingWindow(30, 0, offset=-9),
     SlidingWindow(10, 20, "top_left"),
+    Causal("top_left", 33),
     Causal() & SlidingWindow(5, None, "top_left"),
 )
 """Masks inside a document that leave it one band."""

@@ -25,6 +25,8 @@ BAD = [
     (lambda: SlidingWindow(-1, 0), ValueError, r"SlidingWindow: left must be an integer, 0 or more, or None for unbounded, got -1"),
     (lambda: SlidingWindow(0, 1.5), ValueError, r"SlidingWindow: right .* got 1.5"),
     (lambda: SlidingWindow(True, 0), ValueError, r"left must be an integer"),
+    (lambda: Causal(offset=1.0), ValueError, r"Causal: offset must be an integer between -2\*\*29 and 2\*\*29, got 1.0"),
+    (lambda: SlidingWindow(1, 1, offset=1 << 30), ValueError, r"SlidingWindow: offset must be an integer between"),
     (lambda: Causal("middle"), ValueError, r"align must be 'bottom_right' or 'top_left', got 'middle'"),
     (lambda: FirstKeys(-2), ValueError, r"FirstKeys: n must be an integer, 0 or more, got -2"),
     (lambda: PrefixLM("3"), ValueError, r"PrefixLM: n must be an integer, 0 or more, got '3'"),

@@ -28,6 +28,8 @@ leaves = st.sampled_from(
         Causal(align="top_left"),
         SlidingWindow(3, 0),
         SlidingWindow(None, 2, align="top_left"),
+        Causal(offset=-2),
+        SlidingWindow(3, None, align="top_left", offset=4),
         PrefixLM(3),
         FirstKeys(2),
         ChunkedCausal(4),

@@ -42,7 +42,8 @@ def test_values_are_checked_once_and_again_after_a_write():
         mask.check(20, 20)
 
 
-@pytest.mark.parametrize("inner", [Full(), Causal(), Causal("top_left"), SlidingWindow(3, 1), SlidingWindow(None, 2, "top_left"),
+@pytest.mark.parametrize("inner", [Full(), Causal(), Causal("top_left"), SlidingWindow(3, 1), SlidingWindow(2, 0, offset=-2), Causal("top_left", 3),
+                                   SlidingWindow(None, 2, "top_left"),
                                    Causal() & SlidingWindow(5, None, "top_left"), SlidingWindow(4, 0) & Full()], ids=repr)  # fmt: skip
 def test_offsets_describe_the_inner_mask(inner):
     found, read = offsets(inner), Documents(CU, KEYS, inner=inner)

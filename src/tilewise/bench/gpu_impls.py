@@ -141,7 +141,7 @@ def _window(workload: Workload) -> tuple[bool, int, int] | None:
     mask = workload.mask
     if mask in (Full(), Causal()):
         return mask == Causal(), -1, -1
-    if isinstance(mask, SlidingWindow) and mask.align == "bottom_right":
+    if isinstance(mask, SlidingWindow) and mask.align == "bottom_right" and mask.offset == 0:
         left, right = (-1 if side is None else side for side in (mask.left, mask.right))
         return right == 0, left, right
     return None

@@ -15,11 +15,11 @@ ALIGNMENTS = ("bottom_right", "top_left")
 LARGEST = (1 << 31) - 1  # positions are int32 in every kernel
 
 
-def align_argument(align: str) -> str:
-    """The argument as text, empty for the default; ValueError where it is no alignment."""
+def placed(align: str, offset: int) -> str:
+    """Where a mask's diagonal lies as arguments in text, empty for the defaults; ValueError where `align` is no alignment."""
     if align not in ALIGNMENTS:
         raise ValueError(f"align must be 'bottom_right' or 'top_left', got {align!r}")
-    return "" if align == ALIGNMENTS[0] else f"align={align!r}"
+    return ",".join(([] if align == ALIGNMENTS[0] else [f"align={align!r}"]) + ([f"offset={offset}"] if offset else []))
 
 
 def is_integer(value: Any) -> bool:
@@ -33,6 +33,13 @@ def check_count(name: str, value: Any, least: int = 0, otherwise: str = "") -> i
     """
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an integer, {least} or more{otherwise}, got {value!r}")
+    return index(value)
+
+
+def check_offset(name: str, value: Any) -> int:
+    """`value` as a plain int; ValueError unless it is an integer that positions can be moved by."""
+    if not is_integer(value) or abs(value) > 1 << 29:
+        raise ValueError(f"{name} must be an integer between -2**29 and 2**29, got {value!r}")
     return index(value)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import align_argument, by_heads, check_count, check_fits, cu_seqlens, integers, ranges
+from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges
 from tilewise.masks.band_tables import INF, expand
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Recent
@@ -28,35 +28,45 @@ A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Mask):
-    """Query i sees key j iff j <= i + seqlen_k - seqlen_q (align="bottom_right"), or iff j <= i (align="top_left", torch's convention)."""
+    """Query i sees key j iff j <= p, its position p = i + seqlen_k - seqlen_q + offset (align="top_left", torch's convention: p = i + offset).
+
+    A prefill in pieces over a cache whose first n slots are filled, of which the piece fills the last: `Causal("top_left", n - seqlen_q)`.
+    """
 
     align: str = "bottom_right"
+    offset: int = 0
 
     def __post_init__(self) -> None:
-        self._set("band", f"Causal({align_argument(self.align)})")
+        object.__setattr__(self, "offset", check_offset("Causal: offset", self.offset))
+        self._set("band", f"Causal({placed(self.align, self.offset)})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
-        return blocks.bands(hi=blocks.diagonal(self.align))
+        return blocks.bands(hi=blocks.diagonal(self.align) + self.offset)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(Mask):
-    """Query i sees key j iff p - left <= j <= p + right with p = i + seqlen_k - seqlen_q (align="top_left": p = i); None is unbounded."""
+    """Query i sees key j iff p - left <= j <= p + right; its position p is as in `Causal`, and None is unbounded.
+
+    A window that excludes the query, such as the keys p - 9 .. p - 3: `SlidingWindow(6, 0, offset=-3)`.
+    """
 
     left: int | None
     right: int | None
     align: str = "bottom_right"
+    offset: int = 0
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(f"SlidingWindow: {name}", value, otherwise=", or None for unbounded"))
-        align = align_argument(self.align)
+        object.__setattr__(self, "offset", check_offset("SlidingWindow: offset", self.offset))
+        place = placed(self.align, self.offset)
         kind = "full" if self.left is None and self.right is None else "band"
-        self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if align else ''}{align})")
+        self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if place else ''}{place})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
-        diagonal = blocks.diagonal(self.align)
+        diagonal = blocks.diagonal(self.align) + self.offset
         lo = -INF if self.left is None else diagonal - min(self.left, INF // 2)
         return blocks.bands(lo=lo, hi=INF if self.right is None else diagonal + min(self.right, INF // 2))
 

@@ -17,12 +17,12 @@ DIMS = st.one_of(st.integers(1, 20), st.sampled_from((31, 32, 33, 63, 64, 80, 12
 @st.composite
 def masks(draw, seqlen_q, seqlen_k, heads_q):
     window = st.one_of(st.none(), st.integers(0, 400))
-    align = draw(st.sampled_from(("bottom_right", "top_left")))
+    place = {"align": draw(st.sampled_from(("bottom_right", "top_left"))), "offset": draw(st.one_of(st.just(0), st.integers(-120, 120)))}
     cuts = lambda n: tuple(sorted(draw(st.lists(st.integers(0, n), min_size=3, max_size=3))))  # noqa: E731
     simple = st.one_of(
         st.just(Full()),
-        st.just(Causal(align=align)),
-        st.builds(lambda a, b: SlidingWindow(a, b, align=align), window, window),
+        st.just(Causal(**place)),
+        st.builds(lambda a, b: SlidingWindow(a, b, **place), window, window),
         st.builds(ChunkedCausal, st.integers(1, 120)),
         st.builds(FirstKeys, st.integers(0, 20)),
     )

@@ -11,6 +11,10 @@ from tilewise.masks import Causal, Full, SlidingWindow
 SIDES = (None, 0, 1, 2, 5, 9, 10**12)
 MASKS = [Full(), *(Causal(align=align) for align in ("bottom_right", "top_left"))]
 MASKS += [SlidingWindow(left, right, align=align) for left, right, align in product(SIDES, SIDES, ("bottom_right", "top_left"))]
+MASKS += [Causal(align, offset) for align, offset in product(("bottom_right", "top_left"), (-7, -1, 2, 400))]
+MASKS += [
+    SlidingWindow(*sides, align, offset) for *sides, align, offset in product((None, 3), (None, 3), ("bottom_right", "top_left"), (-5, 5))
+]
 
 
 def by_algebra(mask, seqlen_q, seqlen_k):

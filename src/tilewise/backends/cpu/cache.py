@@ -96,6 +96,6 @@ def _window(mask: Mask) -> tuple[int | None, int | None] | None:
     """(left, right) of a mask that is a bottom-right window, causal and full included; None for others."""
     if isinstance(mask, Full):
         return None, None
-    if isinstance(mask, Causal | SlidingWindow) and mask.align == "bottom_right":
+    if isinstance(mask, Causal | SlidingWindow) and mask.align == "bottom_right" and mask.offset == 0:
         return (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
     return None

@@ -14,11 +14,10 @@ def band_of(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
     match mask:
         case Full():
             return _window(seqlen_q, seqlen_k, -FAR, FAR)
-        case Causal(align=align):
-            diagonal = seqlen_k - seqlen_q if align == "bottom_right" else 0
-            return _window(seqlen_q, seqlen_k, -FAR, diagonal)
-        case SlidingWindow(left=left, right=right, align=align):
-            diagonal = seqlen_k - seqlen_q if align == "bottom_right" else 0
+        case Causal():
+            return _window(seqlen_q, seqlen_k, -FAR, _diagonal(mask, seqlen_q, seqlen_k))
+        case SlidingWindow(left=left, right=right):
+            diagonal = _diagonal(mask, seqlen_q, seqlen_k)
             return _window(seqlen_q, seqlen_k, -FAR if left is None else diagonal - left, FAR if right is None else diagonal + right)
     (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
     bands = list(plane.region)
@@ -26,6 +25,11 @@ def band_of(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         return NOTHING
     (band,) = bands
     return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
+
+
+def _diagonal(mask: Causal | SlidingWindow, seqlen_q: int, seqlen_k: int) -> int:
+    """key - query at a query's position."""
+    return mask.offset + (seqlen_k - seqlen_q if mask.align == "bottom_right" else 0)
 
 
 def _window(seqlen_q: int, seqlen_k: int, lo: int, hi: int) -> tuple[int, ...]:

@@ -31,10 +31,10 @@ def offsets(mask: Mask) -> Offsets | None:
     match mask:
         case Full():
             return Offsets()
-        case Causal(align=align):
-            return _aligned(align, -FAR, 0)
-        case SlidingWindow(left=left, right=right, align=align):
-            return _aligned(align, -FAR if left is None else -min(left, FAR), FAR if right is None else min(right, FAR))
+        case Causal(align=align, offset=offset):
+            return _aligned(align, -FAR, offset)
+        case SlidingWindow(left=left, right=right, align=align, offset=offset):
+            return _aligned(align, -FAR if left is None else max(offset - left, -FAR), FAR if right is None else min(offset + right, FAR))
         case Combined(operation="&", left=left, right=right):
             one, two = offsets(left), offsets(right)
             if one is not None and two is not None:

@@ -143,10 +143,11 @@ def packed(seqlen_q, seqlen_k, inner):
 
 
 def draw(order, kernels, most_shares=4) -> Problem:
+    place = random.choice(("bottom_right", "top_left")), random.choice((0, 0, -90, 5, 150))
     masks = (
         Full(),
-        Causal(random.choice(("bottom_right", "top_left"))),
-        SlidingWindow(random.choice((None, 0, 3, 50)), random.choice((None, 0, 3, 200)), random.choice(("bottom_right", "top_left"))),
+        Causal(*place),
+        SlidingWindow(random.choice((None, 0, 3, 50)), random.choice((None, 0, 3, 200)), *place),
     )
     lengths, tiles = (random.randint(1, 500), random.randint(1, 700)), (random.choice((64, 128)), random.choice((64, 128, 192)))
     mask = random.choice(masks)

@@ -36,7 +36,19 @@ PACKS = (
 )
 
 
-@pytest.mark.parametrize("inner", [Full(), Causal(), Causal("top_left"), SlidingWindow(6, 1), SlidingWindow(None, 2, "top_left")], ids=repr)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        Full(),
+        Causal(),
+        Causal("top_left"),
+        SlidingWindow(6, 1),
+        Causal(offset=-3),
+        SlidingWindow(2, 1, "top_left", 4),
+        SlidingWindow(None, 2, "top_left"),
+    ],
+    ids=repr,
+)
 def test_rows_and_walks(inner):
     for cu_q, cu_k, seqlen_q, seqlen_k in PACKS:
         dense = Documents(cu_q, cu_k, inner=inner).dense(seqlen_q, seqlen_k).numpy()
