@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tilewise.bench.ceiling import ceiling
-from tilewise.bench.distributions import NORMAL
+from tilewise.bench.distributions import NORMAL, Inputs
 from tilewise.bench.errors import Exact
 from tilewise.bench.gate import Gate
 from tilewise.bench.impls import Attend, Impl, ours
@@ -99,7 +100,8 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
 
 def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torch.device) -> Calls:
     inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl, _ in prepared}}
-    return {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend in prepared}
+    extras = workload.extras(TIME_SEED, device)
+    return {impl.name: call_of(attend, workload, inputs[_heads_first(impl)], extras) for impl, attend in prepared}
 
 
 def _over_normal(call: Callable[[], object], normal: Callable[[], object] | None, clock: Clock, timing: Timing, device) -> float | None:
@@ -144,15 +146,17 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exa
     return attend, replace(row, passed=True, error=error)
 
 
-def call_of(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
-    """What is timed of a prepared contender."""
+def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str, Tensor] | None = None) -> Callable[[], object]:
+    """What is timed of a prepared contender, on `inputs` and the `extras` of Workload.extras."""
     q, k, v, d_o = inputs
+    extras = extras or {}
+    wanted = (q, k, v, *(x for x in extras.values() if x.requires_grad))
     if workload.direction == "fwd":
-        return torch.no_grad()(lambda: attend(q, k, v))
+        return torch.no_grad()(lambda: attend(q, k, v, **extras))
     if workload.direction == "bwd":
-        o = attend(q, k, v)
-        return lambda: torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True)
-    return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), d_o)
+        o = attend(q, k, v, **extras)
+        return lambda: torch.autograd.grad(o, wanted, d_o, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(q, k, v, **extras), wanted, d_o)
 
 
 def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict[str, Stats]]:
