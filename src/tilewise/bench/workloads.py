@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.bench.distributions import DISTRIBUTIONS, NORMAL, Inputs, Source
 from tilewise.machine.roofline import DIRECTIONS, Direction, Shape, flops, hbm_bytes, paper_flops
 from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, PrefixLM, SlidingWindow
-from tilewise.problem import Problem
+from tilewise.problem import Call, Problem
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -102,6 +102,18 @@ class Workload:
             sink=self.sink,
             grad=self.grad,
         )
+
+    def call(self) -> Call:
+        """The call, on tensors that hold nothing."""
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+
+        k_and_v = (empty(self.batch, self.seqlen_k, self.heads_k, dim) for dim in (self.head_dim, self.head_dim_v))
+        extras = {"bias": empty(*self.bias_shape) if self.bias else None, "sink": empty(self.heads_q) if self.sink else None}
+        q, scale = empty(self.batch, self.seqlen_q, self.heads_q, self.head_dim), self.softmax_scale
+        k, v = k_and_v
+        return Call(q=q, k=k, v=v, mask=self.mask, scale=scale, softcap=self.softcap, grad=self.grad, **extras)
 
     @property
     def softmax_scale(self) -> float:

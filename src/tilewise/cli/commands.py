@@ -5,6 +5,7 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -121,14 +122,18 @@ def bench(options: Namespace) -> int:
     else:
         small = harness.ON_A_CPU if selected.get("set") == "hard-inputs" and device.type == "cpu" else {}
         workloads = harness.workloads_from(small | selected)
+    workloads = _only(workloads, options.only)
     part, parts = options.part
     if part > len(workloads):
         raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
     if options.out:
         require_writable(options.out)
+    workloads = workloads[part - 1 :: parts]
+    if options.ahead:
+        _compile_ahead(console, workloads, impls, device, options.processes)
     with progress(console) as bars:
         rows = harness.run(
-            workloads[part - 1 :: parts],
+            workloads,
             impls,
             device=device,
             progress=_bench_progress(bars),
@@ -152,6 +157,32 @@ def bench(options: Namespace) -> int:
     if any(row.passed is False and harness.ours(row.impl) for row in rows):
         return FAILED
     return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
+
+
+def _only(workloads: list, patterns: str | None) -> list:
+    """Those whose names match one of the patterns; ValueError where none does."""
+    if patterns is None:
+        return workloads
+    chosen = [each for each in workloads if any(fnmatchcase(each.name, pattern.strip()) for pattern in patterns.split(","))]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(each.name for each in workloads))
+        raise ValueError(f"only is {patterns!r}, which matches none of the workloads {names}; give names or patterns such as 'T5*'")
+    return chosen
+
+
+def _compile_ahead(console: Console, workloads: list, impls: list, device: torch.device, processes: int | None) -> None:
+    """Fill the contenders' caches; what fails is said, and the run goes on."""
+    from tilewise.bench.ahead import compile_ahead, jobs
+    from tilewise.display.progress import progress
+
+    with progress(console) as bars:
+        task = bars.add_task("Compiling", total=len(jobs(workloads, impls, device)), note="")
+        for each in compile_ahead(workloads, impls, device, processes):
+            bars.update(task, advance=1, note=each.impl)
+            if each.reason:
+                console.print(
+                    f"not compiled ahead: {each.impl}, {each.workload}: {each.reason}", highlight=False, markup=False, soft_wrap=True
+                )
 
 
 def _contenders(options: Namespace) -> list:
