@@ -175,7 +175,7 @@ def filled(name, rows, *where):
     return markers.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", rows, *where)
 
 
-@pytest.mark.parametrize("name", sorted(report.TABLES))
+@pytest.mark.parametrize("name", sorted(markers.TABLES))
 def test_every_table_can_be_written_even_from_nothing(name):
     for rows in (ROWS, []):
         assert re.search(r"\n\|---", filled(name, rows))

@@ -90,6 +90,9 @@ ROWS = [
     ("Wan2.1-1.3B-75k", 1, 75600, "12", 128, Full()),
 ]
 
+# Why ours is not ahead of every peer by both clocks in a cell, by (name, direction): what the table says of it.
+WHY: dict[tuple[str, str], str] = {}
+
 
 def model_shapes(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
     """All of ROWS."""

@@ -146,6 +146,8 @@ def bench(options: Namespace) -> int:
         )
     if options.check:
         console.print(harness.verdicts(rows))
+    elif len(rows) > MOST_LINES and harness.cells_of_models(rows):
+        console.print(harness.models_table(rows), highlight=False, markup=False, soft_wrap=True)
     elif len(rows) <= MOST_LINES or not harness.cells_of(rows):
         console.print(harness.table(rows, console.width))
     else:
