@@ -13,8 +13,9 @@ from tilewise.bench.model_tables import models_table
 from tilewise.bench.report import TABLES as OF_ROWS
 from tilewise.bench.report import describe
 from tilewise.bench.store import Row
+from tilewise.bench.training_tables import training_table
 
-TABLES = {**OF_ROWS, "models": models_table}
+TABLES = {**OF_ROWS, "models": models_table, "training": training_table}
 _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewise:end (?P=name) -->)", re.DOTALL)
 
 

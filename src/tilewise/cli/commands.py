@@ -109,6 +109,14 @@ def bench(options: Namespace) -> int:
     if options.list:
         console.print("\n".join(harness.known()), highlight=False)
         return OK
+    if options.names[:1] == ["train"]:
+        from tilewise.cli import training
+
+        device = options.device or torch.device("cuda")
+        require(device)
+        return training.run(options, console, device)
+    if of_train := [name for name in ("model", "layers", "tokens", "autocast", "compiled") if getattr(options, name)]:
+        raise ValueError(f"{', '.join(of_train)}: an option of `bench train` alone; write `tilewise bench train --{of_train[0]} ...`")
     impls = _contenders(options)
     rungs = {*RUNGS, *VARIANTS}
     climbing = any(impl.name in rungs for impl in impls)
@@ -236,6 +244,7 @@ def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
     from tilewise.bench import plots
+    from tilewise.bench.training_plots import save_trainings
 
     console = console_for_tables()
     files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
@@ -250,12 +259,15 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    charted = [row for row in rows if row.name not in ("ladder", "hard-inputs")]  # which have tables, and more than a chart can show
+    charted = [
+        row for row in rows if row.name not in ("ladder", "hard-inputs", "training")
+    ]  # which have tables, and more than a chart can show
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
     for device in sorted({row.device for row in on_gpus}):
         drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
     drawn += plots.save_overview(rows, options.plots)
+    drawn += save_trainings(rows, options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK
