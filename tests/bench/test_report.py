@@ -309,7 +309,7 @@ def test_panels_that_share_an_axis_show_every_point(monkeypatch):
 
 def test_a_chart_is_small_and_keeps_its_labels():
     """Coordinates are rounded, what is written is not."""
-    text = plots._small('<svg>\n  <path d="M 1.23456 -7.000001"/>\n  <text style="font-family: \'A\', b; x: 1">0.00125 ms</text>\n</svg>')
+    text = plots.small('<svg>\n  <path d="M 1.23456 -7.000001"/>\n  <text style="font-family: \'A\', b; x: 1">0.00125 ms</text>\n</svg>')
     assert text == '<svg>\n<path d="M 1.23 -7"/>\n<text style="font-family: sans-serif; x: 1">0.00125 ms</text>\n</svg>'
 
 
