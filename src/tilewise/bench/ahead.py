@@ -79,7 +79,7 @@ def _once(impl: Impl, workload: Workload, device: torch.device) -> Compiled:
     start, reason = time.perf_counter(), ""
     try:
         inputs = workload.inputs(0, device, getattr(impl, "heads_first", False))
-        call_of(impl.prepare(workload, device), workload, inputs, workload.extras(0, device))()
+        call_of(impl.prepare(workload, device), workload, inputs)()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()

@@ -174,9 +174,9 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exa
 
 
 def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str, Tensor] | None = None) -> Callable[[], object]:
-    """What is timed of a prepared contender, on `inputs` and the `extras` of Workload.extras."""
+    """What is timed of a prepared contender, on `inputs` and on `extras`, in place of Workload.extras of TIME_SEED."""
     q, k, v, d_o = inputs
-    extras = extras or {}
+    extras = workload.extras(TIME_SEED, q.device) if extras is None else extras
     wanted = (q, k, v, *(x for x in extras.values() if x.requires_grad))
     if workload.direction == "fwd":
         return torch.no_grad()(lambda: attend(q, k, v, **extras))
