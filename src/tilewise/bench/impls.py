@@ -86,6 +86,8 @@ class Sdpa:
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         if device.type == "cpu" and self.kernel not in self.ON_CPU:
             return [f"torch has no {self.kernel} kernel on a CPU"]
+        if self.kernel == "flash" and device.type == "cuda" and "attn_mask" in self._arguments(workload):
+            return ["its flash kernel takes no mask but its own causal one"]
         wrong = workload.lacking("scale", *(() if self.kernel == "flash" else ("bias", "bias gradient")))
         return wrong or (_too_large(workload, device, matrices=3) if self.kernel == "math" else [])
 
@@ -114,12 +116,15 @@ class Sdpa:
         names = {"flash": "FLASH_ATTENTION", "math": "MATH", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
         return None if self.kernel is None else [getattr(SDPBackend, names[self.kernel])]
 
-    def _mask(self, workload: Workload, device: torch.device) -> dict[str, Tensor | bool]:
+    def _arguments(self, workload: Workload) -> tuple[str, ...]:
+        """How the mask is given."""
         if workload.mask == Full():
-            return {}
-        if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k:
-            return {"is_causal": True}
-        return {"attn_mask": workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
+            return ()
+        return ("is_causal",) if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k else ("attn_mask",)
+
+    def _mask(self, workload: Workload, device: torch.device) -> dict[str, Tensor | bool]:
+        made = {"is_causal": lambda: True, "attn_mask": lambda: workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
+        return {name: made[name]() for name in self._arguments(workload)}
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def _print_reasons(console: Console, outcomes: list) -> None:
 def bench(options: Namespace) -> int:
     """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed (or passed --check)."""
     import tilewise.bench as harness
+    from tilewise.cli import ahead
     from tilewise.display.progress import progress
     from tilewise.ladder import RUNGS, VARIANTS
 
@@ -138,7 +139,7 @@ def bench(options: Namespace) -> int:
         require_writable(options.out)
     workloads = workloads[part - 1 :: parts]
     if options.ahead:
-        _compile_ahead(console, workloads, impls, device, options.processes)
+        ahead.run(console, workloads, impls, device, options.processes)
     with progress(console) as bars:
         rows = harness.run(
             workloads,
@@ -178,21 +179,6 @@ def _only(workloads: list, patterns: str | None) -> list:
         names = ", ".join(dict.fromkeys(each.name for each in workloads))
         raise ValueError(f"only is {patterns!r}, which matches none of the workloads {names}; give names or patterns such as 'T5*'")
     return chosen
-
-
-def _compile_ahead(console: Console, workloads: list, impls: list, device: torch.device, processes: int | None) -> None:
-    """Fill the contenders' caches; what fails is said, and the run goes on."""
-    from tilewise.bench.ahead import compile_ahead, jobs
-    from tilewise.display.progress import progress
-
-    with progress(console) as bars:
-        task = bars.add_task("Compiling", total=len(jobs(workloads, impls, device)), note="")
-        for each in compile_ahead(workloads, impls, device, processes):
-            bars.update(task, advance=1, note=each.impl)
-            if each.reason:
-                console.print(
-                    f"not compiled ahead: {each.impl}, {each.workload}: {each.reason}", highlight=False, markup=False, soft_wrap=True
-                )
 
 
 def _contenders(options: Namespace) -> list:

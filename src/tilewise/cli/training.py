@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 
 from tilewise.bench import append, find, ours
-from tilewise.bench.ahead import compile_ahead
 from tilewise.bench.training import CONTENDERS, MODELS, SEQLENS, SIZES, TOKENS, Plan, attention_of, train
 from tilewise.bench.training_tables import training_table
+from tilewise.cli import ahead
 from tilewise.cli.output import FAILED, OK, UNUSABLE, require_writable
 
 FIXED = ("batch", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data", "set", "only")
@@ -32,11 +32,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
     sizes = [SIZES[name] for name in names]
     if options.ahead:
         workloads = [attention_of(size, seqlen, 1) for size in sizes for seqlen in seqlens]
-        for each in compile_ahead(workloads, impls, device, options.processes):
-            if each.reason:
-                console.print(
-                    f"not compiled ahead: {each.impl}, {each.workload}: {each.reason}", highlight=False, markup=False, soft_wrap=True
-                )
+        ahead.run(console, workloads, impls, device, options.processes)
     rows = train(
         sizes,
         seqlens,
