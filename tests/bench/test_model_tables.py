@@ -8,7 +8,8 @@ import torch
 from tilewise.bench import markers, model_tables
 from tilewise.bench.model_tables import models_table
 from tilewise.bench.models import model_shapes
-from tilewise.bench.store import Row
+from tilewise.bench.store import Row, append
+from tilewise.cli import grammar
 
 CELLS = {each.name: each for each in model_shapes(torch.bfloat16, "bwd")}
 ENVIRONMENT = {"device": "a GPU", "torch": "2.11.0", "date": "2026-11-26T00:00:00"}
@@ -99,3 +100,14 @@ def test_the_marker_takes_a_direction_and_a_device():
 @pytest.mark.parametrize("name", [name for name, _ in model_tables.WHY] or [None])
 def test_reasons_are_of_cells_that_there_are(name):
     assert name is None or name in CELLS
+
+
+def test_report_writes_the_table_and_no_chart_of_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    append(tmp_path / "rows.jsonl", LED + LOST)
+    (tmp_path / "page.md").write_text("<!-- tilewise:begin models::bwd:gpu -->\n<!-- tilewise:end models::bwd:gpu -->\n")
+    assert grammar.main(["report", "rows.jsonl", "--docs", "page.md", "--plots", "plots"]) == 0
+    assert "| ahead by both clocks in 1 of 2 |" in (tmp_path / "page.md").read_text()
+    assert not list(tmp_path.rglob("*.svg"))
+    assert grammar.main(["report", "rows.jsonl", "--html", "page.html"]) == 0
+    assert "b8 s1024 h12 d64 Causal()" in (tmp_path / "page.html").read_text()

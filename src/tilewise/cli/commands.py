@@ -245,9 +245,8 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    charted = [
-        row for row in rows if row.name not in ("ladder", "hard-inputs", "training")
-    ]  # which have tables, and more than a chart can show
+    tabled = {"ladder", "hard-inputs", "training", *(each.name for each in harness.model_shapes())}  # and more than a chart can show
+    charted = [row for row in rows if row.name not in tabled]
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
     for device in sorted({row.device for row in on_gpus}):
