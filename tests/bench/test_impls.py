@@ -59,6 +59,14 @@ def test_why_not_on_a_cpu():
     assert "mask_mod" in Flex().why_not(replace(SMALL, mask=PrefixLM(3)), CPU)[-1]
 
 
+def test_torchs_flash_kernel_takes_no_masks_on_a_gpu():
+    flash, gpu = Sdpa("flash"), torch.device("cuda")
+    assert flash.why_not(SMALL, gpu) == flash.why_not(replace(SMALL, mask=Causal()), gpu) == []
+    for other in ({"mask": SlidingWindow(5, 0)}, {"mask": Causal(), "seqlen_k": 50}):
+        assert flash.why_not(replace(SMALL, **other), gpu) == ["its flash kernel takes no mask but its own causal one"]
+        assert Sdpa("efficient").why_not(replace(SMALL, **other), gpu) == []
+
+
 def test_flex_without_a_compiler(monkeypatch):
     monkeypatch.setattr(impls.shutil, "which", lambda name: None)
     assert Flex().why_not(SMALL, CPU) == ["torch.compile needs a C++ compiler, and neither $CXX nor g++ nor clang++ is here"]

@@ -175,7 +175,7 @@ def filled(name, rows, *where):
     return markers.fill(f"<!-- tilewise:begin {name} -->\n<!-- tilewise:end {name} -->\n", rows, *where)
 
 
-@pytest.mark.parametrize("name", sorted(report.TABLES))
+@pytest.mark.parametrize("name", sorted(markers.TABLES))
 def test_every_table_can_be_written_even_from_nothing(name):
     for rows in (ROWS, []):
         assert re.search(r"\n\|---", filled(name, rows))
@@ -309,7 +309,7 @@ def test_panels_that_share_an_axis_show_every_point(monkeypatch):
 
 def test_a_chart_is_small_and_keeps_its_labels():
     """Coordinates are rounded, what is written is not."""
-    text = plots._small('<svg>\n  <path d="M 1.23456 -7.000001"/>\n  <text style="font-family: \'A\', b; x: 1">0.00125 ms</text>\n</svg>')
+    text = plots.small('<svg>\n  <path d="M 1.23456 -7.000001"/>\n  <text style="font-family: \'A\', b; x: 1">0.00125 ms</text>\n</svg>')
     assert text == '<svg>\n<path d="M 1.23 -7"/>\n<text style="font-family: sans-serif; x: 1">0.00125 ms</text>\n</svg>'
 
 

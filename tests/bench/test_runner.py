@@ -1,6 +1,6 @@
 """The gate lets only right results be timed, and a run yields a complete row for every contender."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -176,3 +176,42 @@ def test_all_are_timed_by_graphs_if_one_is_shorter_than_its_launch(monkeypatch, 
 def test_the_package_offers_what_the_command_line_needs():
     rows = bench.run(bench.workloads_from({"seqlen": "32", "heads": "2", "mask": "causal"}), bench.find("tilewise"), budget_s=0.0)
     assert bench.table(rows).row_count == 1
+
+
+@dataclass(frozen=True)
+class Timid(Naive):
+    """Right when it is checked, and out of memory from then on."""
+
+    name: str = "timid"
+    calls: list = field(default_factory=list)
+
+    def prepare(self, workload, device):
+        right = Naive().prepare(workload, device)
+
+        def attend(q, k, v):
+            self.calls.append(0)
+            if len(self.calls) > 1:
+                raise torch.OutOfMemoryError("tried to allocate much")
+            return right(q, k, v)
+
+        return attend
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_what_fails_when_it_is_timed_takes_nobody_along(direction):
+    timid, fine = run([replace(SMALL, direction=direction)], [Timid(), Naive()], budget_s=0.0, memory=False)
+    assert timid.reason == "cannot be timed beside the others: OutOfMemoryError: tried to allocate much"
+    assert timid.median_s is None and timid.passed and fine.median_s > 0
+
+
+def test_a_workload_that_fails_as_a_whole_stops_nothing(monkeypatch):
+    def breaks(*args):
+        if args[0].name == "bad":
+            raise torch.OutOfMemoryError("no room for the reference")
+        return held(*args)
+
+    held = runner._calls
+    monkeypatch.setattr(runner, "_calls", breaks)
+    rows = run([replace(SMALL, name="bad"), SMALL], [Naive(), Sdpa()], budget_s=0.0, memory=False)
+    assert [row.reason for row in rows[:2]] == ["this workload cannot be measured: OutOfMemoryError: no room for the reference"] * 2
+    assert all(row.name == "bad" and row.environment["torch"] for row in rows[:2]) and all(row.median_s > 0 for row in rows[2:])

@@ -1,6 +1,7 @@
 """The harness on a GPU: its clocks, its memory counter, and every contender that torch brings."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from tilewise import bench
 from tilewise.bench.ceiling import ceiling
 from tilewise.bench.memory import available_bytes, peak_extra_bytes
 from tilewise.bench.timing import interleave
+from tilewise.bench.training import SIZES, Plan, train
+from tilewise.bench.workloads import Workload
+from tilewise.masks import Causal, Full
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MB = 1 << 20
@@ -86,3 +90,27 @@ def test_contenders(direction):
         assert {row.clock for row in mine} <= {"wall", "events", "graph"} and {"wall"} < {row.clock for row in mine}
     assert all(row.passed is not False for row in rows), [row.reason for row in rows]
     assert rows[0].environment["driver"] and rows[0].environment["device"] == torch.cuda.get_device_name()
+
+
+CHANGED = [{"softcap": 30.0}, {"sink": True}, {"scale": 1.0, "bias": "hqk", "bias_grad": True}]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("changes", CHANGED, ids=str)
+def test_contenders_for_changed_scores(changes, direction):
+    sizes = {"batch": 2, "seqlen_q": 512, "heads_q": 4, "head_dim": 64, "mask": Causal() if "bias" not in changes else Full()}
+    workload = Workload(name="changed", **sizes, dtype=torch.bfloat16, direction=direction, **changes)
+    rows = bench.run(
+        [workload], bench.find("tilewise,fa4,sdpa:efficient,sdpa:cudnn,flex,naive"), budget_s=0.02, device="cuda", memory=False
+    )
+    assert {"tilewise", "flex", "naive"} <= {row.impl for row in rows if row.passed}, [row.reason for row in rows]
+    assert all(row.passed is not False for row in rows), [row.reason for row in rows]
+    assert all({"wall"} < {each.clock for each in rows if each.impl == row.impl} for row in rows if row.passed)
+
+
+def test_training():
+    size = replace(SIZES["1.3B"], layers=2, vocabulary=1024)
+    ours, math = train([size], [1024], bench.find("tilewise,sdpa:math"), device="cuda", plan=Plan(budget_s=0.1, tokens=2048))
+    for row in (ours, math):
+        assert row.passed and row.tokens_per_s > 0 and row.peak_bytes > 12 * size.layers * size.hidden**2 * 8, row.reason
+    assert ours.peak_bytes < math.peak_bytes and 0 < (ours.mfu or 0.5) < 1

@@ -11,6 +11,7 @@ from tilewise.bench.impls import Impl, find, known, ours
 from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
 from tilewise.bench.markers import refresh
 from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.model_tables import cells_of_models, models_table
 from tilewise.bench.models import model_shapes
 from tilewise.bench.report import markdown, table
 from tilewise.bench.runner import Timing, run
@@ -26,6 +27,7 @@ __all__ = [
     "Workload",
     "append",
     "cells_of",
+    "cells_of_models",
     "cpu_sweep",
     "find",
     "hard_inputs",
@@ -42,6 +44,7 @@ __all__ = [
     "mask_from",
     "mask_shapes",
     "model_shapes",
+    "models_table",
     "ours",
     "paper_sweep",
     "peak_extra_bytes",

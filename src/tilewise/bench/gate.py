@@ -6,7 +6,8 @@ everywhere else: no other row then contributes to dK and dV. The implementation 
 0 in dO does not silence a row whose O is NaN: of a sample of rows dK and dV are not checked then, but errors.py looks where they are finite.
 """
 
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,14 @@ class Gate:
     def of_keys(self, x: Tensor) -> Tensor:
         return x[self.sample.batch, :, self.sample.heads_k]
 
+    def of_extra(self, name: str, x: Tensor) -> Tensor:
+        """The sample of a bias, whose axes of one number stay, or of a sink: or of their gradients, as dO is zero outside of the sample."""
+        if name == "sink":
+            return x[self.heads_q]
+        places = (self.sample.batch, self.heads_q)
+        x = x[tuple(slice(None) if size == 1 else place for size, place in zip(x.shape, places, strict=False))]
+        return x if x.shape[2] == 1 else x.index_select(2, self.indices)
+
     @cached_property
     def want(self):
         inputs = self.workload.inputs(self.seed, self.device)
@@ -60,28 +69,33 @@ class Gate:
             k=self.of_keys(inputs.k.detach()),
             v=self.of_keys(inputs.v.detach()),
             mask=mask_on(self.workload, self.sample, self.heads_q),
-            scale=self.workload.head_dim**-0.5,
+            scale=self.workload.softmax_scale,
+            softcap=self.workload.softcap,
             grad=self.workload.grad,
+            **{name: self.of_extra(name, x.detach()) for name, x in self.workload.extras(self.seed, self.device).items()},
         )
         return tolerance.expected(call, self.of_queries(inputs.d_o)) if self.workload.grad else tolerance.expected(call)
 
     def verify(self, attend: Attend, heads_first: bool = False) -> float:
         """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance."""
         want = self.want
-        inputs = self.workload.inputs(self.seed, self.device, heads_first)
-        _poison_freed_memory(inputs)
+        inputs, extras = self.workload.inputs(self.seed, self.device, heads_first), self.workload.extras(self.seed, self.device)
+        _poison_freed_memory((*inputs, *(x for x in extras.values() if x.requires_grad)))
         if not self.workload.grad:
             with torch.no_grad():
-                o = self.of_queries(attend(*inputs[:3]))
+                o = self.of_queries(attend(*inputs[:3], **extras))
             tolerance.hold("o", o, want.o)
             return _error(o, want.o.ref)
         d_o = inputs.d_o
         if self.workload.finite:
             d_o = torch.zeros_like(inputs.d_o)
             d_o[self.sample.batch, self.indices, self.heads_q] = self.of_queries(inputs.d_o)
-        o, *gradients = _run(attend, inputs, d_o)
-        o, dq, dk, dv = self.of_queries(o), self.of_queries(gradients[0]), self.of_keys(gradients[1]), self.of_keys(gradients[2])
-        results = (("o", o, want.o), ("dq", dq, want.q), ("dk", dk, want.k), ("dv", dv, want.v))
+        o, gradients = _run(attend, inputs, extras, d_o)
+        parts = {"q": self.of_queries, "k": self.of_keys, "v": self.of_keys}
+        parts |= {name: partial(self.of_extra, name) for name in extras}
+        o = self.of_queries(o)
+        results = [("o", o, want.o)]
+        results += [(f"d{name}", parts[name](gradient), getattr(want, name)) for name, gradient in gradients.items()]
         for name, got, yardstick in results if self.workload.finite or self.whole else results[:2]:
             tolerance.hold(name, got, yardstick)
         return _error(o, want.o.ref)
@@ -107,15 +121,17 @@ def sample_of(workload: Workload, largest: int = LARGEST_SCORES) -> Sample:
     return Sample(last_batch, last_head, [range(start, start + piece) for start in starts])
 
 
-def _poison_freed_memory(inputs: Inputs) -> None:
+def _poison_freed_memory(inputs: Iterable[Tensor]) -> None:
     """Leave NaN in free blocks of the outputs' sizes, which are what an implementation that allocates its outputs is handed next."""
     blocks = [torch.full_like(x, torch.nan) for x in inputs for _ in range(2)]
     del blocks
 
 
-def _run(attend: Attend, inputs: Inputs, d_o: Tensor) -> tuple[Tensor, ...]:
-    o = attend(*inputs[:3])
-    return o.detach(), *torch.autograd.grad(o, inputs[:3], d_o)
+def _run(attend: Attend, inputs: Inputs, extras: dict[str, Tensor], d_o: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """O, and the gradients by the names of what they are of."""
+    o = attend(*inputs[:3], **extras)
+    by_name = {**dict(zip("qkv", inputs, strict=False)), **{name: x for name, x in extras.items() if x.requires_grad}}
+    return o.detach(), dict(zip(by_name, torch.autograd.grad(o, list(by_name.values()), d_o), strict=True))
 
 
 def mask_on(workload: Workload, sample: Sample, heads_q: slice) -> Mask:

@@ -15,7 +15,6 @@ from tilewise.bench.workloads import Workload
 from tilewise.errors import UnsupportedError
 from tilewise.ladder import RUNGS, VARIANTS, Rung
 from tilewise.masks import Causal, Full, SlidingWindow
-from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,9 @@ class OnLadder:
         return self.rung.name
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        problem = Problem(
-            device=device.type,
-            dtype=workload.dtype,
-            head_dim=workload.head_dim,
-            head_dim_v=workload.head_dim_v,
-            group=workload.heads_q // workload.heads_k,
-            mask=workload.mask.kind,
-            grad=workload.grad,
-        )
         other = workload.mask not in (Full(), Causal()) or workload.seqlen_q != workload.seqlen_k
-        return ["the ladder takes full and causal masks of equal lengths only"] * other + self.rung.why_not(problem)
+        wrong = ["the ladder takes full and causal masks of equal lengths only"] * other + self.rung.why_not(workload.problem(device))
+        return wrong + (["the ladder has the usual scale only"] if workload.scale is not None else [])
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         causal = workload.mask == Causal()
@@ -76,9 +67,9 @@ class PackedFlashAttention3:
             reasons.append(f"{self.name} has no backward")
         if _window(workload) is None and documents_of(workload) is None:
             reasons.append("only full, causal and window masks and packed documents can be expressed in its arguments")
-        return reasons
+        return reasons + workload.lacking("scale", "softcap", "sink")
 
-    def prepare(self, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def prepare(self, workload: Workload, device: torch.device) -> Callable[..., Tensor]:
         _load(os.environ[LIBRARY])
         return packed(torch.ops._vllm_fa3_C.fwd.default, workload, device)
 
@@ -88,7 +79,10 @@ def _load(path: str) -> None:
     torch.ops.load_library(path)
 
 
-def packed(operator, workload: Workload, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+SINK = "s_aux"  # of vLLM's operator, in the inputs' dtype
+
+
+def packed(operator, workload: Workload, device: torch.device) -> Callable[..., Tensor]:
     """`operator`, a forward on packed sequences with FlashAttention-3's names of arguments, as a contender on batches."""
 
     if documents := documents_of(workload):
@@ -104,23 +98,28 @@ def packed(operator, workload: Workload, device: torch.device) -> Callable[[Tens
         "cu_seqlens_k": cu_seqlens[1],
         "max_seqlen_q": longest[0],
         "max_seqlen_k": longest[1],
-        "softmax_scale": workload.head_dim**-0.5,
+        "softmax_scale": workload.softmax_scale,
         "is_causal": is_causal,
         "window_size_left": left,
         "window_size_right": right,
         "attention_chunk": 0,
-        "softcap": 0.0,
+        "softcap": workload.softcap,
         "is_rotary_interleaved": True,
         "num_splits": 1,
         "sm_margin": 0,
         "cp_world_size": 1,
         "cp_rank": 0,
     }
+    names = [each.name for each in operator._schema.arguments]
+    if workload.sink and SINK not in names:
+        raise UnsupportedError(f"this build of FlashAttention-3 has no sink: its operator takes no {SINK}")
     arguments = [_argument(each, fixed) for each in operator._schema.arguments]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens = (x.flatten(0, 1) for x in (q, k, v))
-        return operator(*tokens, *arguments[3:])[0].unflatten(0, (workload.batch, workload.seqlen_q))
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        tokens, given = (x.flatten(0, 1) for x in (q, k, v)), list(arguments)
+        if sink is not None:
+            given[names.index(SINK)] = sink
+        return operator(*tokens, *given[3:])[0].unflatten(0, (workload.batch, workload.seqlen_q))
 
     return attend
 

@@ -1,6 +1,6 @@
 """Tables between markers in markdown documents, so that no number there is typed by hand.
 
-A document holds `<!-- tilewise:begin NAME -->` and `<!-- tilewise:end NAME -->`; `refresh` writes the table NAME (report.TABLES) between them.
+A document holds `<!-- tilewise:begin NAME -->` and `<!-- tilewise:end NAME -->`; `refresh` writes the table NAME (TABLES) between them.
 Those of the ladder have markers of their own: ladder_tables.py.
 """
 
@@ -9,9 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tilewise.bench.ladder_tables import fill_ladder
-from tilewise.bench.report import TABLES, describe
+from tilewise.bench.model_tables import models_table
+from tilewise.bench.report import TABLES as OF_ROWS
+from tilewise.bench.report import describe
 from tilewise.bench.store import Row
+from tilewise.bench.training_tables import training_table
 
+TABLES = {**OF_ROWS, "models": models_table, "training": training_table}
 _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewise:end (?P=name) -->)", re.DOTALL)
 
 

@@ -39,7 +39,8 @@ class SdpaDocuments:
         mask = workload.mask
         if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
             whole = mask.cu_seqlens_q[-1] == workload.seqlen_q and workload.batch == 1
-            return [] if whole and self._plain(workload) else ["it takes one sequence that is all documents; padded, causal ones only"]
+            wrong = [] if whole and self._plain(workload) else ["it takes one sequence that is all documents; padded, causal ones only"]
+            return wrong + workload.lacking()
         return ["it takes packed documents only"]
 
     def _plain(self, workload: Workload) -> bool:

@@ -85,10 +85,10 @@ def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: 
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(impls)))
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return _small(file.getvalue())
+    return small(file.getvalue())
 
 
-def _small(text: str) -> str:
+def small(text: str) -> str:
     """SVG with coordinates to a hundredth of a point, the viewer's own font and no indentation: a third smaller, and the same to the eye."""
     number = re.compile(r"-?\d+\.\d{3,}")
     tag = re.compile(r"<[a-z][^>]*>")  # not the labels, which are text between tags

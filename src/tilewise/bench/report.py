@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tilewise.bench.hard_tables import hard_tables
 from tilewise.bench.store import Row, latest
+from tilewise.bench.workloads import change_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -143,6 +144,7 @@ def _words(case: dict) -> tuple[str, ...]:
         str(case["dtype"]),
         str(case["direction"]),
         f"({case['data']})" if "data" in case else "",
+        ", ".join(change_words(case)),
     )
 
 
@@ -161,7 +163,7 @@ def markdown(rows: Iterable[Row], metric: str = "time", clocks: tuple[str, ...] 
     for case in dict.fromkeys(case for case, _ in cells):
         texts = [_cell(cells.get((case, impl), {}), measure, clocks) for impl in impls]
         lines.append(
-            f"| {_escaped(case)} | {' | '.join(_best_bold(texts, highest=metric in ('throughput', 'paper-throughput', 'ceiling')))} |"
+            f"| {escaped(case)} | {' | '.join(_best_bold(texts, highest=metric in ('throughput', 'paper-throughput', 'ceiling')))} |"
         )
     return "\n".join(lines)
 
@@ -189,7 +191,7 @@ def against(rows: Iterable[Row], ours: str = "tilewise", theirs: str = "sdpa") -
     for (case, impl, clock), taken in times.items():
         other = times.get((case, theirs, clock))
         if impl == ours and other is not None:
-            lines.append(f"| {_escaped(case)} | {taken * 1e3:.3f} | {other * 1e3:.3f} | {other / taken:.2f}x |")
+            lines.append(f"| {escaped(case)} | {taken * 1e3:.3f} | {other * 1e3:.3f} | {other / taken:.2f}x |")
     return "\n".join(lines)
 
 
@@ -200,11 +202,11 @@ def against_best(rows: Iterable[Row], ours: str = "tilewise") -> str:
     lines, ratios = [f"| {measure.title} ({measure.unit}) | {ours} | best other | ratio |", "|---|---:|---:|---:|"], []
     for mine, best in _beside_best(rows, ours):
         ratios.append(best.median_s / mine.median_s)
-        case = _escaped(f"{mine.name}: {describe(mine.case)}")
+        case = escaped(f"{mine.name}: {describe(mine.case)}")
         lines.append(f"| {case} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {ratios[-1]:.2f} |")
     if ratios:
         ahead = sum(ratio >= 1.0 for ratio in ratios)
-        lines.append(f"| geometric mean; ahead in {ahead} of {len(ratios)} | | | {_geometric_mean(ratios):.3f} |")
+        lines.append(f"| geometric mean; ahead in {ahead} of {len(ratios)} | | | {geometric_mean(ratios):.3f} |")
     return "\n".join(lines)
 
 
@@ -221,9 +223,9 @@ def by_kind(rows: Iterable[Row], ours: str = "tilewise") -> str:
         mine, best = max(pairs, key=lambda pair: pair[0].case["seqlen_k"])
         ratios = [best.median_s / mine.median_s for mine, best in pairs]
         ahead = f"{sum(ratio >= 1.0 for ratio in ratios)} of {len(ratios)}"
-        kind = _escaped(f"{direction} d{head_dim} {mask}, {mine.case['seqlen_k']} tokens")
-        lines.append(f"| {kind} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {_geometric_mean(ratios):.2f} | {ahead} |")
-    return "\n".join([*lines, "", _measured_on(rows)])
+        kind = escaped(f"{direction} d{head_dim} {mask}, {mine.case['seqlen_k']} tokens")
+        lines.append(f"| {kind} | {measure.text(mine)} | {measure.text(best)} {best.impl} | {geometric_mean(ratios):.2f} | {ahead} |")
+    return "\n".join([*lines, "", measured_on(rows)])
 
 
 def _beside_best(rows: list[Row], ours: str) -> list[tuple[Row, Row]]:
@@ -239,7 +241,8 @@ def _beside_best(rows: list[Row], ours: str) -> list[tuple[Row, Row]]:
     return found
 
 
-def _geometric_mean(ratios: list[float]) -> float:
+def geometric_mean(ratios: list[float]) -> float:
+    """Of at least one."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
@@ -254,11 +257,12 @@ def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa"
     lines = [f"| time, peak extra memory | {' | '.join(peers)} |", f"|---|{'---:|' * len(peers)}"]
     for case in dict.fromkeys(describe(row.case) for row in rows):
         mine = {row.impl: row for row in rows if describe(row.case) == case}
-        lines.append(f"| {_escaped(case)} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
-    return "\n".join([*lines, "", _measured_on(rows)])
+        lines.append(f"| {escaped(case)} | {' | '.join(_time_and_memory(mine.get(name)) for name in peers)} |")
+    return "\n".join([*lines, "", measured_on(rows)])
 
 
-def _measured_on(rows: list[Row]) -> str:
+def measured_on(rows: list[Row]) -> str:
+    """A sentence about the machine and the date of the last of these rows."""
     where = rows[-1].environment if rows else {}
     words = [rows[-1].device if rows else "no machine", f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
     if where.get("threads"):
@@ -273,9 +277,9 @@ def _time_and_memory(row: Row | None) -> str:
     return f"{row.median_s * 1e3:,.1f} ms{memory}"
 
 
-def _escaped(case: str) -> str:
-    """A case inside a markdown table, where the | of a mask would end the cell."""
-    return case.replace("|", "\\|")
+def escaped(text: str) -> str:
+    """Text inside a markdown table, where the | of a mask would end the cell."""
+    return text.replace("|", "\\|")
 
 
 def machines(rows: Iterable[Row]) -> str:

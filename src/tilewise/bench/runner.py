@@ -1,14 +1,16 @@
 """Run contenders on workloads: check each, then time those that passed against each other, then measure their memory."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tilewise.bench.ceiling import ceiling
-from tilewise.bench.distributions import NORMAL
+from tilewise.bench.distributions import NORMAL, Inputs
 from tilewise.bench.errors import Exact
 from tilewise.bench.gate import Gate
 from tilewise.bench.impls import Attend, Impl, ours
@@ -51,7 +53,8 @@ def run(
     peers are timed whatever comes out, and their rows say what; ours is timed in turns with itself on normal inputs, too (`over_normal`). About
     `budget_s` seconds go to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload
     and at the end, `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
-    `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun.
+    `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun. A contender or a workload
+    that fails stops nothing: its rows say why.
     """
     workloads, impls, device = list(workloads), list(impls), torch.device(device)
     timing, began = timing or Timing(budget_s=budget_s), time.monotonic()
@@ -62,13 +65,29 @@ def run(
             break
         if progress:
             progress(done, len(workloads), workload.id)
-        new = [replace(row, environment=environment) for row in _run_one(workload, impls, timing, device, memory)]
+        new = [replace(row, environment=environment) for row in _rows_of(workload, impls, timing, device, memory)]
         rows += new
         if keep:
             keep(new)
     if progress:
         progress(len(workloads), len(workloads), "done")
     return rows
+
+
+def _rows_of(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
+    """`_run_one`, or where that fails as a whole, as where the reference's memory is not there, rows that say so."""
+    try:
+        return _run_one(workload, impls, timing, device, memory)
+    except Exception as failure:
+        reason = f"this workload cannot be measured: {type(failure).__name__}: {_first_line(failure)}"
+    _give_back_memory(device)
+    return [replace(_blank(impl, workload), reason=reason) for impl in impls]
+
+
+def _give_back_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
@@ -78,16 +97,16 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
         return [row for _, _, row in checked]
     del references
     prepared = [(impl, attend) for impl, attend, _ in checked if attend is not None]
-    calls, usual = _calls(workload, prepared, device), {}
+    (calls, failed), usual = _calls(workload, prepared, device), {}
     if workload.data != NORMAL:
-        usual = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
+        usual, _ = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
     timed = _timed(calls, timing, device)
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
     rows = []
     for impl, attend, row in checked:
-        if attend is None:
-            rows.append(row)
+        if attend is None or impl.name in failed:
+            rows.append(replace(row, reason=failed.get(impl.name, row.reason)))
             continue
         row = replace(row, peak_extra_bytes=peaks.get(impl.name), ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
         for clock, stats in timed[impl.name].items():
@@ -97,9 +116,20 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
     return rows
 
 
-def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torch.device) -> Calls:
+def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torch.device) -> tuple[Calls, dict[str, str]]:
+    """What is timed of each, and why that of others cannot be, as where they do not fit into memory side by side; each runs once."""
     inputs = {first: workload.inputs(TIME_SEED, device, first) for first in {_heads_first(impl) for impl, _ in prepared}}
-    return {impl.name: call_of(attend, workload, inputs[_heads_first(impl)]) for impl, attend in prepared}
+    extras = workload.extras(TIME_SEED, device)
+    calls, failed = {}, {}
+    for impl, attend in prepared:
+        try:
+            call = call_of(attend, workload, inputs[_heads_first(impl)], extras)
+            call()
+            calls[impl.name] = call
+        except Exception as failure:
+            failed[impl.name] = f"cannot be timed beside the others: {type(failure).__name__}: {_first_line(failure)}"
+            _give_back_memory(device)
+    return calls, failed
 
 
 def _over_normal(call: Callable[[], object], normal: Callable[[], object] | None, clock: Clock, timing: Timing, device) -> float | None:
@@ -115,17 +145,14 @@ def _heads_first(impl: Impl) -> bool:
     return getattr(impl, "heads_first", False)
 
 
+def _blank(impl: Impl, workload: Workload) -> Row:
+    counts = {"flops": workload.flops, "paper_flops": workload.paper_flops, "bytes": workload.bytes}
+    return Row(impl=impl.name, name=workload.name, case=workload.case, clock="none", **counts)
+
+
 def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exact: Exact) -> tuple[Attend | None, Row]:
     """What to time, or None; and the row so far."""
-    row = Row(
-        impl=impl.name,
-        name=workload.name,
-        case=workload.case,
-        clock="none",
-        flops=workload.flops,
-        paper_flops=workload.paper_flops,
-        bytes=workload.bytes,
-    )
+    row = _blank(impl, workload)
     if why_not := impl.why_not(workload, device):
         return None, replace(row, reason="; ".join(why_not))
     try:
@@ -140,19 +167,23 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exa
         forgiven = workload.data != NORMAL and not ours(impl.name)
         return attend if forgiven else None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
     except Exception as refusal:  # each peer refuses in its own way, and none may take the others' rows with it
+        if isinstance(refusal, torch.OutOfMemoryError):
+            _give_back_memory(device)
         return None, replace(row, reason=f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}")
     return attend, replace(row, passed=True, error=error)
 
 
-def call_of(attend: Attend, workload: Workload, inputs) -> Callable[[], object]:
-    """What is timed of a prepared contender."""
+def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str, Tensor] | None = None) -> Callable[[], object]:
+    """What is timed of a prepared contender, on `inputs` and on `extras`, in place of Workload.extras of TIME_SEED."""
     q, k, v, d_o = inputs
+    extras = workload.extras(TIME_SEED, q.device) if extras is None else extras
+    wanted = (q, k, v, *(x for x in extras.values() if x.requires_grad))
     if workload.direction == "fwd":
-        return torch.no_grad()(lambda: attend(q, k, v))
+        return torch.no_grad()(lambda: attend(q, k, v, **extras))
     if workload.direction == "bwd":
-        o = attend(q, k, v)
-        return lambda: torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True)
-    return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), d_o)
+        o = attend(q, k, v, **extras)
+        return lambda: torch.autograd.grad(o, wanted, d_o, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(q, k, v, **extras), wanted, d_o)
 
 
 def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict[str, Stats]]:

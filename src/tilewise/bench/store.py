@@ -12,7 +12,7 @@ class Row:
     """One implementation on one workload by one clock. Times in seconds, rates in FLOP/s, sizes in bytes; None: not measured or undefined.
 
     A row without a time says why in `reason`: the implementation cannot run the case, or it missed the tolerance (`passed` is False). A peer
-    that missed it on inputs made to be hard has a time all the same.
+    that missed it on inputs made to be hard has a time all the same, and a training that memory made take a batch in parts.
     """
 
     impl: str
@@ -38,6 +38,9 @@ class Row:
     ceiling_flops_per_s: float | None = None
     ceiling_bytes_per_s: float | None = None
     peak_extra_bytes: int | None = None
+    tokens_per_s: float | None = None  # of a training's steps, as what follows; see training.py
+    mfu: float | None = None  # flops_per_s over the data sheet's
+    peak_bytes: int | None = None  # of all memory
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property

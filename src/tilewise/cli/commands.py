@@ -5,6 +5,7 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def _print_reasons(console: Console, outcomes: list) -> None:
 def bench(options: Namespace) -> int:
     """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed (or passed --check)."""
     import tilewise.bench as harness
+    from tilewise.cli import ahead
     from tilewise.display.progress import progress
     from tilewise.ladder import RUNGS, VARIANTS
 
@@ -108,6 +110,14 @@ def bench(options: Namespace) -> int:
     if options.list:
         console.print("\n".join(harness.known()), highlight=False)
         return OK
+    if options.names[:1] == ["train"]:
+        from tilewise.cli import training
+
+        device = options.device or torch.device("cuda")
+        require(device)
+        return training.run(options, console, device)
+    if of_train := [name for name in ("model", "layers", "tokens", "autocast", "compiled") if getattr(options, name)]:
+        raise ValueError(f"{', '.join(of_train)}: an option of `bench train` alone; write `tilewise bench train --{of_train[0]} ...`")
     impls = _contenders(options)
     rungs = {*RUNGS, *VARIANTS}
     climbing = any(impl.name in rungs for impl in impls)
@@ -121,14 +131,18 @@ def bench(options: Namespace) -> int:
     else:
         small = harness.ON_A_CPU if selected.get("set") == "hard-inputs" and device.type == "cpu" else {}
         workloads = harness.workloads_from(small | selected)
+    workloads = _only(workloads, options.only)
     part, parts = options.part
     if part > len(workloads):
         raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
     if options.out:
         require_writable(options.out)
+    workloads = workloads[part - 1 :: parts]
+    if options.ahead:
+        ahead.run(console, workloads, impls, device, options.processes)
     with progress(console) as bars:
         rows = harness.run(
-            workloads[part - 1 :: parts],
+            workloads,
             impls,
             device=device,
             progress=_bench_progress(bars),
@@ -141,6 +155,8 @@ def bench(options: Namespace) -> int:
         )
     if options.check:
         console.print(harness.verdicts(rows))
+    elif len(rows) > MOST_LINES and harness.cells_of_models(rows):
+        console.print(harness.models_table(rows), highlight=False, markup=False, soft_wrap=True)
     elif len(rows) <= MOST_LINES or not harness.cells_of(rows):
         console.print(harness.table(rows, console.width))
     else:
@@ -152,6 +168,17 @@ def bench(options: Namespace) -> int:
     if any(row.passed is False and harness.ours(row.impl) for row in rows):
         return FAILED
     return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
+
+
+def _only(workloads: list, patterns: str | None) -> list:
+    """Those whose names match one of the patterns; ValueError where none does."""
+    if patterns is None:
+        return workloads
+    chosen = [each for each in workloads if any(fnmatchcase(each.name, pattern.strip()) for pattern in patterns.split(","))]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(each.name for each in workloads))
+        raise ValueError(f"only is {patterns!r}, which matches none of the workloads {names}; give names or patterns such as 'T5*'")
+    return chosen
 
 
 def _contenders(options: Namespace) -> list:
@@ -203,6 +230,7 @@ def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
     from tilewise.bench import plots
+    from tilewise.bench.training_plots import save_trainings
 
     console = console_for_tables()
     files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
@@ -217,12 +245,14 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    charted = [row for row in rows if row.name not in ("ladder", "hard-inputs")]  # which have tables, and more than a chart can show
+    tabled = {"ladder", "hard-inputs", "training", *(each.name for each in harness.model_shapes())}  # and more than a chart can show
+    charted = [row for row in rows if row.name not in tabled]
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
     for device in sorted({row.device for row in on_gpus}):
         drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
     drawn += plots.save_overview(rows, options.plots)
+    drawn += save_trainings(rows, options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

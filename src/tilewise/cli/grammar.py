@@ -31,6 +31,8 @@ EXAMPLES = {
   tilewise bench --set hard-inputs --data "q x64,outliers" --head-dim 64     inputs that make attention slow or wrong
   tilewise bench k1..k6 --seqlen 512 --head-dim 64 --causal 0 --check      rungs of the ladder, on a Hopper GPU
   tilewise bench k5,k6,sdpa:cudnn                the ladder's sweep
+  tilewise bench --set models --only "Gemma*,gpt-oss*" --dtype bf16 --device cuda --ahead --direction fwd,bwd
+  tilewise bench train --device cuda             steps of a GPT of 1.3B and 2.7B at 2k, 8k and 16k: tokens/s, MFU, memory
   tilewise bench --list                          the names that --impl takes""",
     "explain": """  tilewise explain --seqlen 8192 --heads 32/8 --head-dim 128 --dtype bf16 --mask causal
   tilewise explain --seqlen 1x8192 --mask window:1023
@@ -47,6 +49,7 @@ EXAMPLES = {
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
   tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
+  tilewise warmup --set models --dtype bf16      the kernels that a set of bench runs
   tilewise warmup --clear                        remove what was compiled""",
 }
 
@@ -259,7 +262,9 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
-    command.add_argument("names", nargs="*", metavar="NAME", help="the contenders; k1..k6 is a range of the ladder's rungs")
+    command.add_argument(
+        "names", nargs="*", metavar="NAME", help="the contenders; k1..k6 is a range of the ladder's rungs; train: a GPT's steps"
+    )
     command.add_argument("--impl", metavar="NAME,...", help="the contenders, in another place (default: tilewise,sdpa,naive)")
     command.add_argument("--check", action="store_true", help="check the results, and time nothing")
     command.add_argument("--list", action="store_true", help="print the contenders that there are, and measure nothing")
@@ -278,8 +283,19 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--part", type=_part, default=(1, 1), metavar="I/N", help="the I-th of every N workloads: for N processes, a GPU each"
     )
+    command.add_argument("--only", metavar="PATTERN,...", help="of these workloads those whose names match, such as 'T5*,Llama-3-8B'")
+    command.add_argument("--ahead", action="store_true", help="first compile what contenders need, in processes side by side")
+    command.add_argument("--processes", type=_positive, metavar="N", help="that compile ahead (default: one a core)")
     command.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")
     command.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, as JSON lines")
+    train = command.add_argument_group(
+        "of `bench train`, which takes --seqlen, --budget (a contender and cell) and --limit (default: 240), too"
+    )
+    train.add_argument("--model", metavar="1.3B,2.7B", help="sizes of the GPT (default: both)")
+    train.add_argument("--layers", type=_positive, metavar="N", help="in place of the model's own (default: those, or as many as fit)")
+    train.add_argument("--tokens", type=_positive, metavar="N", help="of a step (default: 16384, or one sequence)")
+    train.add_argument("--autocast", action="store_true", help="weights in fp32 and products in bf16 (default: all in bf16)")
+    train.add_argument("--compiled", action="store_true", help="torch.compile what lies around attention")
 
 
 def _explain_options(command: argparse.ArgumentParser) -> None:
@@ -319,6 +335,9 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
+    command.add_argument(
+        "--set", metavar="NAME,...", help="the kernels of these sets of workloads, as bench takes them, in place of the above"
+    )
     command.add_argument("--forward", action="store_true", help="without the kernels of the backward pass")
     command.add_argument("--list", action="store_true", help="print the kernels, and compile none")
     command.add_argument("--clear", action="store_true", help="remove the compiled kernels of all versions, and compile none")

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from functools import partial
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,12 +27,7 @@ def warmup(options: Namespace, console: Console) -> int:
         warming.require_cache()
         console.print(f"removed: {cache.clear()} kernels from {cache.folder()}", highlight=False, soft_wrap=True)
         return OK
-    asked = _workloads(options, dtype="bf16,fp16", mask="full,causal,window:1", seqlen="1")
-    plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked]
-    cells = [
-        warming.Cell(*each, extras, grad=not options.forward) for each in plain for extras in warming.extras_from(options.extras or "")
-    ]
-    todo = warming.kernels(cells)
+    todo = _of_sets(options) if options.set else _of_cells(options)
     if options.list:
         console.print(_kernels_table([(*warming.describe(kernel), "", "", "") for kernel in todo]))
         return OK
@@ -52,6 +48,25 @@ def warmup(options: Namespace, console: Console) -> int:
             )
     console.print(cache.describe(), highlight=False, soft_wrap=True)
     return FAILED if any(outcome.state == "failed" for outcome in outcomes) else OK
+
+
+def _of_cells(options: Namespace) -> list[warming.Kernel]:
+    """The kernels of calls of any length."""
+    asked = _workloads(options, dtype="bf16,fp16", mask="full,causal,window:1", seqlen="1")
+    plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked]
+    cells = [
+        warming.Cell(*each, extras, grad=not options.forward) for each in plain for extras in warming.extras_from(options.extras or "")
+    ]
+    return warming.kernels(cells)
+
+
+def _of_sets(options: Namespace) -> list[warming.Kernel]:
+    """The kernels of the sets' own calls, each once. ValueError where options name what a set fixes."""
+    if others := [name for name in ("head_dim", "mask", "extras") if getattr(options, name)]:
+        raise ValueError(f"set fixes what is computed, so {', '.join(others)} cannot be given with it; dtype and forward can")
+    chosen = {"set": options.set, "dtype": options.dtype or "bf16", "direction": "fwd" if options.forward else "fwd,bwd"}
+    asked = [each for each in workloads_from(chosen) if not warming.lacking(each.problem(torch.device("cuda")))]
+    return list(dict.fromkeys(kernel for each in asked for kernel in warming.kernels_of(each.call())))
 
 
 def _workloads(options: Namespace, **defaults: str) -> list[Workload]:

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Mask
-from tilewise.problem import Call
+from tilewise.problem import Call, Problem
 from tilewise.sm90 import cache, jit
 
 GROUP = 256  # query heads of a key head, with which walks of every length read much
@@ -64,6 +64,17 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     lengths = sorted({*config.lengths(), *backward_config.lengths()})
     calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths)
     return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*Hopper().kernels(call), *_of_groups(call))))
+
+
+def kernels_of(call: Call) -> list[Kernel]:
+    """The kernels of this call, whose tensors may hold nothing."""
+    return [Kernel(*kernel) for kernel in Hopper().kernels(call)]
+
+
+def lacking(problem: Problem) -> list[str]:
+    """Why the backend has no kernel for the problem on any machine; empty where it has."""
+    here = jit.why_not_here()
+    return [why for why in Hopper().why_not(problem) if why not in here]
 
 
 def _of_groups(call: Call) -> list[tuple]:
@@ -116,6 +127,14 @@ def warm(todo: Iterable[Kernel], processes: int | None = None) -> Iterator[Outco
             pool.shutdown(cancel_futures=True)
 
 
+def one(kernel: Kernel) -> Outcome:
+    """Compile a kernel in this process, where the cache does not have it."""
+    start, entry = time.perf_counter(), _entry(kernel)
+    if cache.whole(entry):
+        return Outcome(kernel, "cached", time.perf_counter() - start, entry.stat().st_size)
+    return _compile(kernel)
+
+
 def describe(kernel: Kernel) -> tuple[str, str, str, str]:
     """(module, head_dim, dtype, what else is not as it is by default) for a table."""
     config, dims, dtype = kernel.config, "", ""
@@ -140,8 +159,7 @@ def _call(cell: Cell, seqlen: int) -> Call:
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
     if cell.grad and gradients.why_not(call.problem):
         call = replace(call, grad=False)
-    here = jit.why_not_here()
-    if wrong := [why for why in Hopper().why_not(replace(call.problem, device="cuda")) if why not in here]:
+    if wrong := lacking(replace(call.problem, device="cuda")):
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")
     return call
 
