@@ -81,7 +81,9 @@ def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], laye
             raise ShapeError(f"{layer}: attn_mask is a CausalBias of {given[0]} x {given[1]}, but the scores are {sizes[-2]} x {sizes[-1]}")
         return (TOP_LEFT if attn_mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT), None
     if not isinstance(attn_mask, Tensor):
-        raise ShapeError(f"{layer}: attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}; other masks go to tilewise.attention")
+        raise ShapeError(
+            f"{layer}: attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}; other masks go to tilewise.attention"
+        )
     shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(shape) != len(sizes) or any(got not in (1, size) for got, size in zip(shape, sizes, strict=True)):
         raise ShapeError(
@@ -270,7 +272,9 @@ def _cpu_operands(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
 ) -> operator.Operands:
     if dropout_p > 0.0:
-        raise UnsupportedError("aten::_scaled_dot_product_flash_attention_for_cpu (tilewise): dropout_p must be 0; torch sends dropout elsewhere")
+        raise UnsupportedError(
+            "aten::_scaled_dot_product_flash_attention_for_cpu (tilewise): dropout_p must be 0; torch sends dropout elsewhere"
+        )
     mask, bias = (TOP_LEFT if is_causal else Full()), None
     if attn_mask is not None:
         sizes = (*query.shape[:3], key.shape[2])

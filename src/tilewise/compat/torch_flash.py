@@ -147,11 +147,15 @@ def _flash_attention_forward(
             o, lse = _paged(query, key, value, cum_seq_q, max_q, mask, scale, seqused_k, alibi_slopes, block_table)
         elif cum_seq_q is None:
             if seqused_k is not None:
-                raise UnsupportedError(f"{LAYER}: seqused_k goes with cum_seq_q and cum_seq_k; cut the keys of plain batches, or use tilewise.decode")
+                raise UnsupportedError(
+                    f"{LAYER}: seqused_k goes with cum_seq_q and cum_seq_k; cut the keys of plain batches, or use tilewise.decode"
+                )
             o, lse = attention(query, key, value, mask=mask, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
         else:
             if alibi_slopes is not None:
-                raise UnsupportedError(f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)")
+                raise UnsupportedError(
+                    f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
+                )
             cum_seq_q, cum_seq_k = _used(cum_seq_q, cum_seq_k, seqused_k)
             o, lse = (x.squeeze(0) for x in operator.attend(_packed(query, key, value, cum_seq_q, cum_seq_k, mask, scale)))
         return laid_out_as(o, query), lse, *_unused(query)
@@ -233,7 +237,9 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
 def _used(cum_seq_q: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """cu_seqlens of documents without the keys beyond seqused_k, which go to documents of their own that have no queries."""
     if cum_seq_k is None:
-        raise UnsupportedError(f"{LAYER}: cum_seq_k must say where the keys of each sequence begin, got None, which only a block_table allows")
+        raise UnsupportedError(
+            f"{LAYER}: cum_seq_k must say where the keys of each sequence begin, got None, which only a block_table allows"
+        )
     if seqused_k is None:
         return cum_seq_q, cum_seq_k
     queries = torch.cat((cum_seq_q[:1], cum_seq_q[1:].repeat_interleave(2)))
@@ -241,7 +247,9 @@ def _used(cum_seq_q: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor | None)
     return queries, torch.cat((torch.stack((cum_seq_k[:-1], ends), 1).flatten(), cum_seq_k[-1:]))
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask, scale: float | None) -> operator.Operands:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask, scale: float | None
+) -> operator.Operands:
     return _operands(q[None], k[None], v[None], Unread(cu_seqlens_q, cu_seqlens_k, inner), scale)
 
 
