@@ -71,7 +71,7 @@ def flex_attention(
             "tilewise.attention(mask=tilewise.compat.flex.mask_of(block_mask)) with a mask made before"
         )
     _check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
-    batch, heads, seqlen_q, _ = query.shape
+    batch, heads = query.shape[:2]
     seqlen_k = key.shape[2]
     mask = None if block_mask is None else mask_of(block_mask, batch, heads)
     changes = Changes() if score_mod is None else _changes(score_mod, query, seqlen_k, mask)
@@ -120,8 +120,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
     wanted, given = tuple(block_mask.seq_lengths), (query.shape[2], key.shape[2])
     if wanted != given:
         raise ShapeError(
-            f"{LAYER}: block_mask is made for seqlen_q {wanted[0]} and seqlen_k {wanted[1]}, the call has {given[0]} and {given[1]}; make a BlockMask of "
-            "these lengths"
+            f"{LAYER}: block_mask is made for seqlen_q {wanted[0]} and seqlen_k {wanted[1]}, the call has {given[0]} and {given[1]}; make a "
+            "BlockMask of these lengths"
         )
     for name, had, has in zip(("batch", "heads"), block_mask.kv_num_blocks.shape, query.shape, strict=False):
         if had not in (1, has):
@@ -152,16 +152,25 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
 
     batch, heads: of the query, where the mask_mod tells them apart.
     """
-    mod, sizes = block_mask.mask_mod, (batch, heads)
+    made_for = block_mask.kv_num_blocks.shape[:2]
+    mod, sizes = block_mask.mask_mod, (max(batch, made_for[0]), max(heads, made_for[1]))
     seen = _SEEN.get(block_mask)
     if seen is not None and seen.holds(mod, sizes):
         return seen.mask
     try:
         program = record(mod, block_mask.kv_num_blocks.device)
-        captured = program.captured()
-        mask = _recognised(program, block_mask, batch, heads)
+        captured, uses = program.captured(), program.uses()
     except Unrecognised:
-        mask, captured = from_flex(block_mask), _closed_over(mod)
+        program, captured, uses = None, _closed_over(mod), set()
+    try:
+        mask = from_flex(block_mask) if program is None else _recognised(program, block_mask, *sizes)
+    except Unrecognised:
+        for name, letter, had, has in zip(("batch", "heads"), "bh", made_for, sizes, strict=True):
+            if letter in uses and had != has:
+                raise UnsupportedError(
+                    f"{LAYER}: mask_mod depends on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
+                ) from None
+        mask = from_flex(block_mask)
     _SEEN[block_mask] = Seen(mod, sizes, [(x, _version(x)) for x in captured], mask)
     return mask
 

@@ -7,6 +7,7 @@ masks do. What is none of that raises `Unrecognised`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,8 @@ def _ref(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Value:
-    """Numbers along one axis: "q" by query, "k" by key, "d" by key - query from 1 - seqlen_q on, or None, one for all. `line` (slope, start) where they
-    are integers `slope * index + start`, the index of "d" being the distance.
+    """Numbers along one axis: "q" by query, "k" by key, "d" by key - query from 1 - seqlen_q on, or None, one for all. `line` (slope,
+    start) where they are integers `slope * index + start`, the index of "d" being the distance.
     """
 
     axis: str | None
@@ -300,7 +301,7 @@ class _Axes:
         """The union of rectangles of queries and keys, as documents where they are such."""
         if len(boxes) > RECTANGLES:
             raise Unrecognised(f"describes more than {RECTANGLES} rectangles")
-        follow = all(a[0][1] == b[0][0] and a[1][1] == b[1][0] for a, b in zip(boxes, boxes[1:], strict=False))
+        follow = all(a[0][1] == b[0][0] and a[1][1] == b[1][0] for a, b in pairwise(boxes))
         if boxes and follow and boxes[0][0][0] == boxes[0][1][0] == 0:
             ends = [[0, *(box[side][1] for box in boxes)] for side in (0, 1)]
             return Documents(ends[0]) if ends[0] == ends[1] else Documents(*ends)
