@@ -45,8 +45,8 @@ def backend(
     """
     if _parallel_config is not None:
         raise UnsupportedError(
-            f"{LAYER}: _parallel_config is set, but context parallelism of diffusers is not served; call model.enable_parallelism with another backend, "
-            "or none"
+            f"{LAYER}: _parallel_config is set, but context parallelism of diffusers is not served; call model.enable_parallelism with "
+            "another backend, or none"
         )
     if is_causal and attn_mask is not None:
         raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask")

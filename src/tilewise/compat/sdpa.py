@@ -51,7 +51,8 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask, or leave it out")
     lead = None
-    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if nested or not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
         query, key, value, lead, dropped = _batched(query, key, value)
     if not query.shape[1] == key.shape[1] == value.shape[1]:
         query, key, value = _with_heads(query, key, value, enable_gqa)

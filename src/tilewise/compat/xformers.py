@@ -33,11 +33,11 @@ def memory_efficient_attention(
     """`xformers.ops.memory_efficient_attention`.
 
     Args:
-        query: (batch, seqlen_q, heads, head_dim); (batch, seqlen_q, head_dim) for one head; (batch, seqlen_q, groups, heads, head_dim), where keys and
-            values that are expanded over the heads of a group are read once.
+        query: (batch, seqlen_q, heads, head_dim); (batch, seqlen_q, head_dim) for one head; (batch, seqlen_q, groups, heads, head_dim), where keys
+            and values that are expanded over the heads of a group are read once.
         key: (batch, seqlen_k, ...) likewise.  value: likewise, with head_dim_v.
-        attn_bias: numbers to add, (batch, heads, seqlen_q, seqlen_k) or what broadcasts to it (3-D inputs: (batch, seqlen_q, seqlen_k), 5-D: with groups
-            before heads), with a gradient where they require one; or an object of one of xformers' classes.
+        attn_bias: numbers to add, (batch, heads, seqlen_q, seqlen_k) or what broadcasts to it (3-D inputs: (batch, seqlen_q, seqlen_k), 5-D: with
+            groups before heads), with a gradient where they require one; or an object of one of xformers' classes.
         p: probability of dropout.
         scale: None is head_dim ** -0.5.
         op: None; tilewise chooses its kernels itself.
@@ -68,11 +68,11 @@ def memory_efficient_attention(
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
     if query.dim() == 5:
         query, key, value = query.flatten(2, 3), *_grouped(query, key, value)
-    kind = _name(attn_bias)
+    kind = type(attn_bias).__name__  # not the bases': a class that derives from a known one means other pairs
     if kind in PAGED:
         o = _paged(query, key, value, attn_bias, PAGED[kind], p, scale)
     else:
-        mask, bias = _mask_and_bias(attn_bias, kind, query, key, len(shape))
+        mask, bias = _mask_and_bias(attn_bias, query, key, shape)
         o = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=p)
     return o.reshape(*shape[:-1], value.shape[-1])
 
@@ -90,44 +90,38 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return tuple(x.expand(-1, -1, -1, heads, -1).flatten(2, 3) for x in (key, value))
 
 
-def _name(attn_bias: Any) -> str | None:
-    """The name of xformers' class that the object is of, or derives from."""
-    names = [kind.__name__ for kind in type(attn_bias).__mro__]
-    return next((name for name in names if name in MASKS or name in PAGED or name == WITH_BIAS), None)
-
-
-def _mask_and_bias(attn_bias: Any, kind: str | None, query: Tensor, key: Tensor, dims: int) -> tuple[Mask | None, Tensor | None]:
+def _mask_and_bias(attn_bias: Any, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> tuple[Mask | None, Tensor | None]:
+    """What attn_bias means for 4-D query and key, of which the query was given in `shape`."""
+    kind = type(attn_bias).__name__
     if attn_bias is None:
         return None, None
     if kind == WITH_BIAS:
-        return Causal("top_left"), _bias(attn_bias._bias, query, key, dims)
-    if kind is not None:
+        return Causal("top_left"), _bias(attn_bias._bias, query, key, shape)
+    if kind in MASKS:
         return MASKS[kind](attn_bias), None
     if isinstance(attn_bias, Tensor):
-        return None, _bias(attn_bias, query, key, dims)
+        return None, _bias(attn_bias, query, key, shape)
     raise UnsupportedError(
-        f"{LAYER}: attn_bias is a {type(attn_bias).__name__}, which is not known; known are tensors and {', '.join((*MASKS, WITH_BIAS, *PAGED))}: pass "
-        "attn_bias.materialize(...), or a mask to tilewise.attention"
+        f"{LAYER}: attn_bias is a {type(attn_bias).__name__}, which is not known; known are tensors and {', '.join((*MASKS, WITH_BIAS, *PAGED))}: "
+        "pass attn_bias.materialize(...), or a mask to tilewise.attention"
     )
 
 
-def _bias(bias: Tensor, query: Tensor, key: Tensor, dims: int) -> Tensor:
-    """A tensor to add, with the heads' dimensions that `dims`-dimensional inputs have, as (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)."""
+def _bias(bias: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor to add, with dimensions of heads as in `shape`, as (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)."""
     if bias.dtype == torch.bool:
         raise ShapeError(
             f"{LAYER}: attn_bias must be numbers to add, got torch.bool; pass tilewise.Dense(attn_bias) as mask= to tilewise.attention"
         )
     batch, seqlen_q, heads, _ = query.shape
-    if dims == 3 and bias.dim() == 3:
+    if len(shape) == 3 and bias.dim() == 3:
         bias = bias.unsqueeze(1)
-    if dims == 5 and bias.dim() == 5:
-        bias = bias.flatten(1, 2) if 1 not in bias.shape[1:3] or bias.shape[1:3] == (1, 1) else _all_heads(bias, heads)
+    if len(shape) == 5 and bias.dim() == 5:
+        groups = tuple(shape[2:4])
+        if any(got not in (1, size) for got, size in zip(bias.shape[1:3], groups, strict=True)):
+            raise ShapeError(f"{LAYER}: attn_bias has {tuple(bias.shape[1:3])} (groups, heads), expected {groups} or 1 in place of each")
+        bias = (bias if bias.shape[1:3] == (1, 1) else bias.expand(-1, *groups, -1, -1)).flatten(1, 2)
     return mask_and_bias(bias, query, (batch, heads, seqlen_q, key.shape[1]), LAYER)[1]
-
-
-def _all_heads(bias: Tensor, heads: int) -> Tensor:
-    groups = bias.shape[1] if bias.shape[1] > 1 else heads // bias.shape[2]
-    return bias.expand(-1, groups, heads // groups, -1, -1).flatten(1, 2)
 
 
 def _local(bias: Any) -> Mask:
@@ -169,7 +163,8 @@ def _in_slots(bias: Any, inner: Mask) -> Mask:
         return Documents(cu_q, cu_k, inner)
     if inner.source not in KINDS:
         raise UnsupportedError(
-            f"{LAYER}: the keys of {type(bias).__name__} overlap or are not in order, which goes with causal and full masks alone; call once a sequence"
+            f"{LAYER}: the keys of {type(bias).__name__} overlap or are not in order, which goes with causal and full masks alone; call once "
+            "a sequence"
         )
     return Slices(list(pairwise(queries)), keys, [KINDS[inner.source]] * len(keys))
 
@@ -207,8 +202,8 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, causal: bo
         raise UnsupportedError(f"{LAYER}: p must be 0 with {kind}, got {p}; a cache is read without dropout")
     if len(lengths) != 1 or query.shape[0] != 1:
         raise UnsupportedError(
-            f"{LAYER}: {kind} needs batch 1 and as many queries in every sequence, got batch {query.shape[0]} and {sorted(lengths)} queries; call with "
-            "sequences of one length at a time"
+            f"{LAYER}: {kind} needs batch 1 and as many queries in every sequence, got batch {query.shape[0]} and {sorted(lengths)} queries; call "
+            "with sequences of one length at a time"
         )
     pages = (x.squeeze(0).unflatten(0, (-1, attn_bias.page_size)) for x in (key, value))
     q = query.squeeze(0).unflatten(0, (tables.shape[0], -1))
