@@ -1,4 +1,4 @@
-"""tilewise as an attention backend of diffusers: `register()`, then `model.set_attention_backend("tilewise")`.
+"""tilewise as an attention backend of diffusers: `register()`, then `set_attention_backend("tilewise")` of a model.
 
 diffusers keeps its backends in a closed enumeration, so `register` adds a member to it by hand, and `remove()` takes that out again. UNet2DCondition
 and whoever else calls torch's function never ask for a backend; for them there is `tilewise.compat.sdpa.patch`.
@@ -86,7 +86,7 @@ class Handle:
     def remove(self) -> None:
         """Take the backend out of diffusers, whose active one is then that of before; a second call does nothing.
 
-        A model that was set to it needs model.reset_attention_backend() first.
+        A model that was set to it needs its `reset_attention_backend()` first.
         """
         if not self._on:
             return

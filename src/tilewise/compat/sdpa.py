@@ -187,9 +187,9 @@ _before: dict[str, object] = {}  # what the first patch found
 def patch() -> Patch:
     """Bind `torch.nn.functional.scaled_dot_product_attention` to ours, until the returned handle's `remove()` or the end of a `with patch():`.
 
-    This reaches whoever looks the function up in torch.nn.functional when it is called: most models, nn.MultiheadAttention with need_weights=False
-    and nn.TransformerEncoderLayer, whose fused inference path is off meanwhile. It misses a `from torch.nn.functional import ...` made before, and
-    C++. Patch before compiling.
+    This reaches whoever looks the function up in torch.nn.functional when it is called: most models, torch.nn.MultiheadAttention with
+    need_weights=False and torch.nn.TransformerEncoderLayer, whose fused inference path is off meanwhile. It misses a
+    `from torch.nn.functional import ...` made before, and C++. Patch before compiling.
     """
     return Patch()
 

@@ -30,7 +30,7 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`xformers.ops.memory_efficient_attention`.
+    """xformers' function of this name, computed by tilewise.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim); (batch, seqlen_q, head_dim) for one head; (batch, seqlen_q, groups, heads, head_dim), where keys
