@@ -1,0 +1,298 @@
+"""torch's `scaled_dot_product_attention`: a function with its signature, in its place (`patch`), or under it on CPUs (`override_cpu`).
+
+Shapes are torch's, (..., heads, seqlen, head_dim). One result differs from some of torch's own kernels: a row that sees no key gives 0 and passes
+no gradient, where the mathematical kernel of older versions gives NaN.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from tilewise.api import attention, operands
+from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.masks import Causal, Dense, Full, Mask
+from tilewise.runtime import operator
+
+TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
+LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by tilewise.
+
+    Args:
+        query: (..., heads_q, seqlen_q, head_dim), at least 2-D, fp32, bf16, fp16 or fp64; batch dimensions and heads broadcast.
+        key: (..., heads_k, seqlen_k, head_dim).  value: (..., heads_k, seqlen_k, head_dim_v).
+        attn_mask: broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool, True where visible; or numbers to add, in query's dtype or fp32, which
+            have a gradient where they require one, and hide a pair where they are -inf; or torch's CausalBias.
+        dropout_p: applied whenever it is above 0, as torch does; the random numbers are tilewise's.
+        is_causal: query i sees the keys j <= i (top left, also where the lengths differ); excludes attn_mask.
+        scale: None is head_dim ** -0.5.
+        enable_gqa: heads_q may be a multiple of heads_k; nothing is repeated in memory.
+
+    Returns:
+        (..., heads_q, seqlen_q, head_dim_v) in query's dtype, laid out in memory as (..., seqlen_q, heads_q, head_dim_v).
+
+    Raises:
+        ShapeError: tensors that do not fit together, or nested ones.
+        ValueError: attn_mask with is_causal, and what tilewise.attention refuses.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask, or leave it out")
+    lead = None
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if nested or not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
+        query, key, value, lead, dropped = _batched(query, key, value)
+    if not query.shape[1] == key.shape[1] == value.shape[1]:
+        query, key, value = _with_heads(query, key, value, enable_gqa)
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    causal, mask, bias = False, None, None
+    if attn_mask is not None:
+        batch = (query.shape[0],) if lead is None else lead
+        mask, bias = mask_and_bias(attn_mask, query, (*batch, query.shape[1], seqlen_q, seqlen_k))
+    elif is_causal:
+        causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
+    if lead is None:
+        return o
+    o = o.unflatten(0, lead)
+    return o.flatten(0, dropped) if dropped else o
+
+
+def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], layer: str = LAYER) -> tuple[Mask | None, Tensor | None]:
+    """torch's attn_mask for scores of `sizes` (..., heads_q, seqlen_q, seqlen_k), as the mask and the bias of `tilewise.attention`.
+
+    Views where there is one batch dimension, but for a bias that broadcasts over keys. Raises ShapeError where it does not broadcast.
+    """
+    if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose import takes a second: it has no numbers
+        given = attn_mask.seq_len_q, attn_mask.seq_len_kv
+        if given != sizes[-2:]:
+            raise ShapeError(f"{layer}: attn_mask is a CausalBias of {given[0]} x {given[1]}, but the scores are {sizes[-2]} x {sizes[-1]}")
+        return (TOP_LEFT if attn_mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT), None
+    if not isinstance(attn_mask, Tensor):
+        raise ShapeError(
+            f"{layer}: attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}; other masks go to tilewise.attention"
+        )
+    shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)
+    if len(shape) != len(sizes) or any(got not in (1, size) for got, size in zip(shape, sizes, strict=True)):
+        raise ShapeError(
+            f"{layer}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to (..., heads, seqlen_q, seqlen_k) {tuple(sizes)}; "
+            "each size must be that or 1"
+        )
+    if attn_mask.dtype != torch.bool:
+        _check_additive(attn_mask, query, layer)
+    x, batch = attn_mask.reshape(shape), shape[:-3]
+    if len(batch) > 1:  # which are one for tilewise
+        x = x.expand(*(batch if all(size == 1 for size in batch) else sizes[:-3]), *shape[-3:]).flatten(0, -4)
+    if shape[-1] != sizes[-1]:
+        x = x.expand(*x.shape[:-1], sizes[-1])
+        x = x if attn_mask.dtype == torch.bool else x.contiguous()
+    return (Dense(x), None) if attn_mask.dtype == torch.bool else (None, x)
+
+
+def _check_additive(attn_mask: Tensor, query: Tensor, layer: str) -> None:
+    if attn_mask.dtype in (query.dtype, torch.float32):
+        return
+    if not attn_mask.is_floating_point() or not torch.is_autocast_enabled(query.device.type):
+        raise ShapeError(
+            f"{layer}: attn_mask must be torch.bool (True: visible), {query.dtype} as query is, or torch.float32 (added), got {attn_mask.dtype}; "
+            "write attn_mask != 0 or attn_mask.to(query.dtype)"
+        )
+
+
+def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int]:
+    """The tensors with one batch dimension, the batch dimensions that it stands for, and how many dimensions of size 1 were put in front."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if x.is_nested or x.dim() < 2:
+            found = "a nested tensor" if x.is_nested else f"shape {tuple(x.shape)}"
+            raise ShapeError(
+                f"{LAYER}: {name} must be a dense tensor (..., heads, seqlen, head_dim), got {found}; pack sequences for tilewise.attention_varlen"
+            )
+    missing = 4 - max(x.dim() for x in tensors.values())
+    full = [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x for x in tensors.values()]
+    try:
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in full))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ShapeError(f"{LAYER}: the batch dimensions (all but the last three) do not broadcast: {shapes}") from None
+    flat = (x if x.dim() == 4 and x.shape[:1] == lead else x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in full)
+    return *flat, tuple(lead), max(missing, 0)
+
+
+def _with_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with heads that tilewise takes: as many for keys as for values, of which those of queries are a multiple."""
+    heads_q, heads_k, heads_v = query.shape[1], key.shape[1], value.shape[1]
+    most = max(heads_q, heads_k, heads_v)
+    if enable_gqa and heads_k > 0 < heads_v and heads_q % heads_k == 0 == heads_q % heads_v:
+        most = heads_q
+    elif any(heads not in (1, most) for heads in (heads_q, heads_k, heads_v)):
+        raise ShapeError(
+            f"{LAYER}: query has {heads_q} heads, key {heads_k} and value {heads_v}; they must be equal or 1, or with enable_gqa=True those of query "
+            "a multiple of the others'"
+        )
+    query = query.expand(-1, most, -1, -1)
+    if heads_k == heads_v and most % heads_k == 0:
+        return query, key, value
+    return query, *(x.repeat_interleave(most // x.shape[1], dim=1) for x in (key, value))
+
+
+class Patch:
+    """What `patch` did; `remove()`, or the end of a `with`, undoes it."""
+
+    def __init__(self) -> None:
+        self._functional = torch.nn.functional
+        if not _patches:
+            _before.update(function=self._functional.scaled_dot_product_attention, fast=torch.backends.mha.get_fastpath_enabled())
+            self._functional.scaled_dot_product_attention = scaled_dot_product_attention
+            torch.backends.mha.set_fastpath_enabled(False)
+        _patches.append(self)
+
+    def remove(self) -> None:
+        """Put torch's function back once the last patch is removed; a second call does nothing. RuntimeError where someone else replaced ours."""
+        if self not in _patches:
+            return
+        if len(_patches) == 1:
+            if self._functional.scaled_dot_product_attention is not scaled_dot_product_attention:
+                raise RuntimeError(
+                    "torch.nn.functional.scaled_dot_product_attention was replaced after tilewise.compat.sdpa.patch(); undo that first, then remove()"
+                )
+            self._functional.scaled_dot_product_attention = _before["function"]
+            torch.backends.mha.set_fastpath_enabled(_before["fast"])
+        _patches.remove(self)
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+_patches: list[Patch] = []
+_before: dict[str, object] = {}  # what the first patch found
+
+
+def patch() -> Patch:
+    """Bind `torch.nn.functional.scaled_dot_product_attention` to ours, until the returned handle's `remove()` or the end of a `with patch():`.
+
+    This reaches whoever looks the function up in torch.nn.functional when it is called: most models, torch.nn.MultiheadAttention with
+    need_weights=False and torch.nn.TransformerEncoderLayer, whose fused inference path is off meanwhile. It misses a
+    `from torch.nn.functional import ...` made before, and C++. Patch before compiling.
+    """
+    return Patch()
+
+
+class CpuOverride:
+    """What `override_cpu` did; `remove()`, or the end of a `with`, undoes it."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", "CPU")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")  # which is what was asked for
+            self._library.impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
+            self._library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward)
+
+    def remove(self) -> None:
+        """Give the operators back to torch; a second call does nothing."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+            _override.clear()
+
+    def __enter__(self) -> "CpuOverride":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+_override: list[CpuOverride] = []
+
+
+def override_cpu() -> CpuOverride:
+    """Run the operators under torch's SDPA on CPUs with tilewise, until the returned handle's `remove()` or the end of a `with override_cpu():`.
+
+    This reaches every call that torch's dispatcher sends to its flash kernel, from Python, C++ and compiled programs: 4-D, without dropout, equal
+    head dimensions, no gradient of attn_mask. RuntimeError where it is on already.
+    """
+    if _override:
+        raise RuntimeError("tilewise.compat.sdpa.override_cpu() is on already; remove() the handle that it returned first")
+    _override.append(CpuOverride())
+    return _override[0]
+
+
+def cpu_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: O laid out as query, and LSE (batch, heads, seqlen_q) laid out as its fake kernel says."""
+    with torch.no_grad():  # autograd is above this
+        o, lse = operator.attend(_cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale))
+    return laid_out_as(o.transpose(1, 2), query), lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu_backward`: gradients of query, key and value."""
+    given = _cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale)._replace(grad=True)
+    with torch.no_grad():
+        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _cpu_operands(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+) -> operator.Operands:
+    if dropout_p > 0.0:
+        raise UnsupportedError(
+            "aten::_scaled_dot_product_flash_attention_for_cpu (tilewise): dropout_p must be 0; torch sends dropout elsewhere"
+        )
+    mask, bias = (TOP_LEFT if is_causal else Full()), None
+    if attn_mask is not None:
+        sizes = (*query.shape[:3], key.shape[2])
+        dense, bias = mask_and_bias(attn_mask, query, sizes, "aten::_scaled_dot_product_flash_attention_for_cpu (tilewise)")
+        mask = mask if dense is None else mask & dense
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = {"dropout": (0.0, None, 0), "softcap": 0.0, "alibi_slopes": None, "sink": None, "deterministic": False, "backend": None}
+    return operands(q, k, v, mask, scale=scale, bias=bias, **options)
+
+
+def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides of `torch.empty_like(like)`, which is of x's shape; x itself where it has them.
+
+    Compiled programs rely on what torch's fake kernels say.
+    """
+    dims = range(like.dim())
+    order = sorted(dims, key=like.stride, reverse=True)
+    if all(a >= b for a, b in zip(*([x.stride(dim) for dim in order][part] for part in (slice(None, -1), slice(1, None))), strict=True)):
+        return x
+    return torch.empty_like(like).copy_(x)

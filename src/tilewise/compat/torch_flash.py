@@ -1,0 +1,302 @@
+"""tilewise under torch's CUDA flash attention: SDPA, varlen_attn and context_parallel run on our kernels.
+
+torch (2.11 and later) has a registry of flash attention implementations. One that is activated overrides aten's flash operators on CUDA devices;
+below are these operators by their names, whose arguments and layouts are torch's: (batch, heads, seqlen, head_dim) where they are called
+scaled_dot_product, else (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cum_seq_q and cum_seq_k. Causal is bottom right:
+torch's SDPA, which aligns top left, sends causal calls with different lengths elsewhere.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.api import attention, operands
+from tilewise.compat.sdpa import laid_out_as
+from tilewise.decoding import decode
+from tilewise.errors import UnsupportedError
+from tilewise.masks import Causal, Full, Mask, SlidingWindow
+from tilewise.masks.constructors import Unread
+from tilewise.runtime import operator
+
+LAYER = "tilewise.compat.torch_flash"
+
+
+class Handle:
+    """What `register` did; `remove()` undoes it, and deactivates the implementation where it is active."""
+
+    def __init__(self, name: str) -> None:
+        from torch.nn.attention import _registry
+
+        self.name, self._registry = name, _registry
+        self._before = _registry._FLASH_ATTENTION_IMPLS.get(name)
+        self._activate: Callable[[], Kernels] | None = lambda: Kernels("CUDA")
+        torch.nn.attention.register_flash_attention_impl(name, register_fn=self._activate)
+
+    def remove(self) -> None:
+        """Take the name out of torch's registry, or put back what it stood for; a second call does nothing."""
+        if self._activate is None:
+            return
+        active = self._registry._FLASH_ATTENTION_ACTIVE
+        if active is not None and active[0] == self.name and isinstance(active[1], Kernels):
+            torch.nn.attention.restore_flash_attention_impl()
+        registered = self._registry._FLASH_ATTENTION_IMPLS
+        if registered.get(self.name) is self._activate:
+            if self._before is None:
+                del registered[self.name]
+            else:
+                registered[self.name] = self._before
+        self._activate = None
+
+
+def register(name: str = "tilewise") -> Handle:
+    """Offer tilewise to `torch.nn.attention.activate_flash_attention_impl(name)`; nothing changes before that call.
+
+    A name that torch knows, such as "FA3", stands for tilewise from then on: for those who activate that one themselves.
+    """
+    return Handle(name)
+
+
+class Kernels:
+    """aten's flash operators on one kind of device (torch's name of a dispatch key) as tilewise's, until `remove()`."""
+
+    def __init__(self, key: str) -> None:
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", key)
+        for kernel in KERNELS:
+            if hasattr(torch.ops.aten, kernel.__name__):  # torch 2.11 has not all
+                self._library.impl(kernel.__name__, kernel, key)
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int | None, ...]:
+    """(O, LSE, None, None, max_q, max_k, rng_state, unused, debug_mask), O laid out as query."""
+    _check_forward(dropout_p, return_debug_mask)
+    with torch.no_grad():  # autograd is above this
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
+        return laid_out_as(o.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each laid out as these."""
+    d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+    return tuple(laid_out_as(grad.transpose(1, 2), x) for grad, x in zip(grads, (query, key, value), strict=True))
+
+
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """(O, LSE, rng_state, unused, debug_mask); LSE (batch, heads, seqlen_q), packed (heads, total_q)."""
+    _check_forward(dropout_p, return_debug_mask)
+    if num_splits:
+        raise UnsupportedError(
+            f"{LAYER}: num_splits must be None or 0, got {num_splits}: tilewise itself decides how many blocks share the keys of a row, and does not "
+            "promise that results are independent of the batch; leave num_splits out"
+        )
+    mask = _window(is_causal, window_size_left, window_size_right)
+    with torch.no_grad():
+        if block_table is not None:
+            o, lse = _paged(query, key, value, cum_seq_q, max_q, mask, scale, seqused_k, alibi_slopes, block_table)
+        elif cum_seq_q is None:
+            if seqused_k is not None:
+                raise UnsupportedError(
+                    f"{LAYER}: seqused_k goes with cum_seq_q and cum_seq_k; cut the keys of plain batches, or use tilewise.decode"
+                )
+            o, lse = attention(query, key, value, mask=mask, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
+        else:
+            if alibi_slopes is not None:
+                raise UnsupportedError(
+                    f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
+                )
+            cum_seq_q, cum_seq_k = _used(cum_seq_q, cum_seq_k, seqused_k)
+            o, lse = (x.squeeze(0) for x in operator.attend(_packed(query, key, value, cum_seq_q, cum_seq_k, mask, scale)))
+        return laid_out_as(o, query), lse, *_unused(query)
+
+
+def _flash_attention_forward_no_dropout_inplace(out: Tensor, *operands, **options) -> Tensor:
+    """LSE; O goes into `out`. The other arguments are those of `_flash_attention_forward`."""
+    o, lse, *_ = _flash_attention_forward(*operands, **options)
+    out.copy_(o)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each laid out as these."""
+    mask = _window(is_causal, window_size_left, window_size_right)
+    if cum_seq_q is None:
+        grads = _gradients(grad_out, query, key, value, out, logsumexp, mask, dropout_p, scale)
+    else:
+        d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
+        mask = Unread(*_used(cum_seq_q, cum_seq_k, None), mask)
+        grads = (x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
+    return tuple(laid_out_as(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
+
+
+KERNELS = (
+    _scaled_dot_product_flash_attention,
+    _scaled_dot_product_flash_attention_backward,
+    _flash_attention_forward,
+    _flash_attention_backward,
+    _flash_attention_forward_no_dropout_inplace,
+)
+
+
+def _check_forward(dropout_p: float, return_debug_mask: bool) -> None:
+    if dropout_p > 0.0:
+        raise UnsupportedError(
+            f"{LAYER}: dropout_p must be 0, got {dropout_p}; torch.nn.attention.restore_flash_attention_impl() gives torch's kernels back, and "
+            "tilewise.attention(dropout_p=...) has dropout of its own"
+        )
+    if return_debug_mask:
+        raise UnsupportedError(f"{LAYER}: return_debug_mask must be False; no kernel of tilewise writes probabilities down")
+
+
+def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, unused and debug_mask, which nobody reads where there is no dropout."""
+    new = {"dtype": torch.uint64, "device": query.device}
+    return torch.empty(2, **new), torch.empty((), **new), query.new_empty(0)
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
+    """Bottom right; None and what is below 0 are unbounded."""
+    left, right = (None if size is None or size < 0 else int(size) for size in (left, right))
+    if is_causal:
+        right = 0
+    if left is None and right is None:
+        return Full()
+    return Causal() if left is None and right == 0 else SlidingWindow(left, right)
+
+
+def _used(cum_seq_q: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of documents without the keys beyond seqused_k, which go to documents of their own that have no queries."""
+    if cum_seq_k is None:
+        raise UnsupportedError(
+            f"{LAYER}: cum_seq_k must say where the keys of each sequence begin, got None, which only a block_table allows"
+        )
+    if seqused_k is None:
+        return cum_seq_q, cum_seq_k
+    queries = torch.cat((cum_seq_q[:1], cum_seq_q[1:].repeat_interleave(2)))
+    ends = cum_seq_k[:-1] + seqused_k.to(cum_seq_k.dtype)
+    return queries, torch.cat((torch.stack((cum_seq_k[:-1], ends), 1).flatten(), cum_seq_k[-1:]))
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask, scale: float | None
+) -> operator.Operands:
+    return _operands(q[None], k[None], v[None], Unread(cu_seqlens_q, cu_seqlens_k, inner), scale)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> operator.Operands:
+    options = {"softcap": 0.0, "alibi_slopes": None, "sink": None, "backend": None, "dropout": (0.0, None, 0)}
+    return operands(q, k, v, mask, scale=scale, deterministic=torch.are_deterministic_algorithms_enabled(), **options)
+
+
+def _gradients(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask, dropout_p: float, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_forward(dropout_p, False)
+    with torch.no_grad():
+        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))
+
+
+def _paged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    max_q: int,
+    mask: Mask,
+    scale: float | None,
+    seqused_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """O and LSE of packed queries against pages (pages, page_size, heads_k, head_dim), where each sequence has max_q queries."""
+    batch = block_table.shape[0]
+    if cum_seq_q is None or seqused_k is None or query.shape[0] != batch * max_q:
+        found = f"{query.shape[0]} queries for {batch} sequences of at most {max_q}"
+        raise UnsupportedError(
+            f"{LAYER}: block_table needs cum_seq_q, seqused_k and as many queries in every sequence, got {found}; call with sequences of one length "
+            "at a time, or gather the pages and leave block_table out"
+        )
+    q = query.view(batch, max_q, *query.shape[1:])
+    o, lse = decode(
+        q,
+        key,
+        value,
+        cache_seqlens=seqused_k,
+        page_table=block_table,
+        causal=False,
+        mask=mask,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
+    )
+    return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -1,0 +1,24 @@
+"""The guide's pages keep their promises: the Python blocks of each run in order, where what they import is installed."""
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "guide").glob("*.md"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks_run(page):
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    assert code
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for name in (
+        name for node in imports for name in ([node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    ):
+        if find_spec(name.partition(".")[0]) is None:
+            pytest.skip(f"{name} is not installed: pip install -c constraints.txt '.[test]'")
+    exec(compile(code, str(page), "exec"), {})
