@@ -217,3 +217,21 @@ REFUSED = {
 def test_refusals_name_the_argument_and_the_way_out(call, message):
     with pytest.raises(UnsupportedError, match=message):
         call()
+
+
+def test_calls_like_one_before_go_the_short_way_back(on_cpu, monkeypatch):
+    leaves = [normal(2, 33, 4, 16, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3)]
+
+    def step():
+        o = flash(*(x.transpose(1, 2) for x in leaves), True, None)[0]
+        return [o, *torch.autograd.grad(o, leaves, normal(*o.shape, dtype=torch.float32, seed=4))]
+
+    want = step()
+    torch_flash.repeats.forget()
+    monkeypatch.setattr(torch_flash.repeats, "gradients", lambda *operands: None)
+    for a, b in zip(step(), want, strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch_flash, "_gradients", lambda *operands: pytest.fail("the long way"))
+    for a, b in zip(step(), want, strict=True):
+        assert torch.equal(a, b)

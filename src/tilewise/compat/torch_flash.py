@@ -17,7 +17,7 @@ from tilewise.decoding import decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.masks.constructors import Unread
-from tilewise.runtime import operator
+from tilewise.runtime import operator, repeats
 
 LAYER = "tilewise.compat.torch_flash"
 
@@ -110,7 +110,11 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+    options = (is_causal, scale, 0.0, 0.0, False, None, None, True)  # those of the forward's attention, as repeats.py looks them up
+    with torch.no_grad():
+        grads = repeats.gradients(q, k, v, o, logsumexp, d_o, options)
+    if grads is None:
+        grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
     return tuple(laid_out_as(grad.transpose(1, 2), x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 

@@ -8,7 +8,7 @@ aborts the process on a nested tensor, so that is asked first. The gradient asks
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Known:
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of q, k and v, as `_layout` gives them
     check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
+    goes_back: bool | None = (
+        None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
+    )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.grad:
@@ -61,14 +64,7 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx, d_o):
         q, k, v, o, lse = ctx.saved_tensors
         known = ctx.known
-        if (
-            known.check_back is not None
-            and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
-            and known.check_back(q, k, v, o, lse, d_o)
-            and torch._C._len_torch_dispatch_stack() == 0
-            and not torch.is_grad_enabled()
-            and forward_ad._current_level < 0
-        ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o)):
+        if _may_go_back(known, q, k, v, o, lse, d_o):
             return *known.short.backward(q, k, v, o, lse, d_o), None
         return *operator.differentiate(o, lse, d_o, known.given._replace(q=q, k=k, v=v)), None
 
@@ -103,6 +99,19 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
     return known
 
 
+def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way."""
+    known = find(q, k, v, options)
+    if known is None:
+        return None
+    if known.goes_back is None:
+        problem = operator.call_of(known.given._replace(q=q, k=k, v=v)).problem
+        known.goes_back = choose(replace(problem, grad=True), known.given.backend) is choose(problem, known.given.backend)
+    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o):
+        return known.short.backward(q, k, v, o, lse, d_o)
+    return None
+
+
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
     if operator.traced() or given.dropout_p > 0.0 or not _plain(q, k, v):
@@ -135,6 +144,17 @@ def _same(options: tuple, others: tuple) -> bool:
     a, b, c, d, e, f, g, h = options
     i, j, k, l, m, n, o, p = others
     return a is i and b is j and c is k and d is l and e is m and f is n and g is o and h is p
+
+
+def _may_go_back(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
+    return (
+        known.check_back is not None
+        and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
+        and known.check_back(q, k, v, o, lse, d_o)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.is_grad_enabled()
+        and forward_ad._current_level < 0
+    ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o))
 
 
 def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
