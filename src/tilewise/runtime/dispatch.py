@@ -31,7 +31,8 @@ def named(name: str) -> Backend:
 @cache
 def reasons(problem: Problem) -> dict[str, list[str]]:
     """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""
-    return {backend.name: list(backend.why_not(problem)) for backend in backends()}
+    missing = {each.name: ["it keeps no largest scores (return_max_logits)"] for each in backends() if problem.row_max and not each.keeps_row_max}
+    return {backend.name: [*backend.why_not(problem), *missing.get(backend.name, [])] for backend in backends()}
 
 
 @cache
