@@ -222,7 +222,7 @@ def operands(
     sink: Tensor | None,
     deterministic: bool,
     backend: str | None,
-    row_max: bool,
+    row_max: bool = False,
     bias: Tensor | None = None,
 ) -> operator.Operands:
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""

@@ -106,6 +106,23 @@ def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = 
     return max(hold("o", o, expect.o), check_lse("lse", lse, expect.lse))
 
 
+@torch.no_grad()
+def check_row_max(call: Call, row_max: Tensor) -> float:
+    """Raise AssertionError unless each row's largest score is within LSE's tolerance, likewise; else the share of an allowance used (0..1)."""
+    ref, stats, shrink = reference.row_max(call), reference.lse_dtype(call.q.dtype), 1.0
+    scores = reference.visible_scores(reference.cast(call, torch.float64))
+    squares = (reference.fold(call, call.q.double().square()), call.k.double().square().transpose(1, 2), scores.visible)
+    terms = abs(call.scale) * torch.nn.functional.pad(reference.pair_products(*squares).sqrt(), (1, 0)).amax(-1).reshape(ref.shape)
+    measured, against = call, ref
+    if stats == torch.float64:
+        measured, shrink = reference.cast(call, torch.float32), 1.5 * math.sqrt(2.0) * 2.0**-29
+        against = reference.row_max(measured)
+    error = (reference.row_max(measured, torch.float32).double() - against).abs() * shrink
+    largest = float(ref.abs().masked_fill(~ref.isfinite(), 0.0).max()) if ref.numel() else 0.0
+    roundoff = (math.sqrt(call.head_dim) + 2.0 * largest) * torch.finfo(stats).eps / 2
+    return check_lse("row_max", row_max, Yardstick(ref, error, torch.maximum(terms, ref.abs()).clamp(min=1.0), stats, roundoff))
+
+
 def check_gradients(call: Call, grads: Gradients, d_o: Tensor, d_lse: Tensor | None = None, expect: Expected | None = None) -> float:
     """Raise AssertionError unless every gradient is within tolerance; else the largest share of an allowance that they use (0..1).
 
