@@ -95,7 +95,10 @@ def test_heads_that_see_nothing_and_scores_that_are_not_finite(backend):
 def test_without_rows_or_keys(backend, seqlen_q, seqlen_k):
     q, k, v = qkv(seqlen_q, seqlen_k)
     _, found = tw.attention(q, k, v, sink=torch.ones(4), backend=backend, return_max_logits=True)
-    close(found, largest(q, k, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)) if seqlen_q * seqlen_k else torch.full((2, 4), -torch.inf).double())
+    close(
+        found,
+        largest(q, k, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)) if seqlen_q * seqlen_k else torch.full((2, 4), -torch.inf).double(),
+    )
 
 
 def test_the_dtype_of_fp64():
@@ -111,7 +114,7 @@ def test_of_documents(backend):
     cu_q, cu_k = torch.tensor([0, 20, 20, 45, 60], dtype=torch.int32), torch.tensor([0, 40, 50, 50, 90])
     slopes = normal(4, seed=5).abs()
     for options in ({"causal": True}, {"mask": tw.SlidingWindow(3, 0), "alibi_slopes": slopes, "softcap": 1.5}):
-        o, lse, found = tw.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, return_lse=True, return_max_logits=True, **options)
+        o, _, found = tw.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, return_lse=True, return_max_logits=True, **options)
         assert found.shape == (4, 4) and (found[1] == -math.inf).all() and (found[2] == -math.inf).all()
         for n in (0, 3):
             one, each = (slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))
@@ -176,7 +179,9 @@ def test_under_vmap():
     loop = [tw.attention(q, k, v, causal=True, return_max_logits=True) for q in many]
     assert all(torch.equal(x, torch.stack(each)) for x, each in zip(got, zip(*loop, strict=True), strict=True))
     got = torch.vmap(lambda q, bias: tw.attention(q, k, v, bias=bias, return_max_logits=True)[1])(many, bias)
-    assert torch.equal(got, torch.stack([tw.attention(q, k, v, bias=b, return_max_logits=True)[1] for q, b in zip(many, bias, strict=True)]))
+    assert torch.equal(
+        got, torch.stack([tw.attention(q, k, v, bias=b, return_max_logits=True)[1] for q, b in zip(many, bias, strict=True)])
+    )
     plain = torch.func.grad(lambda q: tw.attention(q, k, v, causal=True).square().sum())(q)
 
     def loss(q):

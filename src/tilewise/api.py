@@ -95,8 +95,9 @@ def attention(
         dropout=(dropout_p, dropout_seed, dropout_offset),
         deterministic=deterministic,
         backend=backend,
-        row_max=return_max_logits,
     )
+    if return_max_logits:
+        given = given._replace(row_max=True)
     o, lse, row_max = operator.attend(given)
     if alone:
         repeats.remember(*tensors, options, given)
@@ -168,13 +169,12 @@ def attention_varlen(
         dropout=(dropout_p, dropout_seed, dropout_offset),
         deterministic=deterministic,
         backend=backend,
-        row_max=return_max_logits,
     )
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
     documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
     text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse, row_max = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
+    o, lse, row_max = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal, row_max=return_max_logits))
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     if return_max_logits:
         largest = _largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
@@ -204,9 +204,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
     mask = combine(wanted["causal"], wanted["mask"])
-    given = operands(q, k, v, mask, dropout=dropout, row_max=wanted["return_max_logits"], **{name: wanted[name] for name in names})
+    given = operands(q, k, v, mask, dropout=dropout, **{name: wanted[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
-    return describe(operator.call_of(given), given.backend, copied)
+    return describe(operator.call_of(given._replace(row_max=wanted["return_max_logits"])), given.backend, copied)
 
 
 def operands(
@@ -222,7 +222,6 @@ def operands(
     sink: Tensor | None,
     deterministic: bool,
     backend: str | None,
-    row_max: bool = False,
     bias: Tensor | None = None,
 ) -> operator.Operands:
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""
@@ -261,7 +260,7 @@ def operands(
         dropout_p=float(dropout_p),
         deterministic=deterministic,
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
-        row_max=row_max,
+        row_max=False,
         backend=backend,
     )
 

@@ -31,8 +31,12 @@ def named(name: str) -> Backend:
 @cache
 def reasons(problem: Problem) -> dict[str, list[str]]:
     """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""
-    missing = {each.name: ["it keeps no largest scores (return_max_logits)"] for each in backends() if problem.row_max and not each.keeps_row_max}
-    return {backend.name: [*backend.why_not(problem), *missing.get(backend.name, [])] for backend in backends()}
+    return {backend.name: _why_not(backend, problem) for backend in backends()}
+
+
+def _why_not(backend: Backend, problem: Problem) -> list[str]:
+    lacks = problem.row_max and not backend.keeps_row_max
+    return [*backend.why_not(problem), *(["it keeps no largest scores (return_max_logits)"] if lacks else [])]
 
 
 @cache

@@ -79,8 +79,8 @@ def _forward(*operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """O (batch, seqlen_q, heads_q, head_dim_v), LSE and, with `row_max`, the rows' largest scores, both (batch, heads_q, seqlen_q)."""
     given = Operands(*operands)
     call = call_of(given)
-    o, lse, *largest = choose(call.problem, given.backend).forward(call)
-    return o.contiguous(), lse.contiguous(), largest[0].contiguous() if largest else None  # as the fake kernels say, whatever the backend finds natural
+    o, lse, *largest = (x.contiguous() for x in choose(call.problem, given.backend).forward(call))  # as the fake kernels say
+    return o, lse, largest[0] if largest else None
 
 
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32. Its *magnitude* is |ref| or, where
   that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products. For fp16 and bf16,
   whose products matrix units add up truncating, its naive error is at least the typical one, as for few rows below.
+- *row_max*, each row's largest score, is held as LSE is, by the naive formula's own maximum in fp32.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
   the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
   autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.

@@ -83,7 +83,7 @@ class Tiled(Backend):
         return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs, strict=True)))
 
 
-def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
     """O (batch, heads_k, queries, group, head_dim_v), LSE and the largest score (batch, heads_k, queries, group) of one block of queries."""
     span = block.start, block.stop
     rows = scores.q[:, scores.rows(*span)]
@@ -103,14 +103,16 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     wide = _statistics_dtype(l.device)
     m, l, acc_o = (scores.split(m).to(wide) * scores.unit), scores.split(l).to(wide), scores.split(acc_o)
-    row_max = torch.where(l.isnan(), l, m).masked_fill(l == 0.0, -math.inf)  # a row that sees nothing still has the m that it started with
+    row_max = None
+    if scores.call.row_max:  # a row that sees nothing still has the m that it started with
+        row_max = torch.where(l.isnan(), l, m).masked_fill(l == 0.0, -math.inf).squeeze(-1)
     if scores.call.sink is not None:
         sink = scores.part.per_head(scores.call.sink).to(wide)[:, None, :, None]
         m_new = torch.maximum(m, sink).clamp_(min=torch.finfo(scores.dtype).min)  # no difference of infinities
         rescale = torch.exp(m - m_new)
         m, l, acc_o = m_new, l * rescale + torch.exp(sink - m_new), acc_o * rescale.to(acc_o.dtype)  # Eq. 33
     lse = m + l.log()  # Eq. 18
-    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1), row_max.squeeze(-1)  # Eq. 17
+    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1), row_max  # Eq. 17
 
 
 class Rows:

@@ -134,4 +134,4 @@ def largest(row_max: cute.Tensor, total: cute.Tensor, partials: Partials, begin:
         for r in range_constexpr(fragments.ROWS):
             row_max[r] = arch.fmax(row_max[r], part[r])
     for r in range_constexpr(fragments.ROWS):
-        row_max[r] = row_max[r] if total[r] == total[r] else total[r]  # noqa: PLR0124
+        row_max[r] = row_max[r] if total[r] == total[r] else total[r]

@@ -232,5 +232,5 @@ def largest(rows: fragments.Rows, config: Constexpr) -> cute.Tensor | None:
         for r in range_constexpr(fragments.ROWS):
             l = arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
             m = rows.m[r] if const_expr(config.natural) else rows.m[r] * LN2
-            row_max[r] = m if l == l else l  # noqa: PLR0124
+            row_max[r] = m if l == l else l
     return row_max
