@@ -37,7 +37,8 @@ def attention(
     deterministic: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
     Args:
@@ -59,10 +60,14 @@ def attention(
         deterministic: only backends whose gradients are bit-identical from run to run.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
+        return_max_logits: also return, last, each head's largest score, as QK-clip wants it (MuonClip, Kimi Team 2025).
 
     Returns:
         O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, and with `return_lse` LSE (batch, heads_q, seqlen_q), natural logarithm, fp32
         (fp64 for fp64 inputs), differentiable. A row that sees no key gives O = 0, LSE = -inf (the sink's logit where there is one), zero gradients.
+        With `return_max_logits` also (batch, heads_q), fp32 (fp64 for fp64 inputs), without gradient: the largest of the scores s (after scale,
+        softcap, bias and ALiBi) among the pairs that the mask allows, the sink not among them, dropout or not; -inf for a head that sees no pair, NaN
+        for one of which a visible score is NaN or +inf, as a clip by infinity would zero the weights without a word.
 
     Raises:
         ShapeError: a tensor of the wrong shape, dtype, device or layout.
@@ -70,13 +75,13 @@ def attention(
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
-    alone = bias is None and alibi_slopes is None and sink is None
+    alone = bias is None and alibi_slopes is None and sink is None and return_max_logits is False
     if alone and (known := repeats.find(q, k, v, options)) is not None:
         return known(q, k, v)
     tensors = q, k, v
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
-    errors.check_flag("return_lse", return_lse)
+    check_returns(return_lse, return_max_logits)
     given = operands(
         q,
         k,
@@ -91,9 +96,14 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    o, lse = operator.attend(given)
+    if return_max_logits:
+        given = given._replace(row_max=True)
+    o, lse, row_max = operator.attend(given)
     if alone:
         repeats.remember(*tensors, options, given)
+    if return_max_logits:
+        largest = _largest(row_max)
+        return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o
 
 
@@ -116,7 +126,8 @@ def attention_varlen(
     deterministic: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
     Equal to a loop of `attention` over the documents; `causal` and `mask` apply within each document, with its own lengths.
@@ -130,7 +141,8 @@ def attention_varlen(
     The other arguments are those of `attention`; random numbers of dropout count packed positions.
 
     Returns:
-        O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs).
+        O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also
+        (documents, heads_q), the largest score of each document and head.
 
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
@@ -144,7 +156,7 @@ def attention_varlen(
         raise ValueError(
             "mask of packed documents must be one Mask for all heads, got a mapping of head ranges; call attention_varlen per range"
         )
-    errors.check_flag("return_lse", return_lse)
+    check_returns(return_lse, return_max_logits)
     given = operands(
         q[None],
         k[None],
@@ -162,8 +174,11 @@ def attention_varlen(
     documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
     text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
     diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
+    o, lse, row_max = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal, row_max=return_max_logits))
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
+    if return_max_logits:
+        largest = _largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
+        return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o
 
 
@@ -182,15 +197,16 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     if unknown := options.keys() - known.keys():
         raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(known)}")
     wanted = known | options
-    errors.check_flag("return_lse", wanted["return_lse"])
+    check_returns(wanted["return_lse"], wanted["return_max_logits"])
     seed = 0 if wanted["dropout_seed"] is None else wanted["dropout_seed"]  # nothing is drawn from torch's generator
     dropout = wanted["dropout_p"], seed, wanted["dropout_offset"]
     q, k, v, wanted["bias"] = autocast(q, k, v, wanted["bias"])
     errors.check_qkv(q, k, v)
     names = ("scale", "softcap", "bias", "alibi_slopes", "sink", "deterministic", "backend")
-    given = operands(q, k, v, combine(wanted["causal"], wanted["mask"]), dropout=dropout, **{name: wanted[name] for name in names})
+    mask = combine(wanted["causal"], wanted["mask"])
+    given = operands(q, k, v, mask, dropout=dropout, **{name: wanted[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
-    return describe(operator.call_of(given), given.backend, copied)
+    return describe(operator.call_of(given._replace(row_max=wanted["return_max_logits"])), given.backend, copied)
 
 
 def operands(
@@ -244,8 +260,14 @@ def operands(
         dropout_p=float(dropout_p),
         deterministic=deterministic,
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
+        row_max=False,
         backend=backend,
     )
+
+
+def check_returns(return_lse: bool, return_max_logits: bool) -> None:
+    errors.check_flag("return_lse", return_lse)
+    errors.check_flag("return_max_logits", return_max_logits)
 
 
 def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
@@ -309,5 +331,26 @@ def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int,
     ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     if ends_q.shape[0] == 0:
         return ends_q.new_zeros(total_q)
-    document = torch.searchsorted(ends_q, torch.arange(total_q, dtype=torch.int64, device=device), right=True)
-    return (ends_k - ends_q)[document.clamp(max=ends_q.shape[0] - 1)]
+    return (ends_k - ends_q)[_document_of(ends_q, total_q)]
+
+
+def _document_of(ends: Tensor, total: int) -> Tensor:
+    """(total,) int64: the document of each token, from the documents' ends, (documents,) int64; the last one's for those behind it."""
+    document = torch.searchsorted(ends, torch.arange(total, dtype=torch.int64, device=ends.device), right=True)
+    return document.clamp(max=ends.shape[0] - 1)
+
+
+def _largest(row_max: Tensor) -> Tensor:
+    """(..., heads_q) of (..., heads_q, seqlen_q): NaN where a row has it, -inf where there are no rows."""
+    return torch.nn.functional.pad(row_max.detach(), (1, 0), value=-torch.inf).amax(-1)
+
+
+def _largest_of_documents(row_max: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """(documents, heads_q) of (heads_q, total_q), likewise; tokens after the last document see nothing, and have -inf."""
+    heads, total = row_max.shape
+    ends = cu_seqlens_q[1:].to(row_max.device, torch.int64)
+    largest = row_max.new_full((ends.shape[0], heads), -torch.inf)
+    if ends.shape[0] == 0:
+        return largest
+    document = _document_of(ends, total)[:, None].expand(total, heads)
+    return largest.scatter_reduce(0, document, row_max.detach().T, "amax")

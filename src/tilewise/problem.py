@@ -49,6 +49,7 @@ class Problem:
     k_dtype: torch.dtype | None = None  # where it is not `dtype`, which is q's
     v_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None  # of O
+    row_max: bool = False
 
     @property
     def mixed(self) -> list[str]:
@@ -84,6 +85,7 @@ class Call:
     deterministic: bool = False
     grad: bool = False
     out_dtype: torch.dtype | None = None  # of O, where it is not q's
+    row_max: bool = False  # whether the forward also gives each row's largest score
 
     @property
     def batch(self) -> int:
@@ -137,6 +139,7 @@ class Call:
             None if self.k.dtype == self.q.dtype else self.k.dtype,
             None if self.v.dtype == self.q.dtype else self.v.dtype,
             None if self.out_dtype == self.q.dtype else self.out_dtype,
+            self.row_max,
         )
 
 

@@ -71,6 +71,12 @@ def _varlen(q, k, v, cu_q, cu_k, slopes, sink) -> tuple[Tensor, ...]:
     return tw.attention_varlen(q, k, v, cu_q, cu_k, alibi_slopes=slopes, sink=sink, return_lse=True)
 
 
+def _with_largest(q, k, v) -> tuple[Tensor, ...]:
+    """The largest scores have no gradient, so they come with what has one."""
+    o, lse, largest = tw.attention(q, k, v, causal=True, return_lse=True, return_max_logits=True)
+    return o, lse * largest[..., None]
+
+
 def _seeded(q, k, v) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     return (tw.attention(q, k, v, dropout_p=0.5),)
@@ -110,6 +116,7 @@ QKV = ("q", "k", "v")
 FUNCTIONS = {
     "attention": Function(qkv, lambda q, k, v: (tw.attention(q, k, v, causal=True),), QKV),
     "attention, lse": Function(qkv, lambda q, k, v: tw.attention(q, k, v, mask=tw.SlidingWindow(3, 0), return_lse=True), QKV),
+    "attention, largest scores": Function(qkv, _with_largest, QKV),
     "attention, every operand": Function(_with_everything, _everything, (*QKV, "bias", "sink")),
     "attention, tiled": Function(_with_everything, partial(_everything, backend="tiled"), (*QKV, "bias", "sink")),
     "attention, seed drawn": Function(qkv, _seeded, QKV),

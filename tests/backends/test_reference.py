@@ -107,6 +107,23 @@ def test_rows_that_see_nothing():
     assert (grads.q[:, :2] == 0).all() and all(g.isfinite().all() for g in grads[:3])
 
 
+def test_the_largest_scores_of_rows():
+    """Keys that are one-hot choose a number of q as the score; rows that see nothing have -inf, and so have those of -inf."""
+    case = replace(SMALL, seqlen_q=7, seqlen_k=5, mask=Causal(), scale=2.0, sink=True)
+    call = replace(make(case), row_max=True)
+    call.k[:] = 0.0
+    for key in range(2):
+        call.k[:, key, :, key] = 1.0
+    seen = 2.0 * call.q[..., :2].transpose(1, 2)
+    seen[:, :, :2], seen[:, :, 2, 1] = -torch.inf, -torch.inf  # queries 0 and 1 come before the first key, query 2 before the second
+    want = seen.amax(-1)
+    want[:, :, 4:] = want[:, :, 4:].clamp(min=0.0)  # the other keys
+    torch.testing.assert_close(Reference().forward(call)[2], want, rtol=0, atol=0)
+    call.k[:, 2, :, 2] = torch.inf
+    _, _, row_max = Reference().forward(replace(call, q=call.q.abs()))
+    assert row_max[:, :, 4:].isnan().all() and not row_max[:, :, :4].isnan().any()
+
+
 def test_rows_that_see_only_the_sink():
     case = replace(SMALL, seqlen_q=7, seqlen_k=5, mask=Causal(), sink=True, lse_grad=True)
     call, (d_o, d_lse) = make(case), upstream(case)

@@ -50,6 +50,11 @@ def test_infinities_of_both_signs(mask):
     conformance.run_overflown(Tiled(32, 16), Case(seqlen_q=150, seqlen_k=150, mask=mask, dtype="bf16"))
 
 
+@named(SMALL[2::3])
+def test_largest_scores(case):
+    conformance.run_row_max(Tiled(32, 16), case)
+
+
 @pytest.mark.parametrize("form", conformance.CLOSED_FORMS)
 def test_closed_forms(form):
     conformance.CLOSED_FORMS[form](Tiled())

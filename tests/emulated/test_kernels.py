@@ -224,6 +224,48 @@ def test_scores_below_zero(dtype):
         tolerance.check_outputs(changed := replace(call, q=q, k=k), *Emulated().forward(changed))
 
 
+LARGEST = [
+    dict(mask=Causal(), softcap=5.0, alibi="h", sink=True, seqlen_k=200),
+    dict(mask=Full(), seqlen_k=400),
+    dict(mask=Full(), seqlen_k=300, head_dim=256),
+    dict(mask=Causal(), head_dim=128),
+    dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130),
+    dict(mask=random_mask(150, 150), softcap=2.0),
+    dict(mask=SlidingWindow(40, 3), bias="hq", bias_hides=True, sink=True),
+    dict(mask=Causal(), batch=2, seqlen_q=1, seqlen_k=300, heads_q=4, heads_k=2),
+    dict(mask=Full(), batch=2, seqlen_q=30, seqlen_k=140),
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(each, marks=pytest.mark.slow if i else ()) for i, each in enumerate(LARGEST)],
+    ids=lambda each: Case(**SMALL | each).id,
+)
+def test_largest_scores(changes):
+    """Of scores as they come, of those that ascend from tile to tile or descend, and all below 0; beside NaN and an infinity, hidden and visible."""
+    case = Case(**SMALL | changes)
+    conformance.run_row_max(Emulated(), case)
+    call = replace(make(case, 1), row_max=True)
+    slope = torch.linspace(0.1, 2.0, case.seqlen_k)[None, :, None, None]
+    for k in (call.k.abs() * slope, -call.k.abs() * slope.flip(1), call.k):
+        changed = replace(call, q=call.q.abs(), k=k.to(call.k.dtype))
+        if k is call.k:
+            changed.k[0, case.seqlen_k // 3, 0, 2], changed.k[0, case.seqlen_k * 7 // 8, 0, 3] = math.inf, math.nan
+        tolerance.check_row_max(changed, Emulated().forward(changed)[2])
+
+
+def test_largest_scores_of_shared_units():
+    """Thread blocks that have some of the keys each: the largest may be any one's."""
+    call = replace(make(Case(**SMALL | dict(mask=Full(), seqlen_q=20, seqlen_k=2300, heads_q=1)), 2), row_max=True)
+    backend = Emulated()
+    for key in (0, 1100, 2299):
+        call.k[:, key] = call.q[:, :1, :1, :].squeeze(2) * 3
+        for value in (3.0, math.nan):
+            call.k[:, key, 0, 0] = value
+            tolerance.check_row_max(call, backend.forward(call)[2])
+
+
 def without(pattern: str, instead: str = ""):
     """PTX with something else where the pattern matches, which it has to."""
 

@@ -13,7 +13,10 @@ EDITS = {
     "api.py": [
         ("    bias: Tensor | None = None,\n    alibi", "    bias: Tensor | None = None,\n    warmth: Tensor | None = None,\n    alibi"),
         ("alone = bias is None and", "alone = warmth is None and bias is None and"),
-        ("o, lse = operator.attend(given)\n    if alone", "o, lse = operator.attend(given._replace(warmth=warmth))\n    if alone"),
+        (
+            "o, lse, row_max = operator.attend(given)\n    if alone",
+            "o, lse, row_max = operator.attend(given._replace(warmth=warmth))\n    if alone",
+        ),
         ("        diagonal=None,\n", "        diagonal=None,\n        warmth=None,\n"),
     ],
     "runtime/operator.py": [("    diagonal: Tensor | None\n    rng", "    diagonal: Tensor | None\n    warmth: Tensor | None\n    rng")],

@@ -18,12 +18,21 @@ def qkv(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_k=2, head_dim=3, head_
 def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
     tensors = []
     absent = dict.fromkeys(("bias", "alibi_slopes", "sink", "diagonal", "rng", "scale", "backend"))
-    settings = {"softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "grad": True, "mask": mask.text(tensors), "mask_tensors": tensors}
+    settings = {
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+        "grad": True,
+        "row_max": False,
+        "mask": mask.text(tensors),
+        "mask_tensors": tensors,
+    }
     return tuple(operator.Operands(**(dict(q=q, k=k, v=v) | absent | settings | fields)))
 
 
 OPCHECKS = {
     "plain": {},
+    "largest scores": {"row_max": True},
     "sink": {"sink": torch.randn(4, dtype=torch.float64, requires_grad=True)},
     "bias": {"bias": torch.randn(1, 4, 1, 7, dtype=torch.float64, requires_grad=True)},
     "dropout": {"rng": torch.tensor([3, 4]), "dropout_p": 0.25},

@@ -74,11 +74,14 @@ CHANGED = [
     ((128, 128), "all", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
     ((64, 64), "interval", {"alibi": True}),
     *((dims, ("all", "interval")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
+    ((64, 64), "all", {"row_max": True}),
+    ((256, 256), "causal", EVERY_CHANGE | {"row_max": True}),
 ]
 CHANGED_TOO = [
     *((dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("all", "interval")),
     *((dims, "causal", {"softcap": True}) for dims in forward.TILES),
     *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
+    *((dims, sees, {"row_max": True}) for dims in forward.TILES for sees in ("all", "causal", "interval")),
 ]
 RUNS = [(dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("rows", "runs")]
 

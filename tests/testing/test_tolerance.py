@@ -48,6 +48,22 @@ def test_two_ulps_are_free():
         check("o", (ref + 3.0 * eps).float(), ref, ref)
 
 
+def test_a_maximum_of_too_few_keys_fails():
+    """One that stopped moving before the last tile, that counts the sink, or that lost a NaN; rounded once more it passes."""
+    case = Case(seqlen_q=60, seqlen_k=90, head_dim=16, mask=Causal(), sink=True)
+    call = replace(make(case), row_max=True)
+    row_max = Reference().forward(call)[2]
+    assert tolerance.check_row_max(call, row_max * (1 + 1e-7)) > 0.0
+    stale = Reference().forward(replace(call, k=call.k[:, :64], v=call.v[:, :64], mask=Causal("top_left")))[2]
+    for wrong in (stale, torch.maximum(row_max, call.sink[:, None] + 3.0), row_max * (1 + 1e-5), row_max[..., :-1]):
+        with pytest.raises(AssertionError, match="row_max"):
+            tolerance.check_row_max(call, wrong)
+    call.k[0, 70, 0, 3] = torch.nan
+    assert Reference().forward(call)[2].isnan().any()
+    with pytest.raises(AssertionError, match="expected nan"):
+        tolerance.check_row_max(call, row_max)
+
+
 def test_what_a_flushed_probability_multiplies_counts():
     """A weight of 1e-39 is taken for 0 by kernels; beside q of 64 times the usual size that is 64 times as much, and no more."""
     case = Case(seqlen_q=300, seqlen_k=300, head_dim=16)

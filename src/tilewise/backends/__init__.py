@@ -25,6 +25,7 @@ class Backend(Protocol):
     """
 
     name: str
+    keeps_row_max: bool = False  # whether `forward` serves calls with `row_max`; those without are passed over (runtime/dispatch.py)
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
@@ -34,8 +35,12 @@ class Backend(Protocol):
         """(tile_m, tile_n) that this backend would use for `call`; None where it does not tile."""
         raise NotImplementedError
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs)."""
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs).
+
+        With `call.row_max` a third, shaped and typed as LSE: the largest score of each row that the softmax sees before the sink, which is after
+        scale, softcap, bias and ALiBi; -inf for a row that sees no key, NaN where a visible score is NaN or +inf, and the row has no softmax.
+        """
         raise NotImplementedError
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:

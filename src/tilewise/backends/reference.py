@@ -28,6 +28,7 @@ class Reference(Backend):
     """The fp64 oracle as a backend. It takes every problem; its memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
+    keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
         return []
@@ -36,10 +37,12 @@ class Reference(Backend):
         return None
 
     @torch.no_grad()
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O in q's dtype, or call.out_dtype, LSE in fp32 (fp64 for fp64), both rounded from fp64."""
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O in q's dtype, or call.out_dtype, LSE and the rows' largest scores in fp32 (fp64 for fp64), all rounded from fp64."""
         o, lse = eager(call)
-        return o.to(call.out_dtype or call.q.dtype), lse.to(lse_dtype(call.q.dtype))
+        statistics = lse_dtype(call.q.dtype)
+        largest = (row_max(call).to(statistics),) if call.row_max else ()
+        return o.to(call.out_dtype or call.q.dtype), lse.to(statistics), *largest
 
     @torch.no_grad()
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -83,6 +86,13 @@ def eager(call: Call, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
     keep = dropout_factor(call)
     p = p if keep is None else p * keep
     return unfold(call, Weigh.apply(p, call.v.transpose(1, 2), scores.visible)), lse.reshape(call.batch, call.heads_q, call.seqlen_q)
+
+
+def row_max(call: Call, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The largest visible score of each row, (batch, heads_q, seqlen_q) in `dtype`; NaN where a visible score is NaN or +inf."""
+    s = visible_scores(cast(call, dtype)).s
+    largest = torch.nn.functional.pad(s, (1, 0), value=-INF).amax(-1)  # NaN where a score is
+    return largest.masked_fill(largest == INF, torch.nan).reshape(call.batch, call.heads_q, call.seqlen_q)
 
 
 def autograd(call: Call, d_o: Tensor, d_lse: Tensor | None, dtype: torch.dtype) -> Gradients:

@@ -31,7 +31,12 @@ def named(name: str) -> Backend:
 @cache
 def reasons(problem: Problem) -> dict[str, list[str]]:
     """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""
-    return {backend.name: list(backend.why_not(problem)) for backend in backends()}
+    return {backend.name: _why_not(backend, problem) for backend in backends()}
+
+
+def _why_not(backend: Backend, problem: Problem) -> list[str]:
+    lacks = problem.row_max and not backend.keeps_row_max
+    return [*backend.why_not(problem), *(["it keeps no largest scores (return_max_logits)"] if lacks else [])]
 
 
 @cache

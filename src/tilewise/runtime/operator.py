@@ -42,6 +42,7 @@ class Operands(NamedTuple):
     dropout_p: float
     deterministic: bool
     grad: bool
+    row_max: bool
     backend: str | None
 
 
@@ -74,12 +75,12 @@ def named(given: NamedTuple) -> dict[str, Tensor | None]:
     return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
 
 
-def _forward(*operands) -> tuple[Tensor, Tensor]:
-    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
+def _forward(*operands) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O (batch, seqlen_q, heads_q, head_dim_v), LSE and, with `row_max`, the rows' largest scores, both (batch, heads_q, seqlen_q)."""
     given = Operands(*operands)
     call = call_of(given)
-    o, lse = choose(call.problem, given.backend).forward(call)
-    return o.contiguous(), lse.contiguous()  # as the fake kernels say, whatever the backend finds natural
+    o, lse, *largest = (x.contiguous() for x in choose(call.problem, given.backend).forward(call))  # as the fake kernels say
+    return o, lse, largest[0] if largest else None
 
 
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
@@ -91,11 +92,12 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
 
 
-def _forward_kernel(*operands) -> tuple[Tensor, Tensor]:
-    """`_forward` of tensors that nobody has looked at."""
+def _forward_kernel(*operands) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward` of tensors that nobody has looked at; the largest scores empty where they are not wanted."""
     _refuse_tangents_forward(*operands)
     errors.check_memory(**named(Operands(*operands)))
-    return _forward(*operands)
+    o, lse, row_max = _forward(*operands)
+    return o, lse, lse.new_empty(0) if row_max is None else row_max
 
 
 def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
@@ -113,7 +115,7 @@ def _refuse_tangents_backward(*operands) -> None:
     refuse_tangents(_tensors(operands))
 
 
-forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor)")
 backward = torch.library.custom_op(
     "tilewise::backward",
     _backward_kernel,
@@ -123,10 +125,12 @@ backward = torch.library.custom_op(
 
 
 @forward.register_fake
-def _(q, k, v, *_args):
-    batch, seqlen_q, heads_q, _ = q.shape
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((batch, seqlen_q, heads_q, v.shape[-1])), q.new_empty((batch, heads_q, seqlen_q), dtype=statistics)
+def _(*operands):
+    given = Operands(*operands)
+    q, (batch, seqlen_q, heads_q, _) = given.q, given.q.shape
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    o = q.new_empty((batch, seqlen_q, heads_q, given.v.shape[-1]))
+    return o, lse, torch.empty_like(lse) if given.row_max else lse.new_empty(0)
 
 
 @backward.register_fake
@@ -137,8 +141,10 @@ def _(o, lse, d_o, d_lse, bias_grad, *operands):
 
 
 def _setup_context(ctx, inputs, output):
-    given = Operands(*inputs)
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, *output))
+    given, (o, lse, row_max) = Operands(*inputs), output
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, o, lse))
+    if row_max is not None:
+        ctx.mark_non_differentiable(row_max)
     ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
     ctx.set_materialize_grads(False)
 
@@ -156,7 +162,7 @@ def _differentiate(ctx, d_o, d_lse, choose_way):
     return tuple(grads)
 
 
-def _differentiate_operator(ctx, d_o, d_lse):
+def _differentiate_operator(ctx, d_o, d_lse, _):
     grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: backward))
     grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
     return tuple(grads)
@@ -212,7 +218,7 @@ class _Forward(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx, d_o, d_lse):
+    def backward(ctx, d_o, d_lse, _):
         return _differentiate(ctx, d_o, d_lse, _way_back)
 
     @staticmethod
@@ -230,7 +236,7 @@ class _Eager(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, d_o, d_lse):
+    def backward(ctx, d_o, d_lse, _):
         return _differentiate(ctx, d_o, d_lse, _way_back)
 
     @staticmethod
@@ -275,8 +281,8 @@ def gradients_on() -> bool:
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
 
 
-def attend(operands: Operands) -> tuple[Tensor, Tensor]:
-    """O and LSE, by the shortest way that all who watch allow."""
+def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O, LSE and the rows' largest scores (None or empty without `row_max`), by the shortest way that all who watch allow."""
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if traced():
         refuse_tangents(tensors)

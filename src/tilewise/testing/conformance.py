@@ -45,6 +45,18 @@ def run_forward(backend: Backend, case: Case, seed: int = 0, device: Device = "c
     return used
 
 
+def run_row_max(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
+    """O, LSE and each row's largest score of a call that wants it, with all that is hidden, or allocated, poisoned."""
+    call = replace(make(case, seed, device), row_max=True)
+    poisoned, guards = poison.guard(poison.hide(call, call.q)[0])
+    _require_support(backend, poisoned)
+    with poison.memory():
+        o, lse, row_max = backend.forward(poisoned)
+    for name, guard in guards.items():
+        guard.verify(name)
+    return max(tolerance.check_outputs(call, o, lse), tolerance.check_row_max(call, row_max))
+
+
 def run_hidden(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
     """As `run_case`, with NaN and infinities in all that the mask hides and around every input: the result must not change."""
     call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)

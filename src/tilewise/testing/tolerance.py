@@ -15,6 +15,7 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32. Its *magnitude* is |ref| or, where
   that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products. For fp16 and bf16,
   whose products matrix units add up truncating, its naive error is at least the typical one, as for few rows below.
+- *row_max*, each row's largest score, is held as LSE is, by the naive formula's own maximum in fp32.
 - *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
   the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
   autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.
@@ -104,6 +105,23 @@ def check_outputs(call: Call, o: Tensor, lse: Tensor, expect: Expected | None = 
     """Raise AssertionError unless O and LSE are within tolerance; else the largest share of an allowance that they use (0..1)."""
     expect = expected(call) if expect is None else expect
     return max(hold("o", o, expect.o), check_lse("lse", lse, expect.lse))
+
+
+@torch.no_grad()
+def check_row_max(call: Call, row_max: Tensor) -> float:
+    """Raise AssertionError unless each row's largest score is within LSE's tolerance, likewise; else the share of an allowance used (0..1)."""
+    ref, stats, shrink = reference.row_max(call), reference.lse_dtype(call.q.dtype), 1.0
+    scores = reference.visible_scores(reference.cast(call, torch.float64))
+    squares = (reference.fold(call, call.q.double().square()), call.k.double().square().transpose(1, 2), scores.visible)
+    terms = abs(call.scale) * torch.nn.functional.pad(reference.pair_products(*squares).sqrt(), (1, 0)).amax(-1).reshape(ref.shape)
+    measured, against = call, ref
+    if stats == torch.float64:
+        measured, shrink = reference.cast(call, torch.float32), 1.5 * math.sqrt(2.0) * 2.0**-29
+        against = reference.row_max(measured)
+    error = (reference.row_max(measured, torch.float32).double() - against).abs() * shrink
+    largest = float(ref.abs().masked_fill(~ref.isfinite(), 0.0).max()) if ref.numel() else 0.0
+    roundoff = (math.sqrt(call.head_dim) + 2.0 * largest) * torch.finfo(stats).eps / 2
+    return check_lse("row_max", row_max, Yardstick(ref, error, torch.maximum(terms, ref.abs()).clamp(min=1.0), stats, roundoff))
 
 
 def check_gradients(call: Call, grads: Gradients, d_o: Tensor, d_lse: Tensor | None = None, expect: Expected | None = None) -> float:

@@ -24,7 +24,7 @@ def test_packed_is_the_same_attention(mask, seqlen_q, heads, layout):
     o_packed, lse_packed = Reference().forward(packed)
     mine, mine_lse = torch.full(o.shape, torch.nan), torch.full_like(lse, torch.nan)
     packing.rows_of(call, mine).copy_(o_packed)
-    packing.put_lse(call, mine_lse, lse_packed)
+    packing.put_statistic(call, mine_lse, lse_packed)
     torch.testing.assert_close(mine, o)
     torch.testing.assert_close(mine_lse, lse)
 

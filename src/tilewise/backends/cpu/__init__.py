@@ -32,6 +32,7 @@ class Cpu(Backend):
     """The native kernel. `isa` forces one instruction set ("amx", "avx512_bf16", "avx512", "avx2", "generic"); by default the best one runs."""
 
     name = "cpu"
+    keeps_row_max = True
 
     def __init__(self, isa: str | None = None) -> None:
         if isa is not None and isa not in abi.ISAS:
@@ -69,29 +70,32 @@ class Cpu(Backend):
         way = ["few queries: every key is read once for all the rows of its head, and the keys are split over threads"] if few else []
         return [f"instruction set: {forward} forward, {backward} backward", *way]
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
         batch, seqlen_q, heads_q, _ = call.q.shape
         o = torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype, device=CPU)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=CPU)
+        results = (o, lse, torch.empty_like(lse)) if call.row_max else (o, lse)
         if lse.numel() == 0:
-            return o, lse
+            return results
         found = library()
         args, keep = arguments_of(call, self._isa(found))
         set_tensor(args.o, o)
         args.lse = lse.data_ptr()
+        if call.row_max:
+            args.row_max = results[2].data_ptr()
         if self._few_queries(call, found):
             keep.append(add_workspace(args, found.functions.tw_decode_workspace))
             run(found.functions.tw_decode, args)
         else:
             run(found.functions.tw_forward, args)
         del keep
-        return o, lse
+        return results
 
     def repeat(self, call: Call) -> Repeat | None:
         """`forward` and `backward` for more calls that differ in nothing but what q, k and v hold; None where there is no shorter way."""
         modified = call.bias, call.alibi_slopes, call.sink, call.diagonal, call.dropout
-        if any(x is not None for x in modified) or 0 in (*call.q.shape, *call.k.shape):
+        if any(x is not None for x in modified) or call.row_max or 0 in (*call.q.shape, *call.k.shape):
             return None
         planes = planes_of(call.mask, call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         if planes.nbytes > REPEAT_BYTES:

@@ -5,7 +5,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 NAME = "libtilewise_cpu.so"  # of the compiled kernel
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
@@ -59,6 +59,7 @@ class Args(ctypes.Structure):
         ("d_o", TensorArg),
         ("lse", c_void_p),
         ("d_lse", c_void_p),
+        ("row_max", c_void_p),
         ("dq", TensorArg),
         ("dk", TensorArg),
         ("dv", TensorArg),

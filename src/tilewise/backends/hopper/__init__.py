@@ -28,6 +28,7 @@ class Hopper(Backend):
     """The kernels of the ladder's end, for every shape that they cover."""
 
     name = "hopper"
+    keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
@@ -63,8 +64,8 @@ class Hopper(Backend):
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
         return [shared, *forecast.lines(forward_plan.config_of(packed), packed, machine), *gradients]
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
         if call.grad:
             backward.check(call)

@@ -40,14 +40,15 @@ def outer_log2(config, scale: float, softcap: float) -> float:
     return math.copysign(max(LEAST, min(abs(factor), FLOAT_MAX)), factor)
 
 
-def scores(call: Call, config, scale: float) -> Scores:
-    """Of a forward pass; `scale` in place of the call's own."""
+def scores(call: Call, config, scale: float, row_max: Tensor | None = None) -> Scores:
+    """Of a forward pass; `scale` in place of the call's own. row_max: where each row's largest score goes."""
     sink = None if call.sink is None else call.sink.float().contiguous()
     return Scores(
         outer_log2(config, scale, call.softcap),
         *factors(config, scale, call.softcap),
         *_tensors(call),
         sink,
+        row_max,
         call.seqlen_k - call.seqlen_q,
     )
 

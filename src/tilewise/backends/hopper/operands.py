@@ -87,6 +87,7 @@ class Scores(NamedTuple):
     slopes: Tensor | None  # (batch or 1, heads_q) fp32
     diagonal: Tensor | None  # (seqlen_q,) int64
     sink: Tensor | None  # (heads_q,) fp32
+    row_max: Tensor | None  # (batch, heads_q, seqlen_q) fp32, written: the largest of each row
     shift: int  # seqlen_k - seqlen_q, the diagonal where there is no tensor
 
 

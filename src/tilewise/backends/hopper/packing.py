@@ -40,12 +40,12 @@ def rows_of(call: Call, o: Tensor) -> Tensor:
     return o.flatten(1, 2).unsqueeze(2)
 
 
-def put_lse(call: Call, lse: Tensor, packed: Tensor) -> None:
-    """Write the packed call's LSE into that of the call, (batch, heads_q, seqlen_q)."""
+def put_statistic(call: Call, of_call: Tensor, packed: Tensor) -> None:
+    """Write the packed call's LSE, or another number of each row, into that of the call, (batch, heads_q, seqlen_q)."""
     if call.seqlen_q == 1:
-        lse.copy_(packed.reshape(lse.shape))
+        of_call.copy_(packed.reshape(of_call.shape))
     else:
-        lse.copy_(packed.reshape(call.batch, call.seqlen_q, call.group).transpose(1, 2))
+        of_call.copy_(packed.reshape(call.batch, call.seqlen_q, call.group).transpose(1, 2))
 
 
 def _seen_by_the_first(call: Call) -> tuple[int, int]:

@@ -24,6 +24,7 @@ class Tiled(Backend):
     """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths."""
 
     name = "tiled"
+    keeps_row_max = True
 
     def __init__(self, tile_m: int | None = None, tile_n: int | None = None) -> None:
         self.tile_m, self.tile_n = tile_m, tile_n
@@ -37,11 +38,12 @@ class Tiled(Backend):
         tile_m, tile_n = default_tile(call)
         return self.tile_m or tile_m, self.tile_n or tile_n
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs)."""
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs), and so row_max."""
         dtype = _compute_dtype(call)
         o = call.q.new_zeros((*call.q.shape[:3], call.head_dim_v))
         lse = call.q.new_full((call.batch, call.heads_q, call.seqlen_q), -math.inf, dtype=dtype)
+        row_max = lse.clone() if call.row_max else None
         if call.sink is not None:
             lse.copy_(call.sink[:, None])  # a row without keys has the sink alone in its denominator
         needed = care(call)
@@ -50,10 +52,12 @@ class Tiled(Backend):
             v = part.pack(part.keys(call.v), dtype)
             o_part, lse_part = part.queries(o), part.statistics(lse)
             for block in part.query_blocks(dtype):
-                tile_o, tile_lse = _forward_rows(scores, v, block)
+                tile_o, tile_lse, tile_max = _forward_rows(scores, v, block)
                 o_part[:, :, block.start : block.stop] = tile_o
                 lse_part[:, :, block.start : block.stop] = tile_lse
-        return o, lse
+                if row_max is not None:
+                    part.statistics(row_max)[:, :, block.start : block.stop] = tile_max
+        return (o, lse) if row_max is None else (o, lse, row_max)
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
@@ -79,8 +83,8 @@ class Tiled(Backend):
         return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs, strict=True)))
 
 
-def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """O (batch, heads_k, queries, group, head_dim_v) and LSE (batch, heads_k, queries, group) of one block of queries."""
+def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O (batch, heads_k, queries, group, head_dim_v), LSE and the largest score (batch, heads_k, queries, group) of one block of queries."""
     span = block.start, block.stop
     rows = scores.q[:, scores.rows(*span)]
     # m starts finite, so that rows without a visible key meet exp(-inf), not exp(inf - inf).
@@ -99,13 +103,16 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     wide = _statistics_dtype(l.device)
     m, l, acc_o = (scores.split(m).to(wide) * scores.unit), scores.split(l).to(wide), scores.split(acc_o)
+    row_max = None
+    if scores.call.row_max:  # a row that sees nothing still has the m that it started with
+        row_max = torch.where(l.isnan(), l, m).masked_fill(l == 0.0, -math.inf).squeeze(-1)
     if scores.call.sink is not None:
         sink = scores.part.per_head(scores.call.sink).to(wide)[:, None, :, None]
         m_new = torch.maximum(m, sink).clamp_(min=torch.finfo(scores.dtype).min)  # no difference of infinities
         rescale = torch.exp(m - m_new)
         m, l, acc_o = m_new, l * rescale + torch.exp(sink - m_new), acc_o * rescale.to(acc_o.dtype)  # Eq. 33
     lse = m + l.log()  # Eq. 18
-    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1)  # Eq. 17
+    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1), row_max  # Eq. 17
 
 
 class Rows:

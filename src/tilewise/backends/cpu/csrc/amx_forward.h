@@ -346,16 +346,18 @@ static void finish_column(const TilePanel& panel, int64_t w, const Head& h) {
   const tw_args& a = h.args;
   const int64_t row = panel.row + w * L, rows = min_of((int64_t)L, panel.rows - w * L);
   vf m = load(panel.state->m + w * L), l = load(panel.state->l + w * L), factor = splat(1.f);
+  alignas(64) float lse[L], row_max[L];
+  store(row_max, largest_score(m, l));
   if (a.sink) {
     const vf sink = splat(a.sink[h.head]), m_all = maximum(sink, m), center = m_all == splat(-kInf) ? vf{} : m_all;
     factor = exp_of(m - center);
     l = l * factor + exp_of(sink - center);
     m = m_all;
   }
-  alignas(64) float lse[L];
   store(lse, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
   store_column<T>(h.out(a.o, row, h.head), a.o.seq, floats(panel.o, 0, w), rows, a.head_dim_v, l == splat(0.f) ? vf{} : factor / l);
   if (a.lse) memcpy(a.lse + h.statistics(row), lse, (size_t)rows * sizeof(float));
+  if (a.row_max) memcpy(a.row_max + h.statistics(row), row_max, (size_t)rows * sizeof(float));
 }
 
 // A tile of query rows of one head, against all the keys that its bands show it.

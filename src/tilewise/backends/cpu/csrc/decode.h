@@ -122,6 +122,17 @@ static void decode_rows(int64_t n, const Arguments&... arguments) {
   if constexpr (R > 1) decode_rows<DT, R - 1>(n, arguments...);
 }
 
+// The largest score of a row, whose first split's m and l are at `at`.
+static float largest_of_splits(const DecodePlan& plan, int64_t at) {
+  float largest = -kInf;
+  for (int64_t s = 0; s < plan.parts.splits; s++, at += plan.rows) {
+    const float m = plan.m[at], l = plan.l[at];
+    if (l != l) return l;
+    largest = largest > m ? largest : m;
+  }
+  return largest;
+}
+
 // O / l and LSE of a row whose keys are one split, without a sink: nothing is to be weighed.
 static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at) {
   const tw_args& a = plan.parts.args;
@@ -129,6 +140,7 @@ static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64
   const float l = plan.l[at], factor = l == 0.f ? 0.f : 1.f / l;
   store_rows(h.out(a.o, row, h.head), 0, plan.o + at * dim_v, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
   if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : plan.m[at] + log_of(splat(l))[0];
+  if (a.row_max) a.row_max[h.statistics(row)] = largest_of_splits(plan, at);
 }
 
 static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head) {
@@ -158,6 +170,7 @@ static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head)
     const float factor = l == 0.f ? 0.f : 1.f / l;
     store_rows(h.out(a.o, row, h.head), 0, o, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
     if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : top + log_of(splat(l))[0];
+    if (a.row_max) a.row_max[h.statistics(row)] = largest_of_splits(plan, first + r);
   }
 }
 

@@ -186,9 +186,10 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
 // O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).
 static void finish_panel(const Panel& p, const Head& h) {
   const tw_args& a = h.args;
-  alignas(64) float factors[kPanel], lse[kPanel];
+  alignas(64) float factors[kPanel], lse[kPanel], row_max[kPanel];
   for (int w = 0; w < kPanelVectors; w++) {
     vf m = load(p.m + w * L), l = load(p.l + w * L), factor = splat(1.f);
+    store(row_max + w * L, largest_score(m, l));
     if (a.sink) {
       const vf sink = splat(a.sink[h.head]), m_all = maximum(sink, m), center = m_all == splat(-kInf) ? vf{} : m_all;
       factor = exp_of(m - center);
@@ -200,6 +201,7 @@ static void finish_panel(const Panel& p, const Head& h) {
   }
   store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, round_up(a.head_dim_v, kPad), p.rows, a.head_dim_v, factors, 1, a.dtype);
   if (a.lse) memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
+  if (a.row_max) memcpy(a.row_max + h.statistics(p.row), row_max, (size_t)p.rows * sizeof(float));
 }
 
 constexpr int kMaxPanels = 8;

@@ -24,6 +24,9 @@ struct Head {
   bool adjusts() const { return args.softcap > 0 || args.bias.data || args.alibi_slopes; }
 };
 
+// The largest score of each row, from its maximum and sum: NaN where that is (a score is NaN or +inf), as the maximum may have lost it.
+TW_INLINE vf largest_score(vf m, vf l) { return l == l ? m : l; }
+
 // The factor that Q is multiplied with: tanh wants scale / softcap. Beyond 1e30 all scores but 0 are at the cap, and 0 times infinity is none.
 constexpr float kMostFactor = 1e30f;
 TW_INLINE float score_factor(const tw_args& args) {

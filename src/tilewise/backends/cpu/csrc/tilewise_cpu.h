@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 4
+#define TW_ABI_VERSION 5
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -54,6 +54,7 @@ typedef struct {
   tw_tensor q, k, v, o, d_o;
   float* lse;          // (batch, heads_q, seqlen_q); null for a forward or decode whose caller does not want it
   const float* d_lse;  // (batch, heads_q, seqlen_q) or null
+  float* row_max;      // forward or decode: (batch, heads_q, seqlen_q), each row's largest score before the sink, or null
   tw_tensor dq, dk, dv;
 
   tw_tensor bias;  // batch, seq = query, head strides, 0 where broadcast; data null: none

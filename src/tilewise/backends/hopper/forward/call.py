@@ -21,23 +21,29 @@ from tilewise.sm90 import jit
 LAUNCH = "tilewise.backends.hopper.forward.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 
 
-def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, by `config` in place of the call's own."""
+def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
+    """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by
+    `config` in place of the call's own.
+    """
     o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
-    lse = _empty_lse(call)
+    statistics = _empty_statistics(call)
     packed = packing.pack(call)
     if packed is None:
-        _compute(call, o, lse, config)
+        _compute(call, o, *statistics, config=config)
     else:
-        _compute(packed, packing.rows_of(call, o), of_packed := _empty_lse(packed), config)
-        packing.put_lse(call, lse, of_packed)
-    return o, lse
+        of_packed = _empty_statistics(packed)
+        _compute(packed, packing.rows_of(call, o), *of_packed, config=config)
+        for of_call, each in zip(statistics, of_packed, strict=True):
+            packing.put_statistic(call, of_call, each)
+    return o, *statistics
 
 
-def _compute(call: Call, o: Tensor, lse: Tensor, config: Config | None) -> None:
-    """Write O and LSE."""
+def _compute(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None, *, config: Config | None) -> None:
+    """Write O, LSE and, where it is given, row_max."""
     if lse.numel() == 0 or call.seqlen_k == 0:
         o.zero_()
+        if row_max is not None:
+            row_max.fill_(-math.inf)
         if call.sink is None:
             lse.fill_(-math.inf)
         else:
@@ -48,12 +54,12 @@ def _compute(call: Call, o: Tensor, lse: Tensor, config: Config | None) -> None:
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     with torch.cuda.device(q.device):
         tensors = Tensors(*(jit.aligned(x) for x in (q, call.k, call.v)), o, lse)
-        kernel(tensors, _work(plan, q.device), _band(call, plan), changes.scores(call, plan.config, scale))
+        kernel(tensors, _work(plan, q.device), _band(call, plan), changes.scores(call, plan.config, scale, row_max))
 
 
 def repeat(call: Call, gradients: Callable) -> Repeat | None:
     """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
-    if packing.pack(call) is not None:
+    if call.row_max or packing.pack(call) is not None:
         return None
     if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, (call.q, call.k, call.v))):
         return None
@@ -72,8 +78,10 @@ def kernels(call: Call) -> list[tuple]:
     return [*ahead, (LAUNCH, arguments, config)]
 
 
-def _empty_lse(call: Call) -> Tensor:
-    return torch.empty((call.batch, call.heads_q, call.seqlen_q), dtype=torch.float32, device=call.q.device)
+def _empty_statistics(call: Call) -> list[Tensor]:
+    """LSE and, where the call wants it, row_max."""
+    shape = call.batch, call.heads_q, call.seqlen_q
+    return [torch.empty(shape, dtype=torch.float32, device=call.q.device) for _ in range(1 + call.row_max)]
 
 
 def arguments(config) -> list:
@@ -89,6 +97,7 @@ def arguments(config) -> list:
     work = Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
     *changed, _ = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
+    row_max = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) if config.row_max else None
     shapes = {}
     if config.sees in ("rows", "runs"):
         shapes["order"] = (m_blocks if config.cluster == 1 else jit.size(),)
@@ -99,7 +108,7 @@ def arguments(config) -> list:
         shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
     tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
     band = Band(*(Int32(0) for _ in range(6)), tables)
-    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, Int32(0))]
+    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, row_max, Int32(0))]
 
 
 _COUNTERS: dict[tuple, Tensor] = {}

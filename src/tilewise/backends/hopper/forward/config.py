@@ -32,6 +32,7 @@ class Config(ScoreChanges):
     blocks: int = 1  # thread blocks that share a multiprocessor
     bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
     sink: bool = False
+    row_max: bool = False  # each row's largest score is written, too
 
     @property
     def consumers(self) -> int:
@@ -69,8 +70,8 @@ class Config(ScoreChanges):
 
     @property
     def partial_elements(self) -> int:
-        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its log-sum-exp (partials.py)."""
-        return self.cluster * self.tile_m * (self.head_dim_v + 4)
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its `scores.Statistics` (partials.py)."""
+        return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
 
     @property
     def hides(self) -> bool:
@@ -190,7 +191,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes) -> Config:
-    """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink."""
+    """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; and row_max."""
     if changes.get("bias") and sees == "causal":
         sees = "interval"  # a few bytes would spill in between the loops of "causal"
     dims = tile_dims(head_dim, head_dim_v)

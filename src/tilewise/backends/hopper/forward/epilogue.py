@@ -63,10 +63,10 @@ def send(sO: cute.Tensor, target: Tma, column: Constexpr[int], warp: Int32, bloc
 
 
 @cute.jit
-def store_lse(gL: cute.Tensor, lse: cute.Tensor, tOcO: cute.Tensor, m0: Int32):
-    """gL: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
+def store_statistic(gX: cute.Tensor, x: cute.Tensor, tOcO: cute.Tensor, m0: Int32):
+    """A number of each row. gX: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
     at = fragments.by_rows(tOcO)
     for r in range_constexpr(fragments.ROWS):
         row = m0 + at[r, 0][0]
-        if row < gL.shape[0] and at[r, 0][1] == 0:
-            gL[row] = lse[r]
+        if row < gX.shape[0] and at[r, 0][1] == 0:
+            gX[row] = x[r]

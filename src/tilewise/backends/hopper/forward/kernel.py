@@ -20,7 +20,7 @@ from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
-from tilewise.backends.hopper.forward.scores import Terms
+from tilewise.backends.hopper.forward.scores import Statistics, Terms
 from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Tensors, Work
 from tilewise.sm90 import fragments, tma, wgmma
@@ -352,7 +352,7 @@ def attend(
         state = walk_tiles(tile, pipes, state, walk, mine, config)
     if const_expr(config.pieces_of_O > 0):
         pipes.q.consumer_release(once)
-    lse = last_product(tile, pipes, state, config)
+    ends = last_product(tile, pipes, state, config)
     state.advance()
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.first - walk.loaded_first)
@@ -361,7 +361,7 @@ def attend(
         span = scheduler.span(queue, done)
     cleared = hidden.cleared_tiles(screen, done) if const_expr(config.hides) else None
     scheduler.release(queue, done, config)
-    store(copies, tensors, found, sm, tile, lse, block, span, cleared, config)
+    store(copies, tensors, found, sm, tile, ends, block, span, cleared, config)
     if const_expr(config.pieces_of_O == 0):
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
@@ -474,26 +474,28 @@ def leave_out(pipes: Pipes, state: pipeline.PipelineState, tiles: Int32) -> pipe
 
 @cute.jit
 def store(
-    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, span: scheduler.Span | None,
+    copies: Copies, tensors: Tensors, found: Partials, sm: Smem, tile: Tile, ends: Statistics, block: Block, span: scheduler.Span | None,
     cleared: Int32 | None, config: Constexpr[Config],
 ):  # fmt: skip
     thread = arch.thread_idx()[0] - THREADS
     if const_expr(config.pieces_of_O == 0):
         arch.barrier(barrier_id=Barrier.OUTPUT + tile.consumer, number_of_threads=THREADS)  # all have read their part of Q
     warp = arch.make_warp_uniform(thread // WARP)
-    if const_expr(not config.shares) or arch.vote_any_sync(partials.together(tile.acc_O, lse, found, span, warp, config)):
-        store_rows(copies, tensors, sm, tile, lse, block, thread, cleared, config)
+    if const_expr(not config.shares) or arch.vote_any_sync(partials.together(tile.acc_O, ends, found, span, warp, config)):
+        store_rows(copies, tensors, sm, tile, ends, block, thread, cleared, config)
 
 
 @cute.jit
 def store_rows(
-    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, lse: cute.Tensor, block: Block, thread: Int32, cleared: Int32 | None,
+    copies: Copies, tensors: Tensors, sm: Smem, tile: Tile, ends: Statistics, block: Block, thread: Int32, cleared: Int32 | None,
     config: Constexpr[Config],
 ):  # fmt: skip
     """A warp's."""
     epilogue.store(tile.acc_O, sm.O, copies.O, thread, block, config)
     tOcO = tile.mma.pv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim_v)))
-    epilogue.store_lse(tensors.L[block.batch, block.head, None], lse, tOcO, block.m0)
+    epilogue.store_statistic(tensors.L[block.batch, block.head, None], ends.lse, tOcO, block.m0)
+    if const_expr(config.row_max):
+        epilogue.store_statistic(tile.changes.row_max[block.batch, block.head, None], ends.row_max, tOcO, block.m0)
     if const_expr(config.hides):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if arch.vote_any_sync(cleared != 0):
             warp = arch.make_warp_uniform(thread // WARP)
@@ -578,19 +580,20 @@ def change(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, co
 
 
 @cute.jit
-def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
-    """The last O += P V, under which the rows are summed up; returns their log-sum-exp."""
+def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> Statistics:
+    """The last O += P V, under which the rows are summed up."""
     if const_expr(config.late):
         fragments.scale_rows(tile.acc_O, tile.rescale)
     wait_for_values(tile, pipes, state, config)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
+    row_max = scores.largest(tile.rows, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)
     fragments.scale_rows(tile.acc_O, inverse)
     if const_expr(config.bias is not None):
         fragments.clear_rows(tile.acc_O, lse)  # 0 times NaN is NaN, also where biases leave a row nothing to see
-    return lse
+    return Statistics(lse, row_max)
 
 
 @cute.jit

@@ -58,6 +58,7 @@ def config_of(call: Call) -> Config:
         **changes.fields(call),
         bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
         sink=call.sink is not None,
+        row_max=call.row_max,
     )
 
 

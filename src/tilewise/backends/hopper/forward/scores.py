@@ -25,6 +25,13 @@ class Terms(NamedTuple):
     sink: Float32 | None
 
 
+class Statistics(NamedTuple):
+    """Of a thread's rows, at the end of a unit: the log-sum-exp and, where it is wanted, the largest score, in natural units. (ROWS,) fp32 each."""
+
+    lse: cute.Tensor
+    row_max: cute.Tensor | None
+
+
 @cute.jit
 def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr) -> Terms:
     """tScS: (row, column) of each number of S."""
@@ -214,3 +221,16 @@ def close(rows: fragments.Rows, terms: Terms, config: Constexpr) -> tuple[cute.T
             total = m + cute.math.log2(l) * LN2 if const_expr(config.natural) else (m + cute.math.log2(l)) * LN2
             lse[r] = -Float32.inf if l == 0.0 else total
     return lse, inverse
+
+
+@cute.jit
+def largest(rows: fragments.Rows, config: Constexpr) -> cute.Tensor | None:
+    """The largest score of each row, -inf for a row without keys. m drops NaN, which l keeps; of +inf l is NaN, too."""
+    row_max = None
+    if const_expr(config.row_max):
+        row_max = cute.make_rmem_tensor(fragments.ROWS, Float32)
+        for r in range_constexpr(fragments.ROWS):
+            l = arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD)
+            m = rows.m[r] if const_expr(config.natural) else rows.m[r] * LN2
+            row_max[r] = m if l == l else l
+    return row_max
