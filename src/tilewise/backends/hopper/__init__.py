@@ -19,7 +19,7 @@ from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.problem import Call, Gradients, Problem
-from tilewise.sm90 import jit
+from tilewise.sm90 import jit, prebuilt
 
 __all__ = ["Hopper"]
 
@@ -31,6 +31,14 @@ class Hopper(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
+        if wrong := self.refused(problem):
+            return wrong
+        if missing := jit.why_no_compiler():
+            return _why_not_prebuilt(problem, missing) or prebuilt.why_no_gpu(problem.capability)
+        return jit.why_not_here(problem.capability)
+
+    def refused(self, problem: Problem) -> list[str]:
+        """`why_not`, of any machine."""
         if problem.device != "cuda":
             return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
         wrong = problem.mixed
@@ -44,7 +52,7 @@ class Hopper(Backend):
             wrong.append("it has no dropout yet")
         if problem.grad:
             wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
-        return wrong or jit.why_not_here(problem.capability)
+        return wrong
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
@@ -52,6 +60,8 @@ class Hopper(Backend):
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
+        if jit.why_no_compiler():
+            return "" if prebuilt.why_not() or prebuilt.why_no_gpu() else f"prebuilt CuTe DSL kernels for {jit.ARCH}"
         return "" if jit.why_not_here() else f"CuTe DSL kernels for {jit.ARCH}"
 
     def details(self, call: Call) -> list[str]:
@@ -86,3 +96,17 @@ class Hopper(Backend):
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""
         return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
+
+
+def _why_not_prebuilt(problem: Problem, missing: list[str]) -> list[str]:
+    """Sentences that say why kernels of the prebuilt package do not do, where the compiler is `missing`."""
+    from tilewise.backends.hopper import warmup
+
+    if refused := prebuilt.why_not():
+        return [*missing, refused]
+    lacks = [kernel for kernel in warmup.of_problem(problem) if not prebuilt.entry(kernel.launch, kernel.config, jit.arch())]
+    if not lacks:
+        return []
+    extras = [name for name in warmup.EXTRAS if getattr(problem, name)]
+    of = f"{problem.mask} masks of head_dim {problem.head_dim}/{problem.head_dim_v} in {problem.dtype}{' with ' * bool(extras)}{', '.join(extras)}"
+    return [*missing, f"{prebuilt.DISTRIBUTION} lacks {len(lacks)} kernel{'s' * (len(lacks) > 1)} for {of}"]
