@@ -29,7 +29,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-os.environ["TILEWISE_CACHE"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/shared"))
 
 import kernel_facts
@@ -109,39 +108,37 @@ def linked(text: Path, library: Path) -> None:
         raise RuntimeError(f"{text.name} does not link: {done.stderr[-2000:]}")
 
 
-def compiled(kernel: warmup.Kernel) -> bytes:
-    """The entry, without what `cache.sealed` puts behind it."""
-    with tempfile.TemporaryDirectory() as aside:
-        text, library = Path(aside) / "kernel.ll", Path(aside) / "kernel.so"
-        jit.build(*kernel).export_to_c(str(text), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
-        linked(text, library)
-        return library.read_bytes()
-
-
-def built(kernel: warmup.Kernel) -> Path:
-    """The entry in the folder of what was built, compiled where it is not there yet."""
-    digest = hashlib.sha256(kernel_facts.source(Kernel("", *kernel)).encode() + LAUNCH.read_bytes()).hexdigest()[:32]
-    path = BUILD / f"{digest}.so"
+def compiled(kernel: warmup.Kernel) -> Path:
+    """The launch function in LLVM's text, with the kernels in it: from the folder of what was built, or built now."""
+    path = BUILD / f"{kernel_facts.source(Kernel('', *kernel))}.ll"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(compiled(kernel))
+        aside = path.with_suffix(f".{os.getpid()}.ll")
+        jit.build(*kernel).export_to_c(str(aside), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
         aside.replace(path)
     return path
 
 
-def _built(at: int, kernel: warmup.Kernel) -> tuple[int, Path]:
+def entry(kernel: warmup.Kernel) -> bytes:
+    """The kernel's shared library, without what `cache.sealed` puts behind it."""
+    text = compiled(kernel)
+    with tempfile.TemporaryDirectory() as aside:
+        linked(text, library := Path(aside) / "kernel.so")
+        return library.read_bytes()
+
+
+def _entry(at: int, kernel: warmup.Kernel) -> tuple[int, bytes]:
     """In a process of its own."""
-    return at, built(kernel)
+    return at, entry(kernel)
 
 
-def build(todo: list[warmup.Kernel], workers: int) -> Iterator[tuple[warmup.Kernel, Path]]:
+def build(todo: list[warmup.Kernel], workers: int) -> Iterator[tuple[warmup.Kernel, bytes]]:
     """Each kernel with its entry, as they come."""
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for done in as_completed([pool.submit(_built, at, kernel) for at, kernel in enumerate(todo)]):
-                at, path = done.result()
-                yield todo[at], path
+            for done in as_completed([pool.submit(_entry, at, kernel) for at, kernel in enumerate(todo)]):
+                at, content = done.result()
+                yield todo[at], content
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -184,6 +181,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--list", action="store_true", help="print the kernels, and build none")
     given = parser.parse_args()
+    os.environ["TILEWISE_CACHE"] = "0"
     todo = kernels(problems(given.head_dim, given.dtype, given.mask, not given.forward))
     if given.list:
         for kernel in todo:
@@ -192,8 +190,8 @@ def main() -> int:
     warmup.require_compiler()
     zig()  # before several processes want it
     entries = {}
-    for kernel, path in build(todo, given.workers):
-        entries[kernel] = path.read_bytes()
+    for kernel, content in build(todo, given.workers):
+        entries[kernel] = content
         print(f"{len(entries)} of {len(todo)}: {' '.join(warmup.describe(kernel))[:120]}", flush=True)
     wheel = write(given.folder, {kernel: entries[kernel] for kernel in todo})
     size = wheel.stat().st_size

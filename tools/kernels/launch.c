@@ -13,7 +13,7 @@ The driver is found by name when the first kernel is called: the process has loa
 
 #define NO_DRIVER 3 /* CUDA_ERROR_NOT_INITIALIZED */
 #define NO_CONTEXT 201 /* CUDA_ERROR_INVALID_CONTEXT */
-#define NO_MEMORY 2 /* CUDA_ERROR_OUT_OF_MEMORY */
+#define NO_DEVICE 101 /* CUDA_ERROR_INVALID_DEVICE */
 #define DEVICES 64 /* at most: a bit each */
 #define HERE __attribute__((visibility("hidden")))
 
@@ -39,12 +39,12 @@ static const char *const NAMES[] = {
 };
 _Static_assert(sizeof driver == sizeof NAMES, "a name for each function");
 
-typedef struct {
-    void *library; /* CUlibrary */
+static struct {
+    void *library; /* CUlibrary; an entry has one */
+    int (*load)(void **, int); /* finds its kernels, and sets their limits on a device */
     uint64_t ready; /* devices whose limits are set */
-} State;
+} state;
 
-static State state; /* an entry has one library */
 static int busy;
 
 static void lock(void) {
@@ -60,14 +60,30 @@ static int find_driver(void) {
     return driver.init(0);
 }
 
+/* Set the limits of the kernels on a device, once. */
+static int prepare(int device) {
+    if (device >= DEVICES) return NO_DEVICE;
+    if (__atomic_load_n(&state.ready, __ATOMIC_ACQUIRE) >> device & 1) return 0;
+    int status = 0;
+    lock();
+    if (!(state.ready >> device & 1) && !(status = state.load(&state.library, device)))
+        __atomic_fetch_or(&state.ready, (uint64_t)1 << device, __ATOMIC_RELEASE);
+    unlock();
+    return status;
+}
+
+static int switch_to(int device) {
+    void *context;
+    int status = driver.retain(&context, device);
+    return status ? status : driver.make_current(context);
+}
+
 /* The current device. A thread that has chosen none is on the first one, as the CUDA runtime has it, and has no context yet. */
 static int current(int *device) {
     int status = driver.current(device);
     if (status != NO_CONTEXT) return status;
-    void *context;
     *device = 0;
-    status = driver.retain(&context, 0);
-    return status ? status : driver.make_current(context);
+    return switch_to(0);
 }
 
 /* At every call: load the kernels once, and set their limits once a device. `holder` is the launch function's own place for that. */
@@ -75,18 +91,14 @@ HERE int cuda_dialect_init_library_once(void **holder, int (*init)(void **), int
     int status = 0, device = 0;
     if (!__atomic_load_n(holder, __ATOMIC_ACQUIRE)) { /* the driver is not known yet */
         lock();
-        if (!*holder && !(status = find_driver()) && !(status = current(&device)) && !(status = init(&state.library)))
+        if (!*holder && !(status = find_driver()) && !(status = current(&device)) && !(status = init(&state.library))) {
+            state.load = load;
             __atomic_store_n(holder, &state, __ATOMIC_RELEASE);
+        }
         unlock();
     }
     if (!status) status = current(&device);
-    if (!status && device >= DEVICES) status = NO_MEMORY;
-    if (!status && !(__atomic_load_n(&state.ready, __ATOMIC_ACQUIRE) >> device & 1)) {
-        lock();
-        if (!(state.ready >> device & 1) && !(status = load(&state.library, device)))
-            __atomic_fetch_or(&state.ready, (uint64_t)1 << device, __ATOMIC_RELEASE);
-        unlock();
-    }
+    if (!status) status = prepare(device);
     if (status) {
         char text[160];
         const char *name = NULL;
@@ -111,6 +123,10 @@ HERE void CuteDSLRT_TVMFFISetRaisedCudaError(Raise *raise, int32_t status) {
 }
 
 HERE int _cudaGetDevice(int *device) { return current(device); }
+HERE int _cudaSetDevice(int device) {
+    int status = switch_to(device);
+    return status ? status : prepare(device);
+}
 HERE int _cudaDeviceGetAttribute(int *value, int attribute, int device) { return driver.device_attribute(value, attribute, device); }
 HERE int _cudaLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
     return driver.load(library, code, a, b, c, d, e, f);

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,13 +26,10 @@ from pathlib import Path
 from tilewise.errors import UnsupportedError
 from tilewise.machine import trust
 from tilewise.sm90 import link, prebuilt
+from tilewise.sm90.identity import FUNCTION, OFF, driver, name_of, sealed, settings, whole
 
-OFF = ("0", "off", "no", "false")
 MOST_BYTES = 512 << 20  # beyond it the entries that were not used for longest go; a kernel takes 0.1 MB
-FUNCTION = "tilewise"  # the name of every entry's function
-MARK = b"tilewise"  # ahead of the digest at an entry's end
 RUNTIME = "libcute_dsl_runtime.so"
-APART = tuple(f"CUTE_DSL_{name}" for name in ("ARCH", "KEEP", "DUMP_DIR", "LIBS"))  # these change no code, or are told otherwise
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("sm90", "backends/hopper", "backends/tables", "ladder")
 IMPORTED = time.time()
@@ -63,15 +59,6 @@ def entry(launch: str, config, arch: str) -> Path | None:
     return root / fingerprint()[:16] / f"{name_of(launch, config, arch)}.so"
 
 
-def name_of(launch: str, config, arch: str) -> str:
-    """The name of that kernel's entry, the same with every version of everything."""
-    values = [(each.name, repr(getattr(config, each.name))) for each in fields(config)]
-    if odd := [name for name, value in values if " at 0x" in value]:
-        raise TypeError(f"{type(config).__name__}.{odd[0]} has no lasting name, which a compiled kernel is found by")
-    identity = repr((launch, _own_source(launch), type(config).__qualname__, values, arch))
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
-
-
 def load(path: Path) -> Callable | None:
     """The function of an entry; None where there is none that is whole, and that this user or root wrote."""
     ours = not prebuilt.owns(path)
@@ -88,16 +75,6 @@ def load(path: Path) -> Callable | None:
     if ours:
         _touch(path)
     return function
-
-
-def whole(path: Path) -> bool:
-    """Whether there is an entry, as it was written."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    end = len(content) - len(MARK) - hashlib.sha256().digest_size
-    return end > 0 and content[end:] == _seal(path, content[:end])
 
 
 def store(path: Path, kernel) -> bool:
@@ -181,11 +158,6 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def settings() -> list[str]:
-    """ "NAME=value" of the environment's variables for the DSL that may change the code of kernels."""
-    return [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_") and name not in APART]
-
-
 @cache
 def library() -> Path | None:
     """The DSL's runtime library: of the newest toolkit that the driver supports, as the DSL itself chooses; None where entries cannot be used."""
@@ -213,37 +185,10 @@ def _as_imported() -> bool:
     return all(path.stat().st_mtime <= IMPORTED for path in _sources())
 
 
-def driver() -> int | None:
-    """The CUDA version, by its first number, that the driver supports; None without a driver."""
-    version = ctypes.c_int(0)
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else version.value // 1000
-
-
 @cache
 def _load_runtime() -> ctypes.CDLL:
     """Entries call it by the name that it has once it is loaded."""
     return ctypes.CDLL(str(library()))
-
-
-def _own_source(launch: str) -> str:
-    """A digest of the launch function's module, where it is none of this package's."""
-    module = launch.partition(":")[0]
-    if module.startswith("tilewise."):
-        return ""
-    return hashlib.sha256(Path(find_spec(module).origin).read_bytes()).hexdigest()
-
-
-def sealed(path: Path, content: bytes) -> bytes:
-    """What an entry at `path` holds."""
-    return content + _seal(path, content)
-
-
-def _seal(path: Path, content: bytes) -> bytes:
-    return MARK + hashlib.sha256(path.stem.encode() + content).digest()
 
 
 def _trusted(path: Path) -> bool:

@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 
-from tilewise.sm90 import cache as kept
+from tilewise.sm90 import identity
 
 PACKAGE, DISTRIBUTION = "tilewise_kernels_sm90", "tilewise-kernels-sm90"
 FACTS = "facts.json"  # what the package was made from
+TILEWISE = Path(__file__).parent.parent
 SOURCES = ("sm90", "backends/hopper", "backends/tables")
 LEAST_DRIVER = 12  # whose functions the entries call
 
@@ -36,8 +37,8 @@ def entry(launch: str, config, arch: str) -> Path | None:
     """Where the package has the kernel of `launch` ("module:function") and `config` for `arch`, whole; None where it has not, or is not used."""
     if not launch.startswith("tilewise.backends.") or why_not():
         return None
-    path = folder() / f"{kept.name_of(launch, config, arch)}.so"
-    return path if kept.whole(path) else None
+    path = folder() / f"{identity.name_of(launch, config, arch)}.so"
+    return path if identity.whole(path) else None
 
 
 def owns(path: Path) -> bool:
@@ -50,7 +51,7 @@ def why_no_kernel(launch: str, config) -> str:
     without = f"{DISTRIBUTION} has none" if not why_not() else why_not()
     return (
         f"there is no kernel at hand for {launch.partition(':')[0].removeprefix('tilewise.backends.')} with {config}: {without}, and "
-        "cutlass, which compiles it, is not installed: pip install 'tilewise[hopper]'"
+        "NVIDIA's CuTe DSL, which compiles it, is not installed: pip install 'tilewise[hopper]'"
     )
 
 
@@ -77,7 +78,7 @@ def why_not() -> str:
     if folder() is None:
         return f"{DISTRIBUTION} is not installed"
     name = f"{DISTRIBUTION} {facts().get('version', '')}".strip()
-    if os.environ.get("TILEWISE_CACHE", "").lower() in kept.OFF:
+    if os.environ.get("TILEWISE_CACHE", "").lower() in identity.OFF:
         return f"{name} is not used, because TILEWISE_CACHE is {os.environ['TILEWISE_CACHE']!r}"
     wrong = [*_differences(facts())]
     return f"{name} is not used: {'; '.join(wrong)}" if wrong else ""
@@ -104,8 +105,8 @@ def describe() -> str:
 def code() -> str:
     """A digest of the device code, and of what decides what it is given."""
     digest = hashlib.sha256()
-    for path in sorted(path for source in SOURCES for path in (kept.PACKAGE / source).rglob("*.py")):
-        digest.update(f"\0{path.relative_to(kept.PACKAGE).as_posix()}\0".encode() + path.read_bytes())
+    for path in sorted(path for source in SOURCES for path in (TILEWISE / source).rglob("*.py")):
+        digest.update(f"\0{path.relative_to(TILEWISE).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -135,10 +136,10 @@ def _differences(made: dict) -> list[str]:
         wrong.append(
             f"it needs apache-tvm-ffi {needed[0]}.{needed[1]} from {made['tvm_ffi']} on, and this is {metadata.version('apache-tvm-ffi')}"
         )
-    driver, least = kept.driver(), max(LEAST_DRIVER, made["toolkit"])
+    driver, least = identity.driver(), max(LEAST_DRIVER, made["toolkit"])
     if driver is not None and driver < least:
         wrong.append(f"it needs a driver for CUDA {least}, and this machine's is for CUDA {driver}")
-    if given := kept.settings():
+    if given := identity.settings():
         wrong.append(f"{', '.join(given)} may change what is compiled")
     return wrong
 

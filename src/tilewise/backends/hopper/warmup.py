@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import coverage
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
@@ -78,7 +78,7 @@ def _lengths() -> list[int]:
 def _kernels(cells: Iterable[Cell], lengths: Iterable[tuple[int, int]]) -> list[Kernel]:
     """Each once; lengths: of queries and of keys."""
     calls = (_call(cell, *pair) for cell, pair in itertools.product(cells, lengths))
-    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*Hopper().kernels(call), *_of_groups(call))))
+    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*coverage.kernels(call), *_of_groups(call))))
 
 
 def of_problem(problem: Problem) -> list[Kernel]:
@@ -168,7 +168,7 @@ def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
     if cell.grad and gradients.why_not(call.problem):
         call = replace(call, grad=False)
-    if wrong := Hopper().refused(replace(call.problem, device="cuda")):
+    if wrong := coverage.refused(replace(call.problem, device="cuda")):
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")
     return call
 
