@@ -188,6 +188,7 @@ def main() -> int:
             print(*warmup.describe(kernel))
         return 0
     warmup.require_compiler()
+    prebuilt.code()  # the sources' digest as they are now, whoever edits them while this runs
     zig()  # before several processes want it
     entries = {}
     for kernel, content in build(todo, given.workers):

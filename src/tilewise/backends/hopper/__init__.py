@@ -1,7 +1,7 @@
 """The Hopper backend: forward and backward passes on an H100 or H200 by kernels in NVIDIA's CuTe DSL.
 
-The DSL is imported when the first kernel is compiled; without it prebuilt kernels run (sm90/prebuilt.py). Where these lack one, or there is no such GPU,
-`why_not` says so.
+The DSL is imported when the first kernel is compiled. Without it prebuilt kernels run (sm90/prebuilt.py). Where they do not do, or there is no such
+GPU, `why_not` says so.
 """
 
 from collections.abc import Callable
