@@ -104,8 +104,6 @@ class Blocked:
         if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl", "cuda"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-for finder in sys.meta_path[:]:
-    sys.meta_path.remove(finder) if "Editable" in type(finder).__name__ else None
 sys.meta_path.insert(0, Blocked())
 import importlib.util
 whole = importlib.util.find_spec
