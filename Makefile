@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow kernels lint docs wheel sanitize clean
+.PHONY: demo test test-slow kernels kernel-table lint docs wheel sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -16,8 +16,12 @@ test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
 
 # The table of compiled kernels, whose rows spare `make test` the compiler: where device code has changed. Resumes; up to an hour and a half for all.
-kernels: $(VENV)/installed
+kernel-table: $(VENV)/installed
 	$(RUN) tools/gpu/kernel_table.py
+
+# The wheel of compiled kernels for H100 and H200, without a GPU, into dist/. Resumes; a quarter of an hour for all.
+kernels: $(VENV)/installed
+	$(RUN) tools/kernels_wheel.py dist
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .

@@ -13,14 +13,14 @@ LAUNCH = "tilewise.backends.hopper.forward.kernel:launch"
 
 
 class Exported:
-    """Stands for the DSL's object: it was compiled before, and is written out again."""
+    """Stands for the DSL's object: it was compiled before, and is written out again, as an object file or as LLVM's text."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, ptx: str = "") -> None:
+        self.path, self.ptx = path, ptx
 
-    def export_to_c(self, path: str, name: str) -> None:
+    def export_to_c(self, path: str, name: str, export_only_tvm_ffi_symbols: bool = False) -> None:
         assert name == cache.FUNCTION
-        Path(path).write_bytes(self.path.read_bytes())
+        Path(path).write_bytes(self.path.with_suffix(Path(path).suffix).read_bytes())
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +34,10 @@ def exported(tmp_path_factory, small) -> Exported:
     if not cache.library():
         pytest.skip("the DSL is not installed, or not for this processor")
     path = tmp_path_factory.mktemp("object") / "kernel.o"
-    jit.build(*small).export_to_c(str(path), cache.FUNCTION)
-    return Exported(path)
+    built = jit.build(*small, f"--keep-ptx --dump-dir {path.parent}")
+    built.export_to_c(str(path), cache.FUNCTION)
+    built.export_to_c(str(path.with_suffix(".ll")), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
+    return Exported(path, built.__ptx__)
 
 
 @pytest.fixture

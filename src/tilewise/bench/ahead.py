@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from tilewise.backends.hopper import warmup
+from tilewise.backends.hopper import coverage, warmup
 from tilewise.bench.impls import Impl
 from tilewise.bench.runner import call_of
 from tilewise.bench.workloads import Workload
@@ -55,7 +55,7 @@ def jobs(workloads: Iterable[Workload], impls: Iterable[Impl], device: torch.dev
 
 
 def _on_hopper(impl: Impl, workload: Workload, device: torch.device) -> bool:
-    return impl.name in ("tilewise", "tilewise:hopper") and device.type == "cuda" and not warmup.lacking(workload.problem(device))
+    return impl.name in ("tilewise", "tilewise:hopper") and device.type == "cuda" and not coverage.refused(workload.problem(device))
 
 
 def _kind(impl: Impl, workload: Workload) -> tuple:

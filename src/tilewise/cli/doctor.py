@@ -11,7 +11,7 @@ from importlib import metadata
 import torch
 
 from tilewise.problem import Problem
-from tilewise.sm90 import cache
+from tilewise.sm90 import cache, prebuilt
 from tilewise.sm90.jit import why_no_compiler
 
 PACKAGES = {  # distribution: what it is for here
@@ -63,6 +63,7 @@ def machine() -> dict[str, str]:
         "memory": _memory(),
         "C++ compiler": next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "none"),
         "kernel cache": "" if why_no_compiler() else cache.describe(),
+        "prebuilt kernels": prebuilt.describe(),
     }
     return {name: value for name, value in facts.items() if value}
 

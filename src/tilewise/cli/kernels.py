@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tilewise.backends.hopper import forecast
+from tilewise.backends.hopper import coverage, forecast
 from tilewise.backends.hopper import warmup as warming
 from tilewise.backends.hopper.forward.config import TILES
 from tilewise.bench import append
@@ -65,7 +65,7 @@ def _of_sets(options: Namespace) -> list[warming.Kernel]:
     if others := [name for name in ("head_dim", "mask", "extras") if getattr(options, name)]:
         raise ValueError(f"set fixes what is computed, so {', '.join(others)} cannot be given with it; dtype and forward can")
     chosen = {"set": options.set, "dtype": options.dtype or "bf16", "direction": "fwd" if options.forward else "fwd,bwd"}
-    asked = [each for each in workloads_from(chosen) if not warming.lacking(each.problem(torch.device("cuda")))]
+    asked = [each for each in workloads_from(chosen) if not coverage.refused(each.problem(torch.device("cuda")))]
     return list(dict.fromkeys(kernel for each in asked for kernel in warming.kernels_of(each.call())))
 
 

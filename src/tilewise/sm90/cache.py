@@ -6,7 +6,8 @@ code: versions, toolkit, this package's device code (`fingerprint`). They are wr
 name and content, so that what is cut short, damaged or misplaced is compiled again. A digest proves wholeness, not origin: nothing is loaded that
 another user could have written, or from a folder where one could (machine/trust.py); it is compiled instead, and kept by this process alone.
 
-TILEWISE_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/tilewise, ~/.cache/tilewise); TILEWISE_CACHE=0 does without it.
+Kernels that came in a wheel are looked for first (prebuilt.py). TILEWISE_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/tilewise,
+~/.cache/tilewise); TILEWISE_CACHE=0 does without it, and without prebuilt ones.
 """
 
 import ctypes
@@ -17,21 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from tilewise.errors import UnsupportedError
 from tilewise.machine import trust
-from tilewise.sm90 import link
+from tilewise.sm90 import link, prebuilt
+from tilewise.sm90.identity import FUNCTION, OFF, driver, name_of, sealed, settings, whole
 
-OFF = ("0", "off", "no", "false")
 MOST_BYTES = 512 << 20  # beyond it the entries that were not used for longest go; a kernel takes 0.1 MB
-FUNCTION = "tilewise"  # the name of every entry's function
-MARK = b"tilewise"  # ahead of the digest at an entry's end
 RUNTIME = "libcute_dsl_runtime.so"
-APART = tuple(f"CUTE_DSL_{name}" for name in ("ARCH", "KEEP", "DUMP_DIR", "LIBS"))  # these change no code, or are told otherwise
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("sm90", "backends/hopper", "backends/tables", "ladder")
 IMPORTED = time.time()
@@ -47,45 +45,41 @@ def folder() -> Path | None:
 
 
 def entry(launch: str, config, arch: str) -> Path | None:
-    """Where the kernel of `launch` ("module:function") and `config` (a dataclass) for `arch` is kept; None where it cannot be."""
+    """Where the kernel of `launch` ("module:function") and `config` (a dataclass) for `arch` is kept; None where it cannot be.
+
+    That is among the prebuilt ones (prebuilt.py), where they have it. Raises UnsupportedError where they do not, and it cannot be compiled either.
+    """
+    if found := prebuilt.entry(launch, config, arch):
+        return found
+    if find_spec("cutlass") is None:
+        raise UnsupportedError(prebuilt.why_no_kernel(launch, config))
     root = folder()
     if root is None or not library() or "<locals>" in launch or not _as_imported():
         return None
-    values = [(each.name, repr(getattr(config, each.name))) for each in fields(config)]
-    if odd := [name for name, value in values if " at 0x" in value]:
-        raise TypeError(f"{type(config).__name__}.{odd[0]} has no lasting name, which a compiled kernel is found by")
-    identity = repr((launch, _own_source(launch), type(config).__qualname__, values, arch))
-    return root / fingerprint()[:16] / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+    return root / fingerprint()[:16] / f"{name_of(launch, config, arch)}.so"
 
 
 def load(path: Path) -> Callable | None:
     """The function of an entry; None where there is none that is whole, and that this user or root wrote."""
+    ours = not prebuilt.owns(path)
     try:
-        if not _trusted(path) or not whole(path):
+        if (ours and not _trusted(path)) or not whole(path):
             return None
         import tvm_ffi
 
-        _load_runtime()
+        if ours:
+            _load_runtime()
         function = tvm_ffi.load_module(path)[FUNCTION]
     except (OSError, RuntimeError, AttributeError):  # it went away, or the folder's file system lets nothing be executed
         return None
-    _touch(path)
+    if ours:
+        _touch(path)
     return function
-
-
-def whole(path: Path) -> bool:
-    """Whether there is an entry, as it was written."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    end = len(content) - len(MARK) - hashlib.sha256().digest_size
-    return end > 0 and content[end:] == _seal(path, content[:end])
 
 
 def store(path: Path, kernel) -> bool:
     """Keep `kernel`, as `jit.build` made it; whether that was possible."""
-    if not _as_imported():
+    if not _as_imported() or prebuilt.owns(path):
         return False
     try:
         with tempfile.TemporaryDirectory(prefix="tilewise-") as aside:
@@ -98,7 +92,7 @@ def store(path: Path, kernel) -> bool:
         handle, written = tempfile.mkstemp(dir=path.parent, prefix=".")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content + _seal(path, content))
+                file.write(sealed(path, content))
             os.replace(written, path)
         except BaseException:
             os.unlink(written)
@@ -157,7 +151,7 @@ def fingerprint() -> str:
     """A digest of what changes the code of every kernel: versions, toolkit, environment, this package's device code."""
     versions = [metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
     parts = [sys.implementation.cache_tag, platform.machine(), *versions, toolkit_of(library())]
-    parts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_") and name not in APART]
+    parts += settings()
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in _sources():
         digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
@@ -172,8 +166,8 @@ def library() -> Path | None:
         return None
     found = [path for root in spec.submodule_search_locations for path in Path(root).glob(f"cu[0-9]*/lib/{RUNTIME}")]
     toolkits = {int(toolkit_of(path)[2:]): path for path in found}
-    driver = _driver()
-    supported = [toolkit for toolkit in toolkits if driver is None or toolkit <= driver]
+    newest = driver()
+    supported = [toolkit for toolkit in toolkits if newest is None or toolkit <= newest]
     return toolkits[max(supported)] if supported else None
 
 
@@ -191,32 +185,10 @@ def _as_imported() -> bool:
     return all(path.stat().st_mtime <= IMPORTED for path in _sources())
 
 
-def _driver() -> int | None:
-    """The CUDA version, by its first number, that the driver supports; None without a driver."""
-    version = ctypes.c_int(0)
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else version.value // 1000
-
-
 @cache
 def _load_runtime() -> ctypes.CDLL:
     """Entries call it by the name that it has once it is loaded."""
     return ctypes.CDLL(str(library()))
-
-
-def _own_source(launch: str) -> str:
-    """A digest of the launch function's module, where it is none of this package's."""
-    module = launch.partition(":")[0]
-    if module.startswith("tilewise."):
-        return ""
-    return hashlib.sha256(Path(find_spec(module).origin).read_bytes()).hexdigest()
-
-
-def _seal(path: Path, content: bytes) -> bytes:
-    return MARK + hashlib.sha256(path.stem.encode() + content).digest()
 
 
 def _trusted(path: Path) -> bool:

@@ -8,6 +8,7 @@
     proxies.py      what copy engine and tensor cores see of what threads write to shared memory
     memory.py       the call's tensors, tensor maps
     host.py, host.c the launch functions, as the DSL compiled them, with a stand-in for the CUDA runtime
+    prebuilt.py, driver.c those of prebuilt kernels, with a stand-in for the CUDA driver
     backend.py      all of it as a backend of tilewise
 
 It is for checking, not for speed: 150 queries and keys take seconds. What it cannot tell: how long anything takes, what ptxas makes of the

@@ -111,8 +111,8 @@ class Host:
         """objects: what the DSL's object of a kernel exports, under the name of the cache's functions; folder: for the library."""
         library, source = folder / "kernel.so", Path(__file__).with_name("host.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", source, objects, "-o", library], check=True)
-        self._library = ctypes.CDLL(str(library))
-        self._function = getattr(self._library, f"__tvm_ffi_{cache.FUNCTION}")
+        self._stand_in = ctypes.CDLL(str(library))
+        self._function = getattr(self._stand_in, f"__tvm_ffi_{cache.FUNCTION}")
 
     def __call__(self, run: Callable[[Grid], None], *arguments) -> None:
         """Raises what `run` raises, or RuntimeError with what the launch function says about its arguments."""
@@ -131,12 +131,16 @@ class Host:
                 failures.append(failure)
             return len(failures)
 
-        ctypes.c_void_p.in_dll(self._library, "launch").value = ctypes.cast(launch, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(self._stand_in, "launch").value = ctypes.cast(launch, ctypes.c_void_p).value
         failed = self._function(None, values, len(arguments), ctypes.byref(Given()))
         if failures:
             raise failures[0]
         if failed:
-            raise RuntimeError((ctypes.c_char * 4096).in_dll(self._library, "message").value.decode())
+            raise RuntimeError(self._said())
+
+    def _said(self) -> str:
+        """The last error."""
+        return (ctypes.c_char * 4096).in_dll(self._stand_in, "message").value.decode()
 
 
 def _fill(value: Given, argument, kept: list) -> None:

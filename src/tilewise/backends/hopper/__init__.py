@@ -1,25 +1,24 @@
 """The Hopper backend: forward and backward passes on an H100 or H200 by kernels in NVIDIA's CuTe DSL.
 
-The DSL is imported when the first kernel is compiled; without it, or without such a GPU, `why_not` says so.
+The DSL is imported when the first kernel is compiled. Without it prebuilt kernels run (sm90/prebuilt.py). Where they do not do, or there is no such
+GPU, `why_not` says so.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from tilewise.backends import Backend
-from tilewise.backends.hopper import forecast, packing
+from tilewise.backends.hopper import coverage, forecast, packing, warmup
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
-from tilewise.backends.hopper.forward.config import TILES, tile_dims
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.problem import Call, Gradients, Problem
-from tilewise.sm90 import jit
+from tilewise.sm90 import jit, prebuilt
 
 __all__ = ["Hopper"]
 
@@ -32,20 +31,11 @@ class Hopper(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
-        if problem.device != "cuda":
-            return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
-        wrong = problem.mixed
-        if problem.dtype not in (torch.bfloat16, torch.float16):
-            wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
-        dims, multiple = (problem.head_dim, problem.head_dim_v), jit.BYTES // problem.dtype.itemsize
-        if tile_dims(*dims) is None or any(dim % multiple for dim in dims):
-            most = max(TILES)[0]
-            wrong.append(f"it takes head_dim and head_dim_v up to {most} that are multiples of {multiple}, not {dims[0]} and {dims[1]}")
-        if problem.dropout:
-            wrong.append("it has no dropout yet")
-        if problem.grad:
-            wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
-        return wrong or jit.why_not_here(problem.capability)
+        if wrong := coverage.refused(problem):
+            return wrong
+        if missing := jit.why_no_compiler():
+            return _why_not_prebuilt(problem, missing) or prebuilt.why_no_gpu(problem.capability)
+        return jit.why_not_here(problem.capability)
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
@@ -53,6 +43,8 @@ class Hopper(Backend):
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
+        if jit.why_no_compiler():
+            return "" if prebuilt.why_not() or prebuilt.why_no_gpu() else f"prebuilt CuTe DSL kernels for {jit.ARCH}"
         return "" if jit.why_not_here() else f"CuTe DSL kernels for {jit.ARCH}"
 
     def details(self, call: Call) -> list[str]:
@@ -86,4 +78,16 @@ class Hopper(Backend):
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""
-        return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
+        return coverage.kernels(call)
+
+
+def _why_not_prebuilt(problem: Problem, missing: list[str]) -> list[str]:
+    """Sentences that say why kernels of the prebuilt package do not do, where the compiler is `missing`."""
+    if refused := prebuilt.why_not():
+        return [*missing, refused]
+    lacks = [kernel for kernel in warmup.of_problem(problem) if not prebuilt.entry(kernel.launch, kernel.config, jit.arch())]
+    if not lacks:
+        return []
+    extras = [name for name in warmup.EXTRAS if getattr(problem, name)]
+    of = f"{problem.mask} masks of head_dim {problem.head_dim}/{problem.head_dim_v} in {problem.dtype}{' with ' * bool(extras)}{', '.join(extras)}"
+    return [*missing, f"{prebuilt.DISTRIBUTION} lacks {len(lacks)} kernel{'s' * (len(lacks) > 1)} for {of}"]

@@ -1,5 +1,6 @@
 """Fill the cache of compiled kernels ahead of time, in parallel processes: `tilewise warmup`. Needs the DSL, but no GPU."""
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -10,16 +11,22 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import coverage
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Mask
+from tilewise.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import cache, jit
 
 GROUP = 256  # query heads of a key head, with which walks of every length read much
+FEW = 1  # keys, of which a pass knows shorter ways
+FAR = 1 << 20  # as far as a window reaches, or a document goes, so that no Choice takes it for short
+WINDOWS = SlidingWindow(1, 0), SlidingWindow(FAR, 0)
+DOCUMENTS = Documents([0, 1, 2], inner=Causal()), Documents([0, FAR], inner=Causal())
+MASKS = {"full": (Full(),), "band": (Full(), Causal(), *WINDOWS), "runs": (*DOCUMENTS, PrefixLM(1)), "bitmap": (PrefixLM(1),)}
+"""By Mask.kind: one mask for each way that kernels see. One query of a band sees all of some keys (packing.py)."""
 EXTRAS = ("softcap", "bias", "alibi", "sink")  # what changes scores; a bias is of the call's dtype
 
 
@@ -61,20 +68,34 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     Raises:
         UnsupportedError: the backend does not cover one of them.
     """
-    lengths = sorted({*config.lengths(), *backward_config.lengths()})
-    calls = (_call(cell, seqlen) for cell in cells for seqlen in lengths)
-    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*Hopper().kernels(call), *_of_groups(call))))
+    return _kernels(cells, ((n, n) for n in _lengths()))
+
+
+def _lengths() -> list[int]:
+    return sorted({*config.lengths(), *backward_config.lengths()})
+
+
+def _kernels(cells: Iterable[Cell], lengths: Iterable[tuple[int, int]]) -> list[Kernel]:
+    """Each once; lengths: of queries and of keys."""
+    calls = (_call(cell, *pair) for cell, pair in itertools.product(cells, lengths))
+    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*coverage.kernels(call), *_of_groups(call))))
+
+
+def of_problem(problem: Problem) -> list[Kernel]:
+    """The kernels that calls of that problem may need, also those of lengths that seldom meet: many queries and few keys.
+
+    Raises:
+        UnsupportedError: the backend does not cover it.
+    """
+    extras = tuple(name for name in EXTRAS if getattr(problem, name))
+    dims = problem.head_dim, problem.head_dim_v
+    cells = [Cell(*dims, problem.dtype, mask, extras, problem.grad) for mask in MASKS[problem.mask]]
+    return _kernels(cells, [pair for n in _lengths() for pair in ((n, n), (n, FEW))])
 
 
 def kernels_of(call: Call) -> list[Kernel]:
     """The kernels of this call, whose tensors may hold nothing."""
-    return [Kernel(*kernel) for kernel in Hopper().kernels(call)]
-
-
-def lacking(problem: Problem) -> list[str]:
-    """Why the backend has no kernel for the problem on any machine; empty where it has."""
-    here = jit.why_not_here()
-    return [why for why in Hopper().why_not(problem) if why not in here]
+    return [Kernel(*kernel) for kernel in coverage.kernels(call)]
 
 
 def _of_groups(call: Call) -> list[tuple]:
@@ -149,17 +170,18 @@ def describe(kernel: Kernel) -> tuple[str, str, str, str]:
     return package if module == "kernel" else module, dims, dtype, values
 
 
-def _call(cell: Cell, seqlen: int) -> Call:
+def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
     """A call of that kind, on tensors that hold nothing."""
-    q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for dim in (cell.head_dim, cell.head_dim, cell.head_dim_v))
+    shapes = (seqlen_q, cell.head_dim), (seqlen_k, cell.head_dim), (seqlen_k, cell.head_dim_v)
+    q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for seqlen, dim in shapes)
     one = torch.empty(1, 1, 1, 1, dtype=cell.dtype, device="meta")
-    values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen), "alibi": one[0, 0].float(), "sink": one[0, 0, 0]}
+    values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen_k), "alibi": one[0, 0].float(), "sink": one[0, 0, 0]}
     names = {"alibi": "alibi_slopes"}
     extras = {names.get(name, name): values[name] for name in cell.extras}
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
     if cell.grad and gradients.why_not(call.problem):
         call = replace(call, grad=False)
-    if wrong := lacking(replace(call.problem, device="cuda")):
+    if wrong := coverage.refused(replace(call.problem, device="cuda")):
         raise UnsupportedError(f"hopper has no kernel for head_dim {cell.head_dim}/{cell.head_dim_v}, {cell.dtype}: {'; '.join(wrong)}")
     return call
 

@@ -1,0 +1,32 @@
+"""What the Hopper kernels cover, on whatever machine, and which of them a call launches."""
+
+import torch
+
+from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.forward import call as forward
+from tilewise.backends.hopper.forward.config import TILES, tile_dims
+from tilewise.problem import Call, Problem
+from tilewise.sm90 import jit
+
+
+def refused(problem: Problem) -> list[str]:
+    """Sentences that say why no kernel is for the problem; empty where there are some."""
+    if problem.device != "cuda":
+        return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
+    wrong = problem.mixed
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
+    dims, multiple = (problem.head_dim, problem.head_dim_v), jit.BYTES // problem.dtype.itemsize
+    if tile_dims(*dims) is None or any(dim % multiple for dim in dims):
+        most = max(TILES)[0]
+        wrong.append(f"it takes head_dim and head_dim_v up to {most} that are multiples of {multiple}, not {dims[0]} and {dims[1]}")
+    if problem.dropout:
+        wrong.append("it has no dropout yet")
+    if problem.grad:
+        wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
+    return wrong
+
+
+def kernels(call: Call) -> list[tuple]:
+    """What `jit.compiled` takes, for every kernel that the call launches."""
+    return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
