@@ -158,11 +158,7 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )
-    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
-    text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
-    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal))
+    o, lse = operator.attend(documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask)))
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     return (o, lse) if return_lse else o
 
@@ -246,6 +242,16 @@ def operands(
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         backend=backend,
     )
+
+
+def documents(given: operator.Operands, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask) -> operator.Operands:
+    """The same tensors, which are packed sequences with `inner` for their mask."""
+    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
+    name = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
+    text = f"{name}(#0,#1,inner={inner.text(mask_tensors)})"
+    q = given.q
+    diagonal = None if given.alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[1], q.device)
+    return given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal)
 
 
 def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:

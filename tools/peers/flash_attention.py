@@ -1,0 +1,115 @@
+"""pytest plugin: flash-attention's own tests over `tilewise.compat.flash_attn`, from a checkout that you name; none of its code is here.
+
+    python -m pip install pytest einops
+    git clone https://github.com/Dao-AILab/flash-attention /path/to/flash-attention
+    PYTHONPATH=tools/peers python -m pytest -p flash_attention /path/to/flash-attention/tests/test_flash_attn.py \\
+        -c /dev/null --rootdir /path/to/flash-attention/tests -o addopts= --tilewise-device cpu --tilewise-sample 40 --tilewise-seed 0
+
+It installs the drop-in as `flash_attn` before the file is collected, and names what the file imports beside the public functions. Of its half million
+cases it takes, of every test function, `--tilewise-sample` by seed, without those that EXCLUDED names, each for the reason that is given there and
+printed at the end. On `--tilewise-device cpu` it also
+
+- reads "cuda" as "cpu" in the file's text, and calls the device one of compute capability 9.0;
+- leaves out cases with more than `--tilewise-longest` positions, for the file's fp32 reference takes their whole score matrices.
+
+Do not run it in the checkout's own folder, whose flash_attn would then be found first. docs/compat.md has the counts.
+"""
+
+import ast
+import random
+import re
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+EXCLUDED = {  # what a case's id or name matches: why it is left out
+    r"\[0\.17-|-0\.17-|-0\.17\]": "dropout_p 0.17: it reads S_dmask, which is the whole score matrix",
+    r"test_flash_attn_generator_arg_must_be_none": "it calls the compiled extension `flash_attn_2_cuda` itself",
+}
+LENGTHS = re.compile(r"^(max_)?seqlen|^swap_sq_sk$")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("tilewise")
+    group.addoption("--tilewise-device", default="cuda", choices=("cuda", "cpu"), help="where the tests run")
+    group.addoption("--tilewise-sample", type=int, default=40, help="cases of each test function; 0 for all")
+    group.addoption("--tilewise-seed", type=int, default=0, help="which cases")
+    group.addoption("--tilewise-longest", type=int, default=520, help="positions of the longest case on a CPU")
+
+
+def pytest_configure(config):
+    from tilewise import compat
+
+    compat.install("flash_attn")
+    import flash_attn.flash_attn_interface as interface
+
+    interface.USE_TRITON_ROCM = False
+    interface._get_block_size_n = lambda *_: 64  # of S_dmask's layout alone
+    config.tilewise_left_out = Counter()
+    if config.getoption("--tilewise-device") == "cpu":
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 80 * 2**30})
+        torch.cuda.synchronize = lambda *_: None
+
+
+def pytest_unconfigure():
+    from tilewise import compat
+
+    compat.uninstall("flash_attn")
+
+
+class OnCpu(pytest.Module):
+    """A test file in which "cuda" is "cpu"."""
+
+    def _getobj(self):
+        tree = ast.parse(self.path.read_text(), str(self.path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value == "cuda":
+                node.value = "cpu"
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        source = self.path.read_bytes()
+        rewrite_asserts(tree, source, str(self.path), self.config)
+        module = type(pytest)(self.path.stem)
+        module.__file__ = str(self.path)
+        exec(compile(tree, str(self.path), "exec"), vars(module))
+        return module
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if parent.config.getoption("--tilewise-device") == "cpu":
+        return OnCpu.from_parent(parent, path=module_path)
+    return None
+
+
+def _too_long(item, longest: int) -> bool:
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    return any(isinstance(value, int) and value > longest for name, value in values.items() if LENGTHS.match(name))
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out, by_function = config.tilewise_left_out, defaultdict(list)
+    longest = config.getoption("--tilewise-longest") if config.getoption("--tilewise-device") == "cpu" else None
+    for item in items:
+        reason = next((why for pattern, why in EXCLUDED.items() if re.search(pattern, item.name)), None)
+        if reason is None and longest is not None and _too_long(item, longest):
+            reason = f"more than {longest} positions, on a CPU"
+        if reason is None:
+            by_function[item.originalname].append(item)
+        else:
+            left_out[reason] += 1
+    size, draw = config.getoption("--tilewise-sample"), random.Random(config.getoption("--tilewise-seed"))
+    kept = []
+    for cases in by_function.values():
+        chosen = cases if not size or len(cases) <= size else draw.sample(cases, size)
+        left_out["not in the sample"] += len(cases) - len(chosen)
+        kept += chosen
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.section("cases left out")
+    for reason, count in sorted(config.tilewise_left_out.items()):
+        terminalreporter.write_line(f"{count:8d}  {reason}")
