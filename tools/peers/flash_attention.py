@@ -18,7 +18,7 @@ Do not run it in the checkout's own folder, whose flash_attn would then be found
 import ast
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 import torch
@@ -27,7 +27,6 @@ EXCLUDED = {  # what a case's id or name matches: why it is left out
     r"\[0\.17-|-0\.17-|-0\.17\]": "dropout_p 0.17: it reads S_dmask, which is the whole score matrix",
     r"test_flash_attn_generator_arg_must_be_none": "it calls the compiled extension `flash_attn_2_cuda` itself",
 }
-LENGTHS = re.compile(r"^(max_)?seqlen|^swap_sq_sk$")
 
 
 def pytest_addoption(parser):
@@ -83,30 +82,38 @@ def pytest_pycollect_makemodule(module_path, parent):
     return None
 
 
-def _too_long(item, longest: int) -> bool:
-    values = getattr(getattr(item, "callspec", None), "params", {})
-    return any(isinstance(value, int) and value > longest for name, value in values.items() if LENGTHS.match(name))
+def _why_not(name: str, values: dict, longest: int | None) -> str | None:
+    """Why a case is left out, None where it is not."""
+    reason = next((why for pattern, why in EXCLUDED.items() if re.search(pattern, name)), None)
+    if reason is None and longest and any(isinstance(n, int) and n > longest for key, n in values.items() if key.startswith("seqlen")):
+        reason = f"more than {longest} positions, on a CPU"
+    return reason
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """The sample is drawn from parameters, before half a million tests are made of them (which takes minutes)."""
+    config, name = metafunc.config, metafunc.function.__name__
+    longest = config.getoption("--tilewise-longest") if config.getoption("--tilewise-device") == "cpu" else None
+    kept = []
+    for case in metafunc._calls:
+        reason = _why_not(f"{name}[{case.id}]", case.params, longest)
+        if reason is None:
+            kept.append(case)
+        else:
+            config.tilewise_left_out[reason] += 1
+    size, draw = config.getoption("--tilewise-sample"), random.Random(f"{config.getoption('--tilewise-seed')} {name}")
+    if size and len(kept) > size:
+        config.tilewise_left_out["not in the sample"] += len(kept) - size
+        kept = draw.sample(kept, size)
+    metafunc._calls[:] = kept
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out, by_function = config.tilewise_left_out, defaultdict(list)
-    longest = config.getoption("--tilewise-longest") if config.getoption("--tilewise-device") == "cpu" else None
-    for item in items:
-        reason = next((why for pattern, why in EXCLUDED.items() if re.search(pattern, item.name)), None)
-        if reason is None and longest is not None and _too_long(item, longest):
-            reason = f"more than {longest} positions, on a CPU"
-        if reason is None:
-            by_function[item.originalname].append(item)
-        else:
-            left_out[reason] += 1
-    size, draw = config.getoption("--tilewise-sample"), random.Random(config.getoption("--tilewise-seed"))
-    kept = []
-    for cases in by_function.values():
-        chosen = cases if not size or len(cases) <= size else draw.sample(cases, size)
-        left_out["not in the sample"] += len(cases) - len(chosen)
-        kept += chosen
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    """Tests without parameters."""
+    for item in [item for item in items if not hasattr(item, "callspec") and _why_not(item.name, {}, None)]:
+        config.tilewise_left_out[_why_not(item.name, {}, None)] += 1
+        items.remove(item)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -101,7 +101,7 @@ class Cache:
         first = torch.zeros_like(self.lengths) if self.leftpad is None else self.leftpad
         cu_seqlens = torch.nn.functional.pad((self.lengths - first).cumsum(0, dtype=torch.int32), (1, 0))
         owner = sequence_of(cu_seqlens, int(cu_seqlens[-1]))
-        positions = torch.arange(owner.shape[0], device=owner.device) - cu_seqlens[owner] + first[owner]
+        positions = torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) - cu_seqlens[owner] + first[owner]
         slots = self.slots(owner, positions)
         return self.k[slots], self.v[slots], cu_seqlens
 
@@ -110,8 +110,8 @@ class Cache:
         if self.leftpad is None:
             table = self.page_table if self.batch_idx is None else self.batch_idx[:, None]
             return self.k, self.v, self.lengths, table
-        rows = torch.arange(self.lengths.shape[0], device=self.k.device) if self.batch_idx is None else self.batch_idx
-        places = torch.arange(self.capacity, device=self.k.device) + self.leftpad[:, None]
+        rows = torch.arange(self.lengths.shape[0], dtype=torch.int64, device=self.k.device) if self.batch_idx is None else self.batch_idx
+        places = torch.arange(self.capacity, dtype=torch.int64, device=self.k.device) + self.leftpad[:, None]
         table = (rows * self.capacity)[:, None] + places.clamp(max=self.capacity - 1)
         return self.k.flatten(0, 1)[:, None], self.v.flatten(0, 1)[:, None], self.lengths - self.leftpad, table
 
@@ -193,11 +193,11 @@ def attend(
 def _tokens(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sequence that each token of x is in, and its place there: (batch, seqlen), or (total,) of packed sequences."""
     if cu_seqlens is None:
-        owner, places = (torch.arange(n, device=x.device) for n in x.shape[:2])
+        owner, places = (torch.arange(n, dtype=torch.int64, device=x.device) for n in x.shape[:2])
         return owner[:, None].expand(x.shape[:2]), places.expand(x.shape[:2])
     check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",), INDEX_DTYPES)
     owner = sequence_of(cu_seqlens, x.shape[0])
-    return owner, torch.arange(x.shape[0], device=x.device) - cu_seqlens.long()[owner]
+    return owner, torch.arange(x.shape[0], dtype=torch.int64, device=x.device) - cu_seqlens.long()[owner]
 
 
 def _attend_packed(

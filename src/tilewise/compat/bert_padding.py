@@ -48,7 +48,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     lengths = attention_mask_in_length[attention_mask_in_length > 0]
-    places = torch.arange(attention_mask_in_length.shape[1], device=lengths.device)
+    places = torch.arange(attention_mask_in_length.shape[1], dtype=torch.int64, device=lengths.device)
     return _packed(hidden_states, places < attention_mask_in_length.sum(-1, keepdim=True), lengths)
 
 

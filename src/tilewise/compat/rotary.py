@@ -84,7 +84,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def _frequencies(self, device) -> Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+        return self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
 
     def _up_to(self, seqlen: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of at least so many positions, in the dtype and on the device of `like`."""
@@ -92,7 +92,7 @@ class RotaryEmbedding(torch.nn.Module):
         fits = known is not None and known[0].shape[0] >= seqlen and known[0].device == like.device and known[0].dtype == like.dtype
         if not fits or (self.training and known[0].is_inference()):
             frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(like.device)  # 16 bits hold no angles
-            angles = torch.outer(torch.arange(seqlen, device=like.device, dtype=torch.float32), frequencies.to(like.device))
+            angles = torch.outer(torch.arange(seqlen, dtype=torch.float32, device=like.device), frequencies.to(like.device))
             self._tables = known = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
         return known
 
@@ -149,16 +149,16 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
         check_size("seqlen_offsets", "batch", offsets.shape[0], sequences, "x" if cu_seqlens is None else "cu_seqlens")
     if cu_seqlens is None:
         first = offsets[:, None] if isinstance(offsets, Tensor) else offsets
-        return first + torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        return first + torch.arange(x.shape[1], dtype=torch.int64, device=x.device).expand(x.shape[0], -1)
     owner = sequence_of(cu_seqlens, x.shape[0])
     first = offsets.to(x.device)[owner] if isinstance(offsets, Tensor) else offsets
-    return first + torch.arange(x.shape[0], device=x.device) - cu_seqlens.to(x.device, torch.int64)[owner]
+    return first + torch.arange(x.shape[0], dtype=torch.int64, device=x.device) - cu_seqlens.to(x.device, torch.int64)[owner]
 
 
 def sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) int64: the packed sequence that each token is in, the last one for tokens beyond all."""
     ends = cu_seqlens[1:].to(torch.int64)
-    owner = torch.searchsorted(ends, torch.arange(total, device=ends.device), right=True)
+    owner = torch.searchsorted(ends, torch.arange(total, dtype=torch.int64, device=ends.device), right=True)
     return owner.clamp(max=max(ends.shape[0] - 1, 0))
 
 
