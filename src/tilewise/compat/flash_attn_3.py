@@ -14,12 +14,13 @@ Arguments beside those:
 import torch
 from torch import Tensor
 
-from tilewise import merge
+
 from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers, refuse
 from tilewise.compat.rotary import split_heads
 from tilewise.errors import check_like, check_size, check_tensor
+from tilewise.merge import merge
 
 __all__ = [
     "flash_attn_combine",
@@ -186,7 +187,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     check_tensor("out_partial", out_partial, ("parts", "batch", "seqlen", "heads", "head_dim"))
     check_tensor("lse_partial", lse_partial, ("parts", "batch", "seqlen", "heads"), (torch.float32, torch.float64))
     check_size("lse_partial", "shape", lse_partial.shape, out_partial.shape[:-1], "out_partial without head_dim")
-    found, lse = merge.merge(list(out_partial), list(lse_partial.transpose(2, 3)))
+    found, lse = merge(list(out_partial), list(lse_partial.transpose(2, 3)))
     if out is None:
         return found.to(out_partial.dtype if out_dtype is None else out_dtype), lse.transpose(1, 2)
     check_size("out", "shape", out.shape, found.shape, "out_partial without parts")
