@@ -44,5 +44,7 @@ def test_nothing_is_left():
 
 
 def test_a_wrong_mask():
-    with pytest.raises(RuntimeError, match=r"unpad_input: attention_mask must be \(batch, seqlen\) = \(3, 5\) as hidden_states, got \(3, 4\)"):
+    with pytest.raises(
+        RuntimeError, match=r"unpad_input: attention_mask must be \(batch, seqlen\) = \(3, 5\) as hidden_states, got \(3, 4\)"
+    ):
         bert_padding.unpad_input(randn(3, 5, 4), MASK[:, :4])

@@ -59,7 +59,10 @@ def test_packed_tensors(words):
     q, k, v = qkv(2, 11, 11, heads=(4, 4))
     kv, all_three = torch.stack((k, v), 2).detach().requires_grad_(), torch.stack((q, k, v), 2).detach().requires_grad_()
     call = call_of(q, k, v, mask, **fields)
-    for o, leaf in ((flash_attn.flash_attn_kvpacked_func(q, kv, **options), kv), (flash_attn.flash_attn_qkvpacked_func(all_three, **options), all_three)):
+    for o, leaf in (
+        (flash_attn.flash_attn_kvpacked_func(q, kv, **options), kv),
+        (flash_attn.flash_attn_qkvpacked_func(all_three, **options), all_three),
+    ):
         (got,) = torch.autograd.grad(o, leaf, randn(*o.shape, seed=9))
         expected = torch.autograd.grad(flash_attn.flash_attn_func(q, k, v, **options), (q, k, v), randn(*o.shape, seed=9))
         torch.testing.assert_close(got, torch.stack(expected[-got.shape[2] :], 2))
@@ -111,7 +114,9 @@ def test_slopes_by_sequence(causal):
 def test_pages_of_packed_sequences():
     pages, size = 9, 8
     k, v = randn(pages, size, 2, 16, seed=1).requires_grad_(), randn(pages, size, 2, 16, seed=2).requires_grad_()
-    table = torch.tensor([[4, 2, 0, 0], [7, 99, 99, 99], [-1, -1, -1, -1], [8, 1, 3, 5]], dtype=torch.int32)  # those not reached may be anything
+    table = torch.tensor(
+        [[4, 2, 0, 0], [7, 99, 99, 99], [-1, -1, -1, -1], [8, 1, 3, 5]], dtype=torch.int32
+    )  # those not reached may be anything
     q = randn(33, 4, 16).requires_grad_()
     o = flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, causal=True, block_table=table)
     flat = [torch.cat([x[table[b].clamp(0, 8).long()].flatten(0, 1)[: CU_K[b + 1] - CU_K[b]] for b in range(4)]) for x in (k, v)]
@@ -169,11 +174,17 @@ def test_it_compiles_whole():
 
 Q = randn(2, 5, 4, 8)
 WRONG = {
-    "heads": (lambda: flash_attn.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), "flash_attn.flash_attn_func: q has heads_q=4 and k has heads_k=3"),
+    "heads": (
+        lambda: flash_attn.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]),
+        "flash_attn.flash_attn_func: q has heads_q=4 and k has heads_k=3",
+    ),
     "head_dim": (lambda: flash_attn.flash_attn_func(Q, Q[..., :7], Q), "k has head_dim 7, but q has head_dim 8"),
     "dims": (lambda: flash_attn.flash_attn_func(Q[0], Q, Q), "q must have 4 dimensions"),
     "scale": (lambda: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=float("nan")), "softmax_scale must be a finite number"),
-    "window": (lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=3), r"window_size must be two integers \(left, right\), -1 for unbounded, got 3"),
+    "window": (
+        lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=3),
+        r"window_size must be two integers \(left, right\), -1 for unbounded, got 3",
+    ),
     "dropout": (lambda: flash_attn.flash_attn_func(Q, Q, Q, dropout_p=1.0), r"dropout_p must be a finite number in \[0, 1\), got 1.0"),
     "kv": (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q), "kv must have 5 dimensions"),
     "slopes": (lambda: flash_attn.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), "alibi_slopes has heads_q 3, but q has heads_q 4"),
@@ -201,6 +212,8 @@ def test_errors_are_of_both_families(call, words):
 
 
 def test_s_dmask_is_refused():
-    with pytest.raises(UnsupportedError, match=r"flash_attn_func: return_attn_probs=True with dropout_p > 0 .* take dropout_p=0.0") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"flash_attn_func: return_attn_probs=True with dropout_p > 0 .* take dropout_p=0.0"
+    ) as caught:
         flash_attn.flash_attn_func(Q, Q, Q, dropout_p=0.1, return_attn_probs=True)
     assert isinstance(caught.value, RuntimeError)

@@ -115,7 +115,9 @@ def test_metadata_is_empty():
     metadata = flash_attn_3.get_scheduler_metadata(2, 1, 8, 4, 2, 16, lengths)
     assert metadata.numel() == 0 and metadata.dtype == torch.int32
     q, cache = randn(2, 1, 4, 16), randn(2, 8, 2, 16)
-    one, two = (flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, scheduler_metadata=x) for x in (None, metadata))
+    one, two = (
+        flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, scheduler_metadata=x) for x in (None, metadata)
+    )
     assert torch.equal(one, two)
 
 

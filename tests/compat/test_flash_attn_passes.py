@@ -47,7 +47,9 @@ def test_sequences():
     call = call_of(q[None], k[None], v[None], tw.Documents(CU_Q, CU_K, inner=tw.Causal()), **fields)
     tolerance.check_outputs(call, o[None], lse[None])
     tolerance.check_gradients(call, Gradients(*(x[None] for x in grads), None, None), d_o[None])
-    with pytest.raises(RuntimeError, match=r"alibi_slopes \(batch, heads\) is not supported in this pass; differentiate flash_attn_varlen_func"):
+    with pytest.raises(
+        RuntimeError, match=r"alibi_slopes \(batch, heads\) is not supported in this pass; differentiate flash_attn_varlen_func"
+    ):
         passes._flash_attn_varlen_backward(d_o, q, k, v, o, lse, *grads, CU_Q, CU_K, 13, 15, *tail(slopes.expand(2, 4)), False)
 
 

@@ -1,4 +1,4 @@
-"""Caches of flash_attn 2 and 3: appending in place, rotary positions, rows and pages, padding; against the oracle sequence by sequence, the rest NaN."""
+"""Caches of flash_attn 2 and 3: appending in place, rotary positions, rows and pages, padding; held to the oracle by sequence, the rest NaN."""
 
 import pytest
 import torch
@@ -43,7 +43,9 @@ class Case:
             self.table = torch.randperm(18, generator=torch.Generator().manual_seed(1), dtype=torch.int32)[:15].reshape(BATCH, 5)
         self.k, self.v = (torch.full((*shape, HEADS[1], DIM), torch.nan, dtype=dtype) for _ in range(2))
         self.slots = [
-            (self.table[b, torch.arange(25) // PAGE].long(), torch.arange(25) % PAGE) if layout == "pages" else (rows[b], torch.arange(CAPACITY))
+            (self.table[b, torch.arange(25) // PAGE].long(), torch.arange(25) % PAGE)
+            if layout == "pages"
+            else (rows[b], torch.arange(CAPACITY))
             for b in range(BATCH)
         ]
         for seed, cache in ((11, self.k), (12, self.v)):
@@ -126,7 +128,10 @@ def test_a_strided_cache_is_written_in_place():
     k_cache, v_cache = (x.transpose(1, 2) for x in both.unbind(1))
     q, k = randn(BATCH, 1, HEADS[0], DIM), randn(BATCH, 1, HEADS[1], DIM)
     flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=LENGTHS, cache_leftpad=LEFTPAD)
-    assert all(torch.equal(both[b, :, :, LENGTHS[b]], k[b, 0].expand(2, -1, -1)) for b in range(BATCH)) and both.count_nonzero() == 2 * k.numel()
+    assert (
+        all(torch.equal(both[b, :, :, LENGTHS[b]], k[b, 0].expand(2, -1, -1)) for b in range(BATCH))
+        and both.count_nonzero() == 2 * k.numel()
+    )
 
 
 def test_no_gradient_is_asked_for():
@@ -201,19 +206,34 @@ def call(**words):
 NEW = {"k": torch.zeros(2, 1, 2, 32), "v": torch.zeros(2, 1, 2, 32)}
 TURN = {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}
 WRONG = {
-    "full": (call(**NEW, cache_seqlens=8), r"cache_seqlens\[0\] is 9 with the new tokens, but the cache holds 8 tokens a sequence; make it larger"),
+    "full": (
+        call(**NEW, cache_seqlens=8),
+        r"cache_seqlens\[0\] is 9 with the new tokens, but the cache holds 8 tokens a sequence; make it larger",
+    ),
     "long": (call(cache_seqlens=torch.tensor([3, 9])), r"cache_seqlens\[1\] is 9, but the cache holds 8"),
     "pages": (call(cache_seqlens=9, block_table=TABLE), r"cache_seqlens\[0\] is 9, .* block_table has 1 pages of 8 tokens a sequence"),
     "no page": (call(cache_seqlens=3, block_table=TABLE + 2), r"block_table"),
-    "no page to write": (call(**NEW, cache_seqlens=3, block_table=TABLE - 1), r"block_table names pages \[-1\], but k_cache has pages 0..1"),
+    "no page to write": (
+        call(**NEW, cache_seqlens=3, block_table=TABLE - 1),
+        r"block_table names pages \[-1\], but k_cache has pages 0..1",
+    ),
     "row": (call(cache_batch_idx=torch.tensor([0, 2])), r"cache_batch_idx must be between 0 and 1, got \[0, 2\]"),
-    "pad": (call(cache_seqlens=3, cache_leftpad=torch.tensor([0, 4])), r"cache_leftpad \[0, 4\] is beyond the lengths of the sequences, \[3, 3\]"),
+    "pad": (
+        call(cache_seqlens=3, cache_leftpad=torch.tensor([0, 4])),
+        r"cache_leftpad \[0, 4\] is beyond the lengths of the sequences, \[3, 3\]",
+    ),
     "where": (call(**NEW), "cache_seqlens must be given with k"),
     "half": (call(k=NEW["k"], cache_seqlens=3), "v is missing: k and v are appended together"),
     "rotary alone": (call(**TURN), "rotary_cos needs new keys k and v"),
     "rotary half": (call(**NEW, cache_seqlens=3, rotary_cos=TURN["rotary_cos"]), "rotary_cos and rotary_sin must both be given"),
-    "rotary_dim": (call(**NEW, cache_seqlens=3, rotary_cos=torch.zeros(8, 3), rotary_sin=torch.zeros(8, 3)), "rotary_dim must be a multiple of 16"),
-    "short tables": (call(**NEW, cache_seqlens=3, rotary_cos=torch.zeros(3, 8), rotary_sin=torch.zeros(3, 8)), "cos and sin have 3 positions, but x reaches position 3"),
+    "rotary_dim": (
+        call(**NEW, cache_seqlens=3, rotary_cos=torch.zeros(8, 3), rotary_sin=torch.zeros(8, 3)),
+        "rotary_dim must be a multiple of 16",
+    ),
+    "short tables": (
+        call(**NEW, cache_seqlens=3, rotary_cos=torch.zeros(3, 8), rotary_sin=torch.zeros(3, 8)),
+        "cos and sin have 3 positions, but x reaches position 3",
+    ),
     "dtype": (call(k=NEW["k"].double(), v=NEW["v"], cache_seqlens=3), "k is torch.float64, but k_cache is torch.float32"),
     "batch": (call(k_cache=CACHE[:1], v_cache=CACHE[:1]), "k_cache has batch 1, but q has batch 2"),
     "both": (call(block_table=TABLE, cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx together with block_table is not supported"),

@@ -33,7 +33,9 @@ def test_batches(interleaved, offsets, dim, dtype):
     tolerance.check("out", out.detach(), expected, expected.to(dtype))
     weight = randn(2, 5, 3, dim, seed=1, dtype=dtype)
     (gradient,) = torch.autograd.grad(out, x, weight)
-    back = rotary.apply_rotary(weight, COS, SIN, seqlen_offsets=offsets, interleaved=interleaved, conjugate=True)  # rotations: the transpose turns back
+    back = rotary.apply_rotary(
+        weight, COS, SIN, seqlen_offsets=offsets, interleaved=interleaved, conjugate=True
+    )  # rotations: the transpose turns back
     torch.testing.assert_close(gradient, back)
     inplace = x.detach().clone()
     assert rotary.apply_rotary_emb(inplace, COS, SIN, interleaved, True, offsets) is inplace and torch.equal(inplace, out)
@@ -94,8 +96,14 @@ WRONG = {
     "tables": (lambda x: rotary.apply_rotary_emb(x, COS, SIN[:3]), r"sin has shape torch.Size\(\[3, 8\]\), but cos has shape"),
     "dim": (lambda x: rotary.apply_rotary_emb(x[..., :12], COS, SIN), "rotary_dim must not be larger than head_dim"),
     "far": (lambda x: rotary.apply_rotary_emb(x, COS, SIN, seqlen_offsets=36), "cos and sin have 40 positions, but x reaches position 40"),
-    "offsets": (lambda x: rotary.apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.zeros(3, dtype=torch.int32)), "seqlen_offsets has batch 3"),
-    "heads": (lambda x: rotary.apply_rotary_emb_qkv_(x, COS, SIN), "num_heads_q must say how many of the 3 heads of qkv are queries, got None"),
+    "offsets": (
+        lambda x: rotary.apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.zeros(3, dtype=torch.int32)),
+        "seqlen_offsets has batch 3",
+    ),
+    "heads": (
+        lambda x: rotary.apply_rotary_emb_qkv_(x, COS, SIN),
+        "num_heads_q must say how many of the 3 heads of qkv are queries, got None",
+    ),
 }
 
 

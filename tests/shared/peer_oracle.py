@@ -39,4 +39,6 @@ def check(call: Call, o: Tensor, lse: Tensor | None = None, leaves: tuple[Tensor
     if leaves:
         grads = torch.autograd.grad(o, leaves, d_o)
         names = ("q", "k", "v", "sink")[: len(leaves)]
-        tolerance.check_gradients(call, Gradients(**{"bias": None, "sink": None} | dict(zip(names, grads, strict=True))), d_o, expect=expect)
+        tolerance.check_gradients(
+            call, Gradients(**{"bias": None, "sink": None} | dict(zip(names, grads, strict=True))), d_o, expect=expect
+        )

@@ -5,6 +5,7 @@ Import them by name, `from tilewise.compat import flash_attn`, which changes not
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from tilewise.compat import _finder
 
@@ -13,7 +14,8 @@ __all__ = ["Integration", "install", "status", "uninstall"]
 
 @dataclass(frozen=True, kw_only=True)
 class Integration:
-    """One peer: `module` is what is looked for, `version` that of its distribution (None where there is none), `tested` the versions tried."""
+    """One peer: `module` is looked for, `version` is that of its distribution (None where there is none), `tested` the one it was read or run
+    in, `use` how to have it, `installed` whether `install` answers for it now."""
 
     name: str
     module: str
@@ -21,20 +23,25 @@ class Integration:
     version: str | None
     tested: str
     use: str
-    installed: bool = False  # by `install`
+    installed: bool
 
 
-_TABLE = {  # name: (module, distribution, tested, how it is used)
-    "flash_attn": ("flash_attn", "flash-attn", "2.8.4", 'from tilewise.compat import flash_attn, or compat.install("flash_attn")'),
-    "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "3.0.0", "from tilewise.compat import flash_attn_3, or compat.install"),
-    "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "4.0.0b36", "from tilewise.compat import flash_attn_cute, or compat.install"),
-    "transformers": ("transformers", "transformers", "5.24.0", "tilewise.compat.transformers"),
-    "sdpa": ("torch", "torch", "2.13.0", "tilewise.compat.sdpa"),
-    "torch_flash": ("torch", "torch", "2.13.0", "tilewise.compat.torch_flash"),
-    "flex": ("torch", "torch", "2.13.0", "tilewise.compat.flex"),
-    "diffusers": ("diffusers", "diffusers", "0.42.1", "tilewise.compat.diffusers"),
-    "xformers": ("xformers", "xformers", "0.0.35", "tilewise.compat.xformers"),
+_TABLE = {  # the file here: (module, distribution, versions tested)
+    "flash_attn": ("flash_attn", "flash-attn", "2.8.4"),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "3.0.0"),
+    "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "4.0.0b36"),
+    "transformers": ("transformers", "transformers", "5.24.0"),
+    "sdpa": ("torch", "torch", "2.13.0"),
+    "torch_flash": ("torch", "torch", "2.13.0"),
+    "flex": ("torch", "torch", "2.13.0"),
+    "diffusers": ("diffusers", "diffusers", "0.42.1"),
+    "xformers": ("xformers", "xformers", "0.0.35"),
 }
+
+
+def _use(name: str) -> str:
+    by_name = f"from {__name__} import {name}"
+    return f"{by_name}, or install({name!r})" if name in _finder.PEERS else by_name
 
 
 def install(*names: str) -> None:
@@ -70,15 +77,16 @@ def status() -> list[Integration]:
             importable=_finder.real_spec(module) is not None,
             version=_finder.real_version(distribution),
             tested=tested,
-            use=use,
+            use=_use(name),
             installed=_finder.installed(name),
         )
-        for name, (module, distribution, tested, use) in _TABLE.items()
+        for name, (module, distribution, tested) in _TABLE.items()
+        if find_spec(f"{__name__}.{name}") is not None
     ]
 
 
 def _check(names: tuple[str, ...], function: str) -> None:
     for name in names:
         if name not in _finder.PEERS:
-            way_out = f"; {name} is used by {_TABLE[name][3]}" if name in _TABLE else ""
+            way_out = f"; use {name} by {_use(name)}" if name in _TABLE else ""
             raise ValueError(f"compat.{function} takes names of {', '.join(_finder.PEERS)}, got {name!r}{way_out}")

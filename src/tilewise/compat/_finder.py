@@ -128,7 +128,9 @@ class _Finder:
     def exec_module(self, module):
         for name in self.sources(module.__name__) or ():
             ours = importlib.import_module(f"{OURS}{name}")
-            module.__dict__.update({key: value for key, value in vars(ours).items() if key in KEPT or not (key[:2] == "__" or _is_module(value))})
+            module.__dict__.update(
+                {key: value for key, value in vars(ours).items() if key in KEPT or not (key[:2] == "__" or _is_module(value))}
+            )
         inside = f"{module.__name__}."
         for loaded in [name for name in sys.modules if name.startswith(inside) and "." not in name[len(inside) :]]:
             setattr(module, loaded[len(inside) :], sys.modules[loaded])  # theirs, imported before
@@ -176,7 +178,12 @@ def real_spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 def real_version(distribution: str) -> str | None:
     """The version of a distribution that is really installed, None where there is none."""
-    found = (each for finder in sys.meta_path if finder is not FINDER and hasattr(finder, "find_distributions") for each in _of(finder, distribution))
+    found = (
+        each
+        for finder in sys.meta_path
+        if finder is not FINDER and hasattr(finder, "find_distributions")
+        for each in _of(finder, distribution)
+    )
     return next((each.version for each in found), None)
 
 

@@ -64,14 +64,22 @@ class Cache:
             return
         for b, length in enumerate((self.lengths + more).tolist()):
             if not 0 <= length <= self.capacity:
-                pages = "" if self.page_table is None else f", for page_table has {self.page_table.shape[1]} pages of {self.k.shape[1]} tokens a sequence"
+                pages = (
+                    ""
+                    if self.page_table is None
+                    else f", for page_table has {self.page_table.shape[1]} pages of {self.k.shape[1]} tokens a sequence"
+                )
                 new = " with the new tokens" if isinstance(more, Tensor) or more else ""
-                raise ShapeError(f"cache_seqlens[{b}] is {length}{new}, but the cache holds {self.capacity} tokens a sequence{pages}; make it larger")
+                raise ShapeError(
+                    f"cache_seqlens[{b}] is {length}{new}, but the cache holds {self.capacity} tokens a sequence{pages}; make it larger"
+                )
         for name, x, most in (("batch_idx", self.batch_idx, self.k.shape[0] - 1), ("leftpad", self.leftpad, self.capacity)):
             if x is not None and bool(((x < 0) | (x > most)).any()):
                 raise ShapeError(f"cache_{name} must be between 0 and {most}, got {x.tolist()}")
         if self.leftpad is not None and bool((self.leftpad > self.lengths + more).any()):
-            raise ShapeError(f"cache_leftpad {self.leftpad.tolist()} is beyond the lengths of the sequences, {(self.lengths + more).tolist()}")
+            raise ShapeError(
+                f"cache_leftpad {self.leftpad.tolist()} is beyond the lengths of the sequences, {(self.lengths + more).tolist()}"
+            )
 
     def slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Row or page, and place in it, of the tokens at these positions of sequences `owner`."""
@@ -126,7 +134,9 @@ class Rotary:
     first: Tensor | None = None
 
     @classmethod
-    def of(cls, cos: Tensor | None, sin: Tensor | None, interleaved: bool, k: Tensor | None, first: Tensor | None = None) -> "Rotary | None":
+    def of(
+        cls, cos: Tensor | None, sin: Tensor | None, interleaved: bool, k: Tensor | None, first: Tensor | None = None
+    ) -> "Rotary | None":
         if cos is None and sin is None:
             return None
         if cos is None or sin is None:
@@ -169,7 +179,11 @@ def attend(
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     if k is not None:
         for name, x in (("k", k), ("v", v)):
-            check_tensor(name, x, ("batch", "seqlen_new", "heads_k", "head_dim") if cu_seqlens_k_new is None else ("total_new", "heads_k", "head_dim"))
+            check_tensor(
+                name,
+                x,
+                ("batch", "seqlen_new", "heads_k", "head_dim") if cu_seqlens_k_new is None else ("total_new", "heads_k", "head_dim"),
+            )
             if cu_seqlens_k_new is None:
                 check_size(name, "batch", x.shape[0], cache.lengths.shape[0], "cache_seqlens")
         more = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()

@@ -33,7 +33,9 @@ class Options(NamedTuple):
         return self._asdict()
 
 
-def options(causal, window_size, softmax_scale, softcap, *, chunk: int = 0, alibi_slopes: Tensor | None = None, sink: Tensor | None = None) -> Options:
+def options(
+    causal, window_size, softmax_scale, softcap, *, chunk: int = 0, alibi_slopes: Tensor | None = None, sink: Tensor | None = None
+) -> Options:
     """The peers' arguments, checked. `window_size` is (left, right), either negative or None for unbounded, of anything that int() takes."""
     try:
         left, right = (-1 if side is None else int(side) for side in window_size)
@@ -46,7 +48,7 @@ def options(causal, window_size, softmax_scale, softcap, *, chunk: int = 0, alib
     if chunk:
         if not causal and (mask is None or right != 0):
             raise UnsupportedError(
-                f"attention_chunk={chunk} is supported with causal=True only; without it build the mask of tilewise.Slices and call tilewise.attention"
+                f"attention_chunk={chunk} is supported with causal=True only; without it call tilewise.attention with a mask of tilewise.Slices"
             )
         mask = ChunkedCausal(int(chunk)) if mask is None else ChunkedCausal(int(chunk)) & mask
         causal = False
@@ -165,7 +167,9 @@ def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, given: Options, more: dict) -> tuple[Tensor, Tensor]:
     """A call for each sequence, with its own slopes of ALiBi."""
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-    per = (len(starts_q) - 1) // given.alibi_slopes.shape[0] if given.alibi_slopes.shape[0] else 1  # sequences that share slopes: see _with_gaps
+    per = (
+        (len(starts_q) - 1) // given.alibi_slopes.shape[0] if given.alibi_slopes.shape[0] else 1
+    )  # sequences that share slopes: see _with_gaps
     parts, options = [], given.keywords()
     for n, (q0, q1, k0, k1) in enumerate(zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False)):
         options["alibi_slopes"] = given.alibi_slopes[n // per]

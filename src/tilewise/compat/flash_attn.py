@@ -1,8 +1,8 @@
 """The seven functions of `flash_attn` 2.8, computed by tilewise: `from tilewise.compat import flash_attn`, in place of `import flash_attn`.
 
-Signatures, layouts and results are the peer's: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim); masks are aligned bottom right;
-LSE is natural, (batch, heads, seqlen_q) or (heads, total_q), with +inf for rows that see no key. On top of the peer: CPUs, fp32 and fp64, any head_dim
-and page size, gradients of LSE.
+Signatures, layouts and results are the peer's: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim); masks align bottom right.
+LSE is natural, (batch, heads, seqlen_q) or (heads, total_q), with +inf for rows that see no key. On top of the peer: CPUs, fp32 and fp64, any
+head_dim and page size, gradients of LSE.
 
 Arguments of all functions:
     dropout_p: probability with which a weight is dropped, drawn from torch's generator.

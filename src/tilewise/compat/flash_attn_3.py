@@ -14,7 +14,6 @@ Arguments beside those:
 import torch
 from torch import Tensor
 
-
 from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers, refuse

@@ -105,14 +105,17 @@ def flash_attn_varlen_func(
 ):
     """Attention of sequences of their own lengths.
 
-    q: packed (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,), or (batch, seqlen_q, heads, head_dim) without; seqused_q (batch,) says how many
-        tokens of each count. Rows that do not are 0.
+    q: packed (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,), or (batch, seqlen_q, heads, head_dim) without; seqused_q (batch,) says how
+        many tokens of each count. Rows that do not are 0.
     k, v: likewise, or with page_table (batch, max_pages) pages (pages, page_size, heads_k, ...), of which seqused_k says the tokens.
 
     LSE is (heads, total_q) or (batch, heads, seqlen_q); with qv its heads come last.
     """
     mods = {"gather_kv_indices": gather_kv_indices, "score_mod": score_mod, "score_mod_bwd": score_mod_bwd, "mask_mod": mask_mod}
-    refuse(mods | {"block_sparse_tensors": block_sparse_tensors, "aux_tensors": aux_tensors or None, "aux_scalars": aux_scalars or None}, WAYS_OUT)
+    refuse(
+        mods | {"block_sparse_tensors": block_sparse_tensors, "aux_tensors": aux_tensors or None, "aux_scalars": aux_scalars or None},
+        WAYS_OUT,
+    )
     given = translate.options(causal, _window(causal, window_size), softmax_scale, softcap, sink=learnable_sink)
     batched = cu_seqlens_q is None
     check_tensor("q", q, ("batch", "seqlen_q", "heads", "head_dim") if batched else ("total_q", "heads", "head_dim"))
@@ -145,7 +148,9 @@ def _window(causal: bool, window_size) -> tuple[int | None, int | None]:
     if left is not None and right is not None and left + right < 0:
         return None, 0 if causal else None
     if (left or 0) < 0 or (right or 0) < 0:
-        raise ShapeError(f"window_size must have no negative bound beside another, got {tuple(window_size)}; use tilewise.Band for a shifted one")
+        raise ShapeError(
+            f"window_size must have no negative bound beside another, got {tuple(window_size)}; use tilewise.Band for a shifted one"
+        )
     return left, right
 
 

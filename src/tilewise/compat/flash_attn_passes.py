@@ -1,6 +1,6 @@
 """The forward and backward passes apart, as `flash_attn.flash_attn_interface` has them for those who write their own autograd around them.
 
-Arguments are those of `tilewise.compat.flash_attn`, the window in two parts. LSE has +inf for rows that see no key, both ways. rng_state (2,) int64 is
+Arguments are those of `tilewise.compat.flash_attn`, windows two numbers. LSE has +inf for rows that see no key, both ways. rng_state (2,) int64 is
 the seed and offset of dropout's random numbers, which the backward pass needs. Gradients are written into dq, dk, dv where these are given.
 """
 
@@ -61,7 +61,9 @@ def _flash_attn_varlen_forward(
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     rng_state = _draw(dropout_p, return_softmax)
     if leftpad_k is not None:
-        raise UnsupportedError("leftpad_k is not supported; give cu_seqlens_k that begin behind the padding, or call flash_attn_with_kvcache")
+        raise UnsupportedError(
+            "leftpad_k is not supported; give cu_seqlens_k that begin behind the padding, or call flash_attn_with_kvcache"
+        )
     with torch.no_grad():
         if block_table is not None:
             if num_splits > 1:
@@ -133,7 +135,9 @@ def _flash_attn_varlen_backward(
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v, packed=True)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        raise UnsupportedError("alibi_slopes (batch, heads) is not supported in this pass; differentiate flash_attn_varlen_func by autograd")
+        raise UnsupportedError(
+            "alibi_slopes (batch, heads) is not supported in this pass; differentiate flash_attn_varlen_func by autograd"
+        )
     alone = _operands(q[None], k[None], v[None], Full(), given, dropout_p, rng_state, deterministic)
     packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask))
     _backward(tuple(x[None] for x in (dout, out, softmax_lse)), tuple(x if x is None else x[None] for x in (dq, dk, dv)), packed)
@@ -163,7 +167,9 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool):
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool
+):
     """What the backward operator takes beside O, LSE and their gradients; head dims padded as in the forward pass."""
     given = translate.with_scale(given, q)
     dropout = _dropout(dropout_p, rng_state)

@@ -1,7 +1,7 @@
 """`flash_attn.layers.rotary`: rotary position embedding (Su et al., "RoFormer", 2021) of queries and keys before attention, in plain torch.
 
-Tables `cos`, `sin` are (seqlen_rotary, rotary_dim / 2). Pairs of dimensions are (d, d + rotary_dim / 2), or with `interleaved` (2 d, 2 d + 1); what lies
-beyond rotary_dim passes through. Sums are made in fp32 (fp64 for fp64) and rounded once to x's dtype.
+Tables `cos`, `sin` are (seqlen_rotary, rotary_dim / 2). Pairs of dimensions are (d, d + rotary_dim / 2), or with `interleaved` (2 d, 2 d + 1); what
+lies beyond rotary_dim passes through. Sums are made in fp32 (fp64 for fp64) and rounded once to x's dtype.
 """
 
 import torch
@@ -78,7 +78,9 @@ class RotaryEmbedding(torch.nn.Module):
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
         if scale_base is not None:
-            raise UnsupportedError("tilewise.compat.rotary.RotaryEmbedding: scale_base (xPos) is not supported; leave it None, or scale q and k apart")
+            raise UnsupportedError(
+                "tilewise.compat.rotary.RotaryEmbedding: scale_base (xPos) is not supported; leave it None, or scale q and k apart"
+            )
         self.dim, self.base, self.interleaved, self.scale_base, self.scale = dim, float(base), interleaved, None, None
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -91,7 +93,9 @@ class RotaryEmbedding(torch.nn.Module):
         known = self._tables
         fits = known is not None and known[0].shape[0] >= seqlen and known[0].device == like.device and known[0].dtype == like.dtype
         if not fits or (self.training and known[0].is_inference()):
-            frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(like.device)  # 16 bits hold no angles
+            frequencies = (
+                self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(like.device)
+            )  # 16 bits hold no angles
             angles = torch.outer(torch.arange(seqlen, dtype=torch.float32, device=like.device), frequencies.to(like.device))
             self._tables = known = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
         return known
@@ -115,7 +119,9 @@ def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, T
     """q, k and v of qkv (batch, seqlen, num_heads_q + 2 heads_k, head_dim), as views."""
     check_tensor("qkv", qkv, ("batch", "seqlen", "heads_q + 2 heads_k", "head_dim"))
     if num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2:
-        raise ShapeError(f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q}; the rest are k and v")
+        raise ShapeError(
+            f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q}; the rest are k and v"
+        )
     heads_k = (qkv.shape[2] - num_heads_q) // 2
     return qkv.split((num_heads_q, heads_k, heads_k), 2)
 
