@@ -32,20 +32,19 @@ class Case:
         self.lengths, self.first = LENGTHS.clone(), torch.zeros_like(LEFTPAD)
         shape = (BATCH + 2 if "rows" in layout else BATCH, CAPACITY)
         self.words, self.table = {}, None
-        rows = torch.arange(BATCH)
+        rows, paged = torch.arange(BATCH), "pages" in layout
         if "rows" in layout:
             self.words["cache_batch_idx"] = ROWS
             rows = ROWS.long()
         if "pad" in layout:
             self.words["cache_leftpad"] = self.first = LEFTPAD
-        if layout == "pages":
-            shape = (19, PAGE)
-            self.table = torch.randperm(18, generator=torch.Generator().manual_seed(1), dtype=torch.int32)[:15].reshape(BATCH, 5)
+        if paged:
+            shape = (26, PAGE)
+            self.table = torch.randperm(26, generator=torch.Generator().manual_seed(1), dtype=torch.int32)[:25].reshape(5, 5)
+            self.table = self.table if "rows" in layout else self.table[:BATCH]
         self.k, self.v = (torch.full((*shape, HEADS[1], DIM), torch.nan, dtype=dtype) for _ in range(2))
         self.slots = [
-            (self.table[b, torch.arange(25) // PAGE].long(), torch.arange(25) % PAGE)
-            if layout == "pages"
-            else (rows[b], torch.arange(CAPACITY))
+            (self.table[rows[b], torch.arange(25) // PAGE].long(), torch.arange(25) % PAGE) if paged else (rows[b], torch.arange(CAPACITY))
             for b in range(BATCH)
         ]
         for seed, cache in ((11, self.k), (12, self.v)):
@@ -69,7 +68,7 @@ SCORES = {
 
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("rotary", [None, False, True], ids=["", "halves", "interleaved"])
-@pytest.mark.parametrize("layout", ["plain", "rows", "pad", "rows pad", "pages"])
+@pytest.mark.parametrize("layout", ["plain", "rows", "pad", "rows pad", "pages", "rows pad pages"])
 def test_appending(layout, rotary, scores):
     options, mask, fields = SCORES[scores]
     case, new = Case(layout), 4
@@ -101,7 +100,7 @@ def test_appending(layout, rotary, scores):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["plain", "rows", "pad", "rows pad", "pages"])
+@pytest.mark.parametrize("layout", ["plain", "rows", "pad", "rows pad", "pages", "rows pad pages"])
 def test_reading(layout, dtype):
     """More queries than some sequences have keys: rows that see none have O = 0 and LSE = +inf, in the peer's third generation -inf."""
     case = Case(layout, dtype)
@@ -134,6 +133,21 @@ def test_a_strided_cache_is_written_in_place():
     )
 
 
+def test_it_compiles_whole():
+    q, k, table = randn(BATCH, 1, HEADS[0], DIM), randn(BATCH, 1, HEADS[1], DIM), torch.arange(6, dtype=torch.int32).reshape(BATCH, 2)
+    eager, compiled = (tuple(randn(6, 16, HEADS[1], DIM, seed=seed) for seed in (1, 2)) for _ in range(2))
+
+    def function(k_cache, v_cache):
+        tables = {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
+        return flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, k, cache_seqlens=LENGTHS, block_table=table, causal=True, **tables
+        )
+
+    expected = function(*eager)
+    assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(*compiled), expected)
+    assert all(map(torch.equal, eager, compiled))
+
+
 def test_no_gradient_is_asked_for():
     """As the peer: parameters may want gradients, the cache gives none."""
     case = Case("plain")
@@ -142,7 +156,7 @@ def test_no_gradient_is_asked_for():
 
 
 @pytest.mark.parametrize("rotary", [None, True, False], ids=["", "interleaved", "halves"])
-@pytest.mark.parametrize("layout", ["plain", "rows pad", "pages"])
+@pytest.mark.parametrize("layout", ["plain", "rows pad", "pages", "rows pad pages"])
 def test_packed_queries_and_keys(layout, rotary):
     """FlashAttention-3: q packed by cu_seqlens_q, new keys by cu_seqlens_k_new, rotated from rotary_seqlens on."""
     case = Case(layout)
@@ -236,7 +250,10 @@ WRONG = {
     ),
     "dtype": (call(k=NEW["k"].double(), v=NEW["v"], cache_seqlens=3), "k is torch.float64, but k_cache is torch.float32"),
     "batch": (call(k_cache=CACHE[:1], v_cache=CACHE[:1]), "k_cache has batch 1, but q has batch 2"),
-    "both": (call(block_table=TABLE, cache_batch_idx=torch.tensor([0, 1])), "cache_batch_idx together with block_table is not supported"),
+    "row of pages": (
+        call(block_table=TABLE, cache_batch_idx=torch.tensor([0, 2])),
+        r"cache_batch_idx must be between 0 and 1, got \[0, 2\]",
+    ),
 }
 
 

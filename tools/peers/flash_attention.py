@@ -5,9 +5,11 @@
     PYTHONPATH=tools/peers python -m pytest -p flash_attention /path/to/flash-attention/tests/test_flash_attn.py \\
         -c /dev/null --rootdir /path/to/flash-attention/tests -o addopts= --tilewise-device cpu --tilewise-sample 40 --tilewise-seed 0
 
-It installs the drop-in as `flash_attn` before the file is collected, and names what the file imports beside the public functions. Of its half million
-cases it takes, of every test function, `--tilewise-sample` by seed, without those that EXCLUDED names, each for the reason that is given there and
-printed at the end. On `--tilewise-device cpu` it also
+The third generation's are /path/to/flash-attention/hopper/test_flash_attn.py, with that folder for --rootdir.
+
+It installs the drop-ins as `flash_attn` and `flash_attn_interface` before the file is collected, and names what the file imports beside the public
+functions. Of its half million cases it takes, of every test function, `--tilewise-sample` by seed, without those that EXCLUDED names, each for the
+reason that is given there and printed at the end. On `--tilewise-device cpu` it also
 
 - reads "cuda" as "cpu" in the file's text, and calls the device one of compute capability 9.0;
 - leaves out cases with more than `--tilewise-longest` positions, for the file's fp32 reference takes their whole score matrices.
@@ -16,8 +18,10 @@ Do not run it in the checkout's own folder, whose flash_attn would then be found
 """
 
 import ast
+import os
 import random
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -25,8 +29,13 @@ import torch
 
 EXCLUDED = {  # what a case's id or name matches: why it is left out
     r"\[0\.17-|-0\.17-|-0\.17\]": "dropout_p 0.17: it reads S_dmask, which is the whole score matrix",
+    r"test_flash3_bw_compatibility": "it asks for the schemas of the compiled extension",
     r"test_flash_attn_generator_arg_must_be_none": "it calls the compiled extension `flash_attn_2_cuda` itself",
 }
+
+OFF = {
+    f"FLASH_ATTENTION_DISABLE_{what}": "TRUE" for what in ("FP8", "LOCAL")
+}  # of the third generation: every local case has chunks without causal
 
 
 def pytest_addoption(parser):
@@ -40,12 +49,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     from tilewise import compat
 
-    compat.install("flash_attn")
+    compat.install("flash_attn", "flash_attn_3")
+    os.environ.update(OFF)
     import flash_attn.flash_attn_interface as interface
+    import flash_attn_interface  # noqa: F401 (before the file's own folder, which has another, is searched)
 
     interface.USE_TRITON_ROCM = False
     interface._get_block_size_n = lambda *_: 64  # of S_dmask's layout alone
-    config.tilewise_left_out = Counter()
+    config.tilewise_left_out, config.tilewise_none = Counter(), set()
     if config.getoption("--tilewise-device") == "cpu":
         torch.cuda.get_device_capability = lambda *_: (9, 0)
         torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 80 * 2**30})
@@ -55,7 +66,7 @@ def pytest_configure(config):
 def pytest_unconfigure():
     from tilewise import compat
 
-    compat.uninstall("flash_attn")
+    compat.uninstall()
 
 
 class OnCpu(pytest.Module):
@@ -72,6 +83,7 @@ class OnCpu(pytest.Module):
         rewrite_asserts(tree, source, str(self.path), self.config)
         module = type(pytest)(self.path.stem)
         module.__file__ = str(self.path)
+        sys.path.insert(0, str(self.path.parent))  # for its helpers
         exec(compile(tree, str(self.path), "exec"), vars(module))
         return module
 
@@ -106,14 +118,17 @@ def pytest_generate_tests(metafunc):
     if size and len(kept) > size:
         config.tilewise_left_out["not in the sample"] += len(kept) - size
         kept = draw.sample(kept, size)
-    metafunc._calls[:] = kept
+    if metafunc._calls and not kept:
+        config.tilewise_none.add(name)
+    metafunc._calls[:] = kept or metafunc._calls[:1]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests without parameters."""
+    """What is left out of tests without parameters, and of those with no case left."""
     for item in [item for item in items if not hasattr(item, "callspec") and _why_not(item.name, {}, None)]:
         config.tilewise_left_out[_why_not(item.name, {}, None)] += 1
         items.remove(item)
+    items[:] = [item for item in items if item.originalname not in config.tilewise_none]
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,6 +1,6 @@
 """Key/value caches as the peers' functions describe them: appending in place, rotary positions, and their slots as pages for `decode`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from tilewise import decoding
 from tilewise.compat import _translate as translate
 from tilewise.compat.rotary import rotated, sequence_of
-from tilewise.errors import ShapeError, UnsupportedError, check_like, check_size, check_tensor
+from tilewise.errors import ShapeError, check_like, check_size, check_tensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -19,7 +19,7 @@ class Cache:
     """k (rows, capacity, heads_k, head_dim) and v likewise, or pages of them where there is a page table.
 
     lengths (batch,): the tokens that each sequence has, counted from its row's begin; those before leftpad (batch,) are none.
-    batch_idx (batch,): the row of each sequence. page_table (batch, max_pages): the pages of each sequence.
+    batch_idx (batch,): the row of each sequence, of the page table where there is one. page_table (batch, max_pages): the pages of each sequence.
     """
 
     k: Tensor
@@ -35,14 +35,13 @@ class Cache:
         for name, x in (("k_cache", k), ("v_cache", v)):
             check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"))
         check_size("v_cache", "shape before head_dim", v.shape[:3], k.shape[:3], "k_cache")
-        table = places.get("page_table")
-        if table is not None and (other := next((name for name in ("batch_idx", "leftpad") if places.get(name) is not None), None)):
-            raise UnsupportedError(f"cache_{other} together with page_table is not supported; say it in the page table's rows instead")
+        table, rows = places.get("page_table"), places.get("batch_idx")
         for name, x in places.items():
             if x is not None:
                 label = name if name == "page_table" else f"cache_{name}"
                 check_tensor(label, x, ("batch", "max_pages") if name == "page_table" else ("batch",), INDEX_DTYPES)
-                check_size(label, "batch", x.shape[0], batch, "q")
+                if name != "page_table" or rows is None:
+                    check_size(label, "batch", x.shape[0], batch, "q")
         if table is None and places.get("batch_idx") is None:
             check_size("k_cache", "batch", k.shape[0], batch, "q")
         capacity = k.shape[1] * (1 if table is None else table.shape[1])
@@ -52,6 +51,8 @@ class Cache:
         check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
         cache = cls(k=k, v=v, lengths=cache_seqlens, **places)
         cache.check()
+        if table is not None and rows is not None:
+            cache = replace(cache, page_table=table[rows.long()], batch_idx=None)
         return cache
 
     @property
@@ -73,7 +74,8 @@ class Cache:
                 raise ShapeError(
                     f"cache_seqlens[{b}] is {length}{new}, but the cache holds {self.capacity} tokens a sequence{pages}; make it larger"
                 )
-        for name, x, most in (("batch_idx", self.batch_idx, self.k.shape[0] - 1), ("leftpad", self.leftpad, self.capacity)):
+        rows = self.k.shape[0] if self.page_table is None else self.page_table.shape[0]
+        for name, x, most in (("batch_idx", self.batch_idx, rows - 1), ("leftpad", self.leftpad, self.capacity)):
             if x is not None and bool(((x < 0) | (x > most)).any()):
                 raise ShapeError(f"cache_{name} must be between 0 and {most}, got {x.tolist()}")
         if self.leftpad is not None and bool((self.leftpad > self.lengths + more).any()):
@@ -81,14 +83,17 @@ class Cache:
                 f"cache_leftpad {self.leftpad.tolist()} is beyond the lengths of the sequences, {(self.lengths + more).tolist()}"
             )
 
-    def slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Row or page, and place in it, of the tokens at these positions of sequences `owner`."""
+    def _slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self.page_table is None:
             return owner if self.batch_idx is None else self.batch_idx[owner].long(), positions
-        pages = self.page_table[owner, positions // self.k.shape[1]].long()
-        if not is_compiling() and bool(((pages < 0) | (pages >= self.k.shape[0])).any()):
+        return self.page_table[owner, positions // self.k.shape[1]].long(), positions % self.k.shape[1]
+
+    def slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Row or page, and place in it, of the tokens at these positions of sequences `owner`; pages that do not exist are refused."""
+        pages, places = self._slots(owner, positions)
+        if self.page_table is not None and not is_compiling() and bool(((pages < 0) | (pages >= self.k.shape[0])).any()):
             raise ShapeError(f"page_table names pages {pages.unique().tolist()}, but k_cache has pages 0..{self.k.shape[0] - 1}")
-        return pages, positions % self.k.shape[1]
+        return pages, places
 
     def append(self, k: Tensor, v: Tensor, owner: Tensor, positions: Tensor) -> None:
         """Write k, v (tokens, heads_k, head_dim) where their sequences' positions are."""
@@ -100,9 +105,7 @@ class Cache:
         self.v.index_put_(slots, v)
 
     def grown(self, more: int | Tensor) -> "Cache":
-        return Cache(
-            k=self.k, v=self.v, lengths=self.lengths + more, page_table=self.page_table, batch_idx=self.batch_idx, leftpad=self.leftpad
-        )
+        return replace(self, lengths=self.lengths + more)
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the tokens that are there, k and v (total, heads_k, head_dim), and their cu_seqlens."""
@@ -118,9 +121,10 @@ class Cache:
         if self.leftpad is None:
             table = self.page_table if self.batch_idx is None else self.batch_idx[:, None]
             return self.k, self.v, self.lengths, table
-        rows = torch.arange(self.lengths.shape[0], dtype=torch.int64, device=self.k.device) if self.batch_idx is None else self.batch_idx
+        owner = torch.arange(self.lengths.shape[0], dtype=torch.int64, device=self.k.device)[:, None]
         places = torch.arange(self.capacity, dtype=torch.int64, device=self.k.device) + self.leftpad[:, None]
-        table = (rows * self.capacity)[:, None] + places.clamp(max=self.capacity - 1)
+        rows, places = self._slots(owner, places.clamp(max=self.capacity - 1))
+        table = rows * self.k.shape[1] + places
         return self.k.flatten(0, 1)[:, None], self.v.flatten(0, 1)[:, None], self.lengths - self.leftpad, table
 
 
