@@ -80,26 +80,33 @@ def negative_infinity(lse: Tensor) -> Tensor:
 
 def padded(x: Tensor) -> Tensor:
     """x with zeros behind its last dimension up to what the device's kernels load at once; they change neither scores nor other outputs."""
-    multiple = HEAD_DIM_MULTIPLE.get(x.device.type, 1)
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
+    return x if _aligned(x) else torch.nn.functional.pad(x, (0, -x.shape[-1] % HEAD_DIM_MULTIPLE[x.device.type]))
 
 
-def _ready(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, axes: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v checked to be tensors with these axes, each padded; with `qv` the scores' second part, q qv and k v side by side."""
+def _aligned(x: Tensor) -> bool:
+    return not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] % HEAD_DIM_MULTIPLE.get(x.device.type, 1) == 0
+
+
+def _ready(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, given: Options, axes: tuple[str, ...]
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """q, k, v as kernels want them: padded, and with `qv`, the scores' second part, beside q, and v beside k; as they are where nothing asks for it."""
+    if qv is None and _aligned(q) and _aligned(v):
+        return q, k, v, given  # the checks are the function's own
     names = (*axes, "heads", "head_dim")
     for name, x in (("q", q), ("k", k), ("v", v)) + ((("qv", qv),) if qv is not None else ()):
         check_tensor(name, x, names, memory=False)
+    given = with_scale(given, q, qv)
     if qv is not None:
         check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], "v")
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     check_size("k", "head_dim", k.shape[-1], q.shape[-1], "q")
-    return padded(q), padded(k), padded(v)
+    return padded(q), padded(k), padded(v), given
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, **more) -> tuple[Tensor, Tensor]:
     """`api.attention` of (batch, seqlen, heads, head_dim) and its LSE, with -inf for empty rows."""
-    given = with_scale(given, q, qv)
-    one, two, three = _ready(q, k, v, qv, ("batch", "seqlen"))
+    one, two, three, given = _ready(q, k, v, qv, given, ("batch", "seqlen"))
     o, lse = api.attention(one, two, three, **given.keywords(), **more, return_lse=True)
     return o[..., : v.shape[-1]] if three is not v else o, lse
 
@@ -134,8 +141,7 @@ def attend_packed(
 
     Slopes of ALiBi that differ by sequence take a call for each. Rows and keys that are not in use see and are seen by nothing.
     """
-    given = with_scale(given, q, qv)
-    one, two, three = _ready(q, k, v, qv, ("total",))
+    one, two, three, given = _ready(q, k, v, qv, given, ("total",))
     for name, cu in (("cu_seqlens_q", of_q.cu_seqlens), ("cu_seqlens_k", of_k.cu_seqlens)):
         check_tensor(name, cu, ("sequences + 1",), api.INDEX_DTYPES)
     check_size("cu_seqlens_k", "length", of_k.cu_seqlens.shape[0], of_q.cu_seqlens.shape[0], "cu_seqlens_q")
