@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilewise import compat
 from tilewise.compat import _finder, flash_attn, flash_attn_3, flash_attn_cute
@@ -21,7 +22,8 @@ def state():
     """What installing may touch."""
     peers = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")}
     found = {name: sorted(names) for name, names in metadata.packages_distributions().items() if name.startswith("flash")}
-    return peers, list(sys.meta_path), list(sys.path_hooks), found, compat.status()
+    operators = set(torch._C._dispatch_get_all_op_names())
+    return peers, list(sys.meta_path), list(sys.path_hooks), found, compat.status(), operators
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ class Integration:
 
 _TABLE = {  # the file here: (module, distribution, versions tested)
     "flash_attn": ("flash_attn", "flash-attn", "2.8.4"),
-    "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "3.0.0"),
-    "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "4.0.0b36"),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
+    "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
     "transformers": ("transformers", "transformers", "5.24.0"),
     "sdpa": ("torch", "torch", "2.13.0"),
     "torch_flash": ("torch", "torch", "2.13.0"),
@@ -41,7 +41,7 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
 
 def _use(name: str) -> str:
     by_name = f"from {__name__} import {name}"
-    return f"{by_name}, or install({name!r})" if name in _finder.PEERS else by_name
+    return f"{by_name}, or compat.install({name!r})" if name in _finder.PEERS else by_name
 
 
 def install(*names: str) -> None:

@@ -90,7 +90,7 @@ def _aligned(x: Tensor) -> bool:
 def _ready(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, given: Options, axes: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """q, k, v as kernels want them: padded, and with `qv`, the scores' second part, beside q, and v beside k; as they are where nothing asks for it."""
+    """q, k, v as kernels want them: padded, and with `qv`, the scores' second part, beside q, and v beside k; as they are where nothing asks."""
     if qv is None and _aligned(q) and _aligned(v):
         return q, k, v, given  # the checks are the function's own
     names = (*axes, "heads", "head_dim")
