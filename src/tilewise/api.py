@@ -170,11 +170,8 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )
-    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    documents = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
-    text = f"{documents}(#0,#1,inner={combine(causal, mask).text(mask_tensors)})"
-    diagonal = None if alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[0], q.device)
-    o, lse, row_max = operator.attend(given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal, row_max=return_max_logits))
+    given = given._replace(row_max=return_max_logits)
+    o, lse, row_max = operator.attend(documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask)))
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     if return_max_logits:
         largest = _largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
@@ -268,6 +265,16 @@ def operands(
 def check_returns(return_lse: bool, return_max_logits: bool) -> None:
     errors.check_flag("return_lse", return_lse)
     errors.check_flag("return_max_logits", return_max_logits)
+
+
+def documents(given: operator.Operands, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask) -> operator.Operands:
+    """The same tensors, which are packed sequences with `inner` for their mask."""
+    mask_tensors = [cu_seqlens_q, cu_seqlens_k]
+    name = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
+    text = f"{name}(#0,#1,inner={inner.text(mask_tensors)})"
+    q = given.q
+    diagonal = None if given.alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[1], q.device)
+    return given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal)
 
 
 def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import bench
+from tilewise import bench, compat
 from tilewise.backends.reference import Reference
 from tilewise.cli import grammar
 from tilewise.demo import job, pictures, sweep
@@ -308,6 +308,7 @@ def test_doctor_reports_packages_and_backends(capsys):
     assert grammar.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["torch"] and found["packages"]["numpy"]
+    assert "flash_attn" in out and [each["name"] for each in found["integrations"]] == [each.name for each in compat.status()]
     assert [status["name"] for status in found["backends"] if status["device"] == "cpu"] == [each.name for each in dispatch.backends()]
     assert any(not status["reasons"] and status["description"] == "" for status in found["backends"])
 

@@ -1,7 +1,8 @@
-"""The guide's pages keep their promises: the Python blocks of each run in order, where what they import is installed."""
+"""The guide's pages keep their promises: the Python blocks of each run in order, where what they import is installed, and leave nothing installed."""
 
 import ast
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,4 +22,10 @@ def test_python_blocks_run(page):
     ):
         if find_spec(name.partition(".")[0]) is None:
             pytest.skip(f"{name} is not installed: pip install -c constraints.txt '.[test]'")
+    before = _own_finders()
     exec(compile(code, str(page), "exec"), {})
+    assert _own_finders() == before
+
+
+def _own_finders() -> list:
+    return [finder for finder in sys.meta_path if type(finder).__module__.startswith("tilewise")]

@@ -142,6 +142,7 @@ CODE = {
     f"/{path.relative_to(SOURCES).with_suffix('')}".removesuffix("/__init__"): Module(path.read_text()) for path in SOURCES.rglob("*.py")
 }
 FIRST = {part for path in CODE for part in path.split("/")}
+PEERS = {path.stem for path in (SOURCES / "compat").glob("[a-z]*.py")} | {"flash_attn_interface"}  # a file there is named after its peer
 NO_NAMES = {"mma.m16n8k16", "createpolicy.fractional", "q.k"}  # two instructions of PTX, and a product
 
 
@@ -157,7 +158,7 @@ def no_name(name: str, module: Module) -> bool:
         path = "/" + "/".join(parts[:end])
         if any(place.endswith(path) and each.has(parts[end:]) for place, each in CODE.items()):
             return False
-    return parts[0] in FIRST or find_spec(parts[0]) is None
+    return parts[0] not in PEERS and (parts[0] in FIRST or find_spec(parts[0]) is None)
 
 
 def test_names_in_comments_and_docstrings():

@@ -274,6 +274,7 @@ def doctor(options: Namespace) -> int:
             "devices": devices,
             "packages": diagnosis.packages(),
             "backends": [asdict(status) for status in statuses],
+            "integrations": [asdict(each) for each in diagnosis.integrations()],
         }
         print(json.dumps(found, indent=2))
         return verdict
@@ -288,6 +289,7 @@ def doctor(options: Namespace) -> int:
     console.print(facts)
     console.print(_packages_table(diagnosis))
     console.print(_backends_table(statuses))
+    console.print(_integrations_table(diagnosis.integrations()))
     return verdict
 
 
@@ -298,6 +300,14 @@ def _backends_table(statuses: list) -> Table:
     for status in statuses:
         verdict = "[green]yes[/]" if status.usable else "[red]no[/]"
         table.add_row(status.name, status.device, verdict, escape(status.description), escape("; ".join(status.reasons)))
+    return table
+
+
+def _integrations_table(integrations: list) -> Table:
+    table = Table("integration", "of", "here", "tested with", "use", title="Integrations", title_justify="left")
+    for each in integrations:
+        here = each.version or ("yes" if each.importable else "[dim]no[/]")
+        table.add_row(each.name, each.module, f"{here}, answered by tilewise" if each.installed else here, each.tested, each.use)
     return table
 
 

@@ -10,6 +10,7 @@ from importlib import metadata
 
 import torch
 
+from tilewise import compat
 from tilewise.problem import Problem
 from tilewise.sm90 import cache, prebuilt
 from tilewise.sm90.jit import why_no_compiler
@@ -50,6 +51,11 @@ class BackendStatus:
 def packages() -> dict[str, str | None]:
     """The version of each package that tilewise uses or knows, None where it is not installed."""
     return {name: _version(name) for name in PACKAGES}
+
+
+def integrations() -> list[compat.Integration]:
+    """What people already call that tilewise answers, and whether it is here."""
+    return compat.status()
 
 
 def machine() -> dict[str, str]:

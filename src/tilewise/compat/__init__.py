@@ -1,1 +1,92 @@
-"""What people already call, answered by tilewise; each peer is imported only in the file that is named after it."""
+"""What people already call, answered by tilewise; each peer is imported only in the file that is named after it.
+
+Nothing here computes attention: these modules translate arguments, check them, and refuse what cannot be had, saying what to do instead.
+Import them by name, `from tilewise.compat import flash_attn`, which changes nothing elsewhere; `install` makes `import flash_attn` find them.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from tilewise.compat import _finder
+
+__all__ = ["Integration", "install", "status", "uninstall"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integration:
+    """One peer: `module` is looked for, `version` is that of its distribution (None where there is none), `tested` the one it was read or run
+    in, `use` how to have it, `installed` whether `install` answers for it now."""
+
+    name: str
+    module: str
+    importable: bool
+    version: str | None
+    tested: str
+    use: str
+    installed: bool
+
+
+_TABLE = {  # the file here: (module, distribution, versions tested)
+    "flash_attn": ("flash_attn", "flash-attn", "2.8.4"),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
+    "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
+    "transformers": ("transformers", "transformers", "5.24.0"),
+    "sdpa": ("torch", "torch", "2.13.0"),
+    "torch_flash": ("torch", "torch", "2.13.0"),
+    "flex": ("torch", "torch", "2.13.0"),
+    "diffusers": ("diffusers", "diffusers", "0.42.1"),
+    "xformers": ("xformers", "xformers", "0.0.35"),
+}
+
+
+def _use(name: str) -> str:
+    by_name = f"from {__name__} import {name}"
+    return f"{by_name}, or compat.install({name!r})" if name in _finder.PEERS else by_name
+
+
+def install(*names: str) -> None:
+    """Answer `import flash_attn` ("flash_attn"), `import flash_attn_interface` ("flash_attn_3"), `import flash_attn.cute` ("flash_attn_cute").
+
+    Also `importlib.util.find_spec` and `importlib.metadata` answer for them. Call it before whatever asks: libraries remember what they found.
+    `uninstall` takes it back.
+
+    Raises:
+        ValueError: no name, or one that is none of these.
+        UnsupportedError: a real package of that name is there.
+    """
+    if not names:
+        raise ValueError(f"compat.install takes one or more names of {', '.join(_finder.PEERS)}, got none")
+    _check(names, "install")
+    for name in names:
+        _finder.install(name)
+
+
+def uninstall(*names: str) -> None:
+    """Take `install` back, of all names where none is given; sys.modules, sys.meta_path and metadata are as before. Not installed is no error."""
+    _check(names, "uninstall")
+    for name in names or tuple(_finder.PEERS):
+        _finder.uninstall(name)
+
+
+def status() -> list[Integration]:
+    """Every integration of this package, and whether its peer is here; peers are looked up, never imported."""
+    return [
+        Integration(
+            name=name,
+            module=module,
+            importable=_finder.real_spec(module) is not None,
+            version=_finder.real_version(distribution),
+            tested=tested,
+            use=_use(name),
+            installed=_finder.installed(name),
+        )
+        for name, (module, distribution, tested) in _TABLE.items()
+        if find_spec(f"{__name__}.{name}") is not None
+    ]
+
+
+def _check(names: tuple[str, ...], function: str) -> None:
+    for name in names:
+        if name not in _finder.PEERS:
+            way_out = f"; use {name} by {_use(name)}" if name in _TABLE else ""
+            raise ValueError(f"compat.{function} takes names of {', '.join(_finder.PEERS)}, got {name!r}{way_out}")

@@ -1,0 +1,49 @@
+"""What a call of a peer's function raises here: errors of both families, with the peer's argument names, the layer and the way out."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from tilewise.errors import ShapeError, UnsupportedError
+
+Function = TypeVar("Function", bound=Callable)
+
+
+class ArgumentError(ShapeError, RuntimeError):
+    """A wrong argument: a ShapeError, as tilewise raises, and a RuntimeError, as the peers' compiled code does."""
+
+
+def answers(**renamed: str) -> Callable[[Function], Function]:
+    """Errors of the decorated function name the function and its own arguments, `renamed` from those of tilewise.
+
+    A ValueError becomes an ArgumentError; an UnsupportedError, which is a RuntimeError already, stays one.
+    """
+    words = re.compile(rf"\b({'|'.join(renamed)})\b") if renamed else None
+
+    def decorate(function):
+        layer = f"{function.__module__}.{function.__name__}"
+
+        def told(error: Exception) -> str:
+            text = str(error)
+            return f"{layer}: {words.sub(lambda found: renamed[found[1]], text) if words else text}"
+
+        @functools.wraps(function)
+        def call(*args, **options):
+            try:
+                return function(*args, **options)
+            except UnsupportedError as error:
+                raise UnsupportedError(told(error)) from error
+            except ValueError as error:
+                raise ArgumentError(told(error)) from error
+
+        return call
+
+    return decorate
+
+
+def refuse(given: Mapping[str, Any], ways_out: Mapping[str, str]) -> None:
+    """UnsupportedError for the first argument in `given` that is not None; `ways_out` says by its name what to do instead."""
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} is not supported; {ways_out[name]}")

@@ -1,0 +1,226 @@
+"""The functions of `flash_attn_interface` (FlashAttention-3), computed by tilewise: `from tilewise.compat import flash_attn_3`.
+
+As `tilewise.compat.flash_attn`, but: no dropout, ALiBi or kvpacked; with return_attn_probs they return (out, softmax_lse), in which rows that see no
+key have -inf.
+
+Arguments beside those:
+    qv: a second part of the queries, (..., heads, head_dim_v): scores are `q k^T + qv v^T`.
+    attention_chunk: with causal, queries see only keys of their own chunk of so many; 0 for none.
+    seqused_q, seqused_k: (batch,), how many tokens of each packed sequence count.
+    q_descale, k_descale, v_descale: None, for there are no fp8 inputs.
+    num_splits, pack_gqa, sm_margin, scheduler_metadata: how the peer's kernels run; they change no result, and nothing here.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewise.compat import _kvcache
+from tilewise.compat import _translate as translate
+from tilewise.compat._refusals import answers, refuse
+from tilewise.compat.rotary import split_heads
+from tilewise.errors import check_like, check_size, check_tensor
+from tilewise.merge import merge
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+DESCALE = "fp8 has no path here; pass bf16 tensors, {0}.to(torch.bfloat16) times its descale"
+
+
+@answers(scale="softmax_scale")
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
+    _no_fp8(q_descale, k_descale, v_descale)
+    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
+    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic))
+    return (out, lse) if return_attn_probs else out
+
+
+@answers(scale="softmax_scale")
+def flash_attn_qkvpacked_func(
+    qkv,
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 heads_k, head_dim)."""
+    _no_fp8(q_descale, k_descale, v_descale)
+    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
+    if num_heads_q is None:
+        check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    parts = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
+    out, lse = translate.attend(*parts, given, deterministic=bool(deterministic))
+    return (out, lse) if return_attn_probs else out
+
+
+@answers(scale="softmax_scale")
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """Attention of packed sequences: q (total_q, heads, head_dim), k, v (total_k, heads_k, ...), cu_seqlens (batch + 1,). Rows not in use are 0."""
+    _no_fp8(q_descale, k_descale, v_descale)
+    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
+    lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
+    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic))
+    return (out, lse) if return_attn_probs else out
+
+
+@answers(scale="softmax_scale")
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """`tilewise.compat.flash_attn.flash_attn_with_kvcache`, and what is new here.
+
+    cu_seqlens_q: (batch + 1,); q is then packed, (total_q, heads, head_dim). cu_seqlens_k_new: likewise k and v.
+    page_table: (batch, max_pages), pages of any size. rotary_seqlens: (batch,), the position of the first new token, in place of cache_seqlens.
+
+    Returns out, or with return_softmax_lse (out, softmax_lse). No gradients, as the peer.
+    """
+    _no_fp8(q_descale, k_descale, v_descale)
+    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
+    check_tensor("q", q, ("batch", "seqlen_q", "heads", "head_dim") if cu_seqlens_q is None else ("total_q", "heads", "head_dim"))
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k: it says where the new keys go")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    places = {"page_table": page_table, "batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
+    cache = _kvcache.Cache.of(k_cache, v_cache, batch, cache_seqlens, **places)
+    rotary = _kvcache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, k, rotary_seqlens)
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    out, lse = _kvcache.attend(q, cache, k, v, given, rotary=rotary, qv=qv, **packed)
+    return (out, lse) if return_softmax_lse else out
+
+
+@answers()
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """Attention over all keys from that over parts of them.
+
+    out_partial: (parts, batch, seqlen, heads, head_dim) fp32; lse_partial: (parts, batch, seqlen, heads) fp32, -inf for rows that saw no key.
+    out: where the result is written, None for a new tensor. out_dtype: of that, None for out_partial's.
+
+    Returns out (batch, seqlen, heads, head_dim) and LSE (batch, seqlen, heads).
+    """
+    check_tensor("out_partial", out_partial, ("parts", "batch", "seqlen", "heads", "head_dim"))
+    check_tensor("lse_partial", lse_partial, ("parts", "batch", "seqlen", "heads"), (torch.float32, torch.float64))
+    check_size("lse_partial", "shape", lse_partial.shape, out_partial.shape[:-1], "out_partial without head_dim")
+    found, lse = merge(list(out_partial), list(lse_partial.transpose(2, 3)))
+    if out is None:
+        return found.to(out_partial.dtype if out_dtype is None else out_dtype), lse.transpose(1, 2)
+    check_size("out", "shape", out.shape, found.shape, "out_partial without parts")
+    check_like("out", out, found, same_dtype=False, other="out_partial")
+    return out.copy_(found), lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads_q,
+    num_heads_kv,
+    headdim,
+    cache_seqlens,
+    qkv_dtype=torch.bfloat16,
+    headdim_v=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    cache_leftpad=None,
+    page_size=None,
+    max_seqlen_k_new=0,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    has_softcap=False,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+):
+    """What `flash_attn_with_kvcache` takes as scheduler_metadata: here nothing is planned ahead, so an empty int32 tensor."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device if isinstance(cache_seqlens, Tensor) else None)
+
+
+def _no_fp8(q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse(given, {name: DESCALE.format(name[0]) for name in given})

@@ -1,0 +1,221 @@
+"""Installing under the peers' names and taking it back: modules, metadata, finders as before; real packages refused, namespaces shared; status."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import compat
+from tilewise.compat import _finder, flash_attn, flash_attn_3, flash_attn_cute
+from tilewise.errors import UnsupportedError
+
+NAMES = ("flash_attn", "flash_attn_3", "flash_attn_cute")
+
+
+def state():
+    """What installing may touch."""
+    peers = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")}
+    found = {name: sorted(names) for name, names in metadata.packages_distributions().items() if name.startswith("flash")}
+    operators = set(torch._C._dispatch_get_all_op_names())
+    return peers, list(sys.meta_path), list(sys.path_hooks), found, compat.status(), operators
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    before = state()
+    assert not before[0], "a test before this one left a peer's module behind"
+    yield
+    compat.uninstall()
+    assert state() == before
+    for name in NAMES:
+        assert importlib.util.find_spec(name.replace("_3", "_interface").replace("_cute", "")) is None
+
+
+@pytest.fixture
+def somewhere(tmp_path, monkeypatch):
+    """A folder on sys.path, whose modules are forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        del sys.modules[name]
+    monkeypatch.undo()
+    importlib.invalidate_caches()
+
+
+def write(path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+
+
+def test_flash_attn():
+    assert importlib.util.find_spec("flash_attn") is None
+    compat.install("flash_attn")
+    compat.install("flash_attn")
+    spec = importlib.util.find_spec("flash_attn")
+    assert spec is not None and "flash_attn" not in sys.modules, "asking imports nothing"
+    import flash_attn as peer
+    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input  # noqa: F401
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, flash_attn_varlen_func  # noqa: F401
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb  # noqa: F401
+    from flash_attn.ops.triton.rotary import apply_rotary  # noqa: F401
+
+    assert all(getattr(peer, name) is getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith("flash_attn_"))
+    assert peer.__version__ == metadata.version("flash-attn") == metadata.version("flash_attn") == "2.8.4+tilewise"
+    assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    assert metadata.metadata("flash-attn")["Name"] == "flash-attn" and metadata.distribution("flash-attn").files is None
+    assert "flash-attn" in [each.metadata["Name"] for each in metadata.distributions()]
+    assert importlib.util.find_spec("flash_attn.cute") is None and importlib.util.find_spec("flash_attn_interface") is None
+
+
+def test_the_others():
+    compat.install("flash_attn_3", "flash_attn_cute")
+    import flash_attn.cute
+    import flash_attn_interface
+
+    assert flash_attn.cute.flash_attn_func is flash_attn_cute.flash_attn_func
+    assert flash_attn_interface.flash_attn_combine is flash_attn_3.flash_attn_combine
+    assert not hasattr(flash_attn, "flash_attn_func") and importlib.util.find_spec("flash_attn.bert_padding") is None
+    assert metadata.packages_distributions()["flash_attn"] == ["flash-attn-4"]
+    assert metadata.packages_distributions()["flash_attn_interface"] == ["flash_attn_3"]
+
+
+def test_one_name_shared_by_two():
+    compat.install("flash_attn_cute")
+    import flash_attn.cute
+
+    compat.install("flash_attn")
+    import flash_attn
+    import flash_attn.cute
+
+    assert flash_attn.flash_attn_func and flash_attn.cute.flash_attn_varlen_func
+    compat.uninstall("flash_attn_cute")
+    import flash_attn
+
+    assert flash_attn.flash_attn_func and not hasattr(flash_attn, "cute")
+    assert importlib.util.find_spec("flash_attn.cute") is None
+
+
+@pytest.mark.parametrize("name, path", [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface")])
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_one_is_refused(somewhere, name, path, imported):
+    write(somewhere / path / "__init__.py", "real = True")
+    if imported:
+        importlib.import_module(path)
+    before = dict(sys.modules), list(sys.meta_path)
+    with pytest.raises(
+        UnsupportedError, match=rf"a real {path} is there .*which is not replaced; uninstall .* from tilewise.compat import {name}"
+    ):
+        compat.install(name)
+    assert (dict(sys.modules), list(sys.meta_path)) == before, "asking imported or changed something"
+    (status,) = [each for each in compat.status() if each.name == name]
+    assert status.importable and not status.installed
+
+
+def test_a_real_one_that_comes_later_wins(somewhere):
+    compat.install("flash_attn")
+    write(somewhere / "flash_attn" / "__init__.py", "real = True")
+    importlib.invalidate_caches()
+    import flash_attn
+
+    assert flash_attn.real
+
+
+def test_a_module_without_a_spec_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", type(sys)("flash_attn_interface"))
+    with pytest.raises(UnsupportedError, match=r"a real flash_attn_interface is there \(sys.modules\)"):
+        compat.install("flash_attn_3")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("when", ["never", "before", "during"])
+def test_the_namespace_of_the_fourth_is_kept(somewhere, when):
+    """Its wheel has flash_attn/cute and no flash_attn/__init__.py: flash_attn becomes ours, flash_attn.cute stays theirs, and all is in the end."""
+    write(somewhere / "flash_attn" / "cute" / "__init__.py", "theirs = True")
+    if when == "before":
+        import flash_attn.cute
+
+        namespace = flash_attn
+    with pytest.raises(UnsupportedError, match=r"a real flash_attn.cute is there"):
+        compat.install("flash_attn_cute")
+    compat.install("flash_attn")
+    if when == "during":
+        import flash_attn.cute
+    if when != "never":
+        import flash_attn
+        from flash_attn.cute import theirs
+
+        assert theirs and flash_attn.cute.theirs and flash_attn.flash_attn_func and flash_attn.__version__ == "2.8.4+tilewise"
+        from flash_attn.bert_padding import unpad_input  # noqa: F401
+    compat.uninstall("flash_attn")
+    if when == "before":
+        assert sys.modules["flash_attn"] is namespace
+    import flash_attn.cute
+
+    assert flash_attn.cute.theirs and not hasattr(flash_attn, "flash_attn_func") and not hasattr(flash_attn, "bert_padding")
+    assert not [name for name in sys.modules if name.startswith("flash_attn") and "cute" not in name and name != "flash_attn"]
+
+
+def test_cute_beside_a_real_second(somewhere):
+    write(somewhere / "flash_attn" / "__init__.py", "real = True")
+    compat.install("flash_attn_cute")
+    import flash_attn.cute
+
+    assert flash_attn.real and flash_attn.cute.flash_attn_func is flash_attn_cute.flash_attn_func
+    compat.uninstall("flash_attn_cute")
+    assert flash_attn.real and not hasattr(flash_attn, "cute")
+
+
+def test_names():
+    with pytest.raises(ValueError, match="compat.install takes one or more names of flash_attn, flash_attn_3, flash_attn_cute, got none"):
+        compat.install()
+    with pytest.raises(ValueError, match="compat.install takes names of flash_attn, .*, got 'flash-attn'"):
+        compat.install("flash_attn", "flash-attn")
+    assert not _finder.installed("flash_attn"), "names are checked before any is installed"
+    with pytest.raises(ValueError, match=r"got 'transformers'; use transformers by from tilewise.compat import transformers"):
+        compat.uninstall("transformers")
+    compat.uninstall("flash_attn")
+
+
+def test_status_looks_up_and_imports_nothing():
+    code = """
+        import sys
+        from tilewise import compat
+        before = set(sys.modules)
+        for each in compat.status():
+            print(each.name, each.importable, each.version, each.tested)
+        compat.install("flash_attn")
+        assert [each.name for each in compat.status() if each.installed] == ["flash_attn"]
+        assert not [each for each in compat.status() if each.name == "flash_attn" and each.importable], "importable means a real one"
+        heavy = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert not heavy & {"transformers", "diffusers", "xformers", "flash_attn", "flash_attn_interface"}, heavy
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout
+    rest = compat.status()[3:]
+    names = [line.split()[0] for line in out.splitlines()]
+    files = {path.stem for path in Path(compat.__file__).parent.glob("[a-z]*.py")}
+    assert set(NAMES) <= set(names) <= files, "those that have a file"
+    assert all(
+        str(importlib.util.find_spec(each.module) is not None) == line.split()[1]
+        for each, line in zip(rest, out.splitlines()[3:], strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_transformers_takes_it_for_flash_attention_2():
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    code = """
+        import torch
+        torch.cuda.is_available = lambda: True
+        from tilewise import compat
+        compat.install("flash_attn")
+        from transformers.utils import import_utils
+        assert import_utils.is_flash_attn_2_available()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -1,0 +1,219 @@
+"""flash_attn's functions: signatures of the peer, the oracle's values and gradients, empty rows, dropout, and errors of both families."""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peer_oracle import call_of, check, qkv, randn
+
+import tilewise as tw
+from tilewise.compat import _translate, flash_attn
+from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.testing import poison
+
+SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())  # of the peer's source
+NAMES = [(module, name) for module, names in SIGNATURES.items() for name in names]
+CU_Q, CU_K = torch.tensor([0, 7, 7, 20, 33], dtype=torch.int32), torch.tensor([0, 9, 12, 12, 40], dtype=torch.int32)
+SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.3], [0.1, 0.0, 0.7, 0.2], [0.4, 0.3, 0.2, 0.1], [0.6, 0.05, 0.15, 0.9]])
+
+WORDS = {  # the peer's arguments, and what they mean
+    "full": ({}, tw.Full(), {}),
+    "causal": ({"causal": True}, tw.Causal(), {}),
+    "window": ({"window_size": (3, 2)}, tw.SlidingWindow(3, 2), {}),
+    "left": ({"window_size": (torch.tensor(4), torch.tensor(-1))}, tw.SlidingWindow(4, None), {}),
+    "right 0": ({"window_size": (-1, 0)}, tw.Causal(), {}),
+    "causal window": ({"causal": True, "window_size": torch.tensor([5, 9])}, tw.SlidingWindow(5, 0), {}),
+    "softcap": ({"softcap": 2.0, "causal": True, "softmax_scale": 0.7}, tw.Causal(), {"softcap": 2.0, "scale": 0.7}),
+    "alibi": ({"alibi_slopes": SLOPES[0], "deterministic": True}, tw.Full(), {"alibi_slopes": SLOPES[0]}),
+    "no softcap": ({"softcap": -1.0}, tw.Full(), {}),
+}
+
+
+@pytest.mark.parametrize("module, name", NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+def test_signatures_are_the_peers(module, name):
+    function = importlib.import_module(f"tilewise.compat.{module}")
+    for part in name.split("."):
+        function = getattr(function, part)
+    parameters = inspect.signature(function).parameters.values()
+    assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    assert [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in parameters] == SIGNATURES[module][name]
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("dtype, dims", [(torch.float32, (16, 16)), (torch.bfloat16, (59, 59))], ids=["fp32", "bf16 d59"])
+def test_batches(words, dtype, dims):
+    options, mask, fields = WORDS[words]
+    leaves = q, k, v = qkv(2, 9, 13, dims=dims, dtype=dtype)
+    with poison.memory():
+        o, lse, s_dmask = flash_attn.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    assert s_dmask.numel() == 0 and lse.dtype == torch.float32 and torch.equal(flash_attn.flash_attn_func(q, k, v, **options), o)
+    check(call_of(*leaves, mask, **fields), o, lse, leaves)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_packed_tensors(words):
+    options, mask, fields = WORDS[words]
+    q, k, v = qkv(2, 11, 11, heads=(4, 4))
+    kv, all_three = torch.stack((k, v), 2).detach().requires_grad_(), torch.stack((q, k, v), 2).detach().requires_grad_()
+    call = call_of(q, k, v, mask, **fields)
+    for o, leaf in (
+        (flash_attn.flash_attn_kvpacked_func(q, kv, **options), kv),
+        (flash_attn.flash_attn_qkvpacked_func(all_three, **options), all_three),
+    ):
+        (got,) = torch.autograd.grad(o, leaf, randn(*o.shape, seed=9))
+        expected = torch.autograd.grad(flash_attn.flash_attn_func(q, k, v, **options), (q, k, v), randn(*o.shape, seed=9))
+        torch.testing.assert_close(got, torch.stack(expected[-got.shape[2] :], 2))
+        check(call, o)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_packed_sequences(words):
+    options, mask, fields = WORDS[words]
+    leaves = qkv(1, 35, 40)  # two rows belong to no sequence
+    q, k, v = (x[0] for x in leaves)
+    with poison.memory():
+        o, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, torch.tensor(28), **options, return_attn_probs=True)
+    assert (lse[:, 33:] == torch.inf).all() and (o[33:] == 0).all()
+    if "alibi_slopes" in fields:
+        fields = fields | {"diagonal": torch.tensor([2] * 7 + [-8] * 13 + [7] * 15)}
+    call = call_of(*leaves, tw.Documents(CU_Q, CU_K, inner=mask), **fields)
+    check(call, o[None], _translate.negative_infinity(lse)[None], leaves)
+
+
+def test_packed_sequences_in_packed_tensors():
+    x = randn(33, 3, 4, 16).requires_grad_()
+    expected = flash_attn.flash_attn_varlen_func(*x.unbind(1), CU_Q, CU_Q, 13, 13, causal=True)
+    whole = flash_attn.flash_attn_varlen_qkvpacked_func(x, CU_Q, 13, causal=True)
+    parts = flash_attn.flash_attn_varlen_kvpacked_func(x[:, 0], x[:, 1:], CU_Q, CU_Q, 13, 13, causal=True)
+    for got in (whole, parts):
+        assert torch.equal(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x, retain_graph=True)[0] for o in (got, expected)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_by_sequence(causal):
+    """(batch, heads) slopes of packed sequences: as many calls, and rows behind them."""
+    q, k, v = (x.detach()[0].requires_grad_() for x in qkv(1, 35, 40))
+    o, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, causal=causal, alibi_slopes=SLOPES, return_attn_probs=True)
+    d_o = randn(*o.shape, seed=9)
+    grads = torch.autograd.grad(o, (q, k, v), d_o)
+    mask = tw.Causal() if causal else tw.Full()
+    for n, (q0, q1, k0, k1) in enumerate(zip(CU_Q, CU_Q[1:], CU_K, CU_K[1:], strict=False)):
+        one = tuple(x.detach()[None, a:b].clone().requires_grad_() for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
+        call = call_of(*one, mask, alibi_slopes=SLOPES[n])
+        check(call, o[None, q0:q1], _translate.negative_infinity(lse)[None, :, q0:q1])
+        alone = torch.autograd.grad(tw.attention(*one, causal=causal, alibi_slopes=SLOPES[n]), one, d_o[None, q0:q1])
+        for got, expected, (a, b) in zip(grads, alone, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            torch.testing.assert_close(got[a:b], expected[0])
+    assert (o[33:] == 0).all() and (lse[:, 33:] == torch.inf).all()
+
+
+def test_pages_of_packed_sequences():
+    pages, size = 9, 8
+    k, v = randn(pages, size, 2, 16, seed=1).requires_grad_(), randn(pages, size, 2, 16, seed=2).requires_grad_()
+    table = torch.tensor(
+        [[4, 2, 0, 0], [7, 99, 99, 99], [-1, -1, -1, -1], [8, 1, 3, 5]], dtype=torch.int32
+    )  # those not reached may be anything
+    q = randn(33, 4, 16).requires_grad_()
+    o = flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, causal=True, block_table=table)
+    flat = [torch.cat([x[table[b].clamp(0, 8).long()].flatten(0, 1)[: CU_K[b + 1] - CU_K[b]] for b in range(4)]) for x in (k, v)]
+    expected = flash_attn.flash_attn_varlen_func(q, *flat, CU_Q, CU_K, 13, 28, causal=True)
+    assert torch.equal(o, expected)
+    for got, wanted in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, expected)), strict=True):
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(RuntimeError, match=r"block_table names pages \[.*9\], but k_cache has pages 0..8"):
+        flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, block_table=table + 1)
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 3])
+def test_empty_rows(seqlen_k):
+    q, k, v = qkv(1, 5, seqlen_k)
+    o, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (lse[..., : 5 - seqlen_k] == torch.inf).all() and lse[..., 5 - seqlen_k :].isfinite().all() and (o[:, : 5 - seqlen_k] == 0).all()
+    grads = torch.autograd.grad(o.sum() + lse[..., 5 - seqlen_k :].sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in grads) and (grads[0][:, : 5 - seqlen_k] == 0).all()
+
+
+def test_dropout_draws_from_torchs_generator():
+    q, k, v = qkv(2, 40, 40)
+    torch.manual_seed(5)
+    one, two = (flash_attn.flash_attn_func(q, k, v, dropout_p=0.3) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(one, tw.attention(q, k, v, dropout_p=0.3)) and not torch.equal(one, two)
+
+
+def test_head_dims_are_padded_where_the_device_asks(monkeypatch):
+    """With zeros, to a multiple; results, their shapes and gradients are those of the head dims given."""
+    monkeypatch.setitem(_translate.HEAD_DIM_MULTIPLE, "cpu", 8)
+    seen = []
+    attention = _translate.api.attention
+    monkeypatch.setattr(_translate.api, "attention", lambda q, *rest, **options: seen.append(q.shape[-1]) or attention(q, *rest, **options))
+    leaves = q, k, v = qkv(2, 9, 13, dims=(59, 59))
+    o, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert seen == [64] and o.shape == q.shape
+    check(call_of(*leaves, tw.Causal()), o, lse, leaves)
+    o = flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], torch.tensor([0, 9]), torch.tensor([0, 13]), 9, 13, causal=True)
+    check(call_of(*(x[:1] for x in leaves), tw.Causal()), o[None])
+    o = flash_attn.flash_attn_with_kvcache(q, k, v, causal=True)
+    check(call_of(*leaves, tw.Causal()), o)
+
+
+def test_it_compiles_whole():
+    q, k, v = qkv(2, 9, 13)
+
+    def function(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), return_attn_probs=True)[:2]
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(q, k, v), function(q, k, v), strict=True):
+        assert torch.equal(got, expected)
+
+
+Q = randn(2, 5, 4, 8)
+WRONG = {
+    "heads": (
+        lambda: flash_attn.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]),
+        "flash_attn.flash_attn_func: q has heads_q=4 and k has heads_k=3",
+    ),
+    "head_dim": (lambda: flash_attn.flash_attn_func(Q, Q[..., :7], Q), "k has head_dim 7, but q has head_dim 8"),
+    "dims": (lambda: flash_attn.flash_attn_func(Q[0], Q, Q), "q must have 4 dimensions"),
+    "scale": (lambda: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=float("nan")), "softmax_scale must be a finite number"),
+    "window": (
+        lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=3),
+        r"window_size must be two integers \(left, right\), -1 for unbounded, got 3",
+    ),
+    "dropout": (lambda: flash_attn.flash_attn_func(Q, Q, Q, dropout_p=1.0), r"dropout_p must be a finite number in \[0, 1\), got 1.0"),
+    "kv": (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q), "kv must have 5 dimensions"),
+    "slopes": (lambda: flash_attn.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), "alibi_slopes has heads_q 3, but q has heads_q 4"),
+    "cu": (
+        lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 3, 2]), torch.tensor([0, 5, 5]), 5, 5),
+        "cu_seqlens_q must not decrease",
+    ),
+    "cu lengths": (
+        lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 3, 5]), torch.tensor([0, 5]), 5, 5),
+        "cu_seqlens_k has length 2, but cu_seqlens_q has length 3",
+    ),
+    "packed slopes": (
+        lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 5]), torch.tensor([0, 5]), 5, 5, alibi_slopes=SLOPES),
+        "alibi_slopes has batch 4, but cu_seqlens_q has batch 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, words", WRONG.values(), ids=WRONG)
+def test_errors_are_of_both_families(call, words):
+    for family in (RuntimeError, ValueError, ShapeError):
+        with pytest.raises(family, match=words) as caught:
+            call()
+    assert str(caught.value).startswith("tilewise.compat.flash_attn.flash_attn_")
+
+
+def test_s_dmask_is_refused():
+    with pytest.raises(
+        UnsupportedError, match=r"flash_attn_func: return_attn_probs=True with dropout_p > 0 .* take dropout_p=0.0"
+    ) as caught:
+        flash_attn.flash_attn_func(Q, Q, Q, dropout_p=0.1, return_attn_probs=True)
+    assert isinstance(caught.value, RuntimeError)
