@@ -1,8 +1,8 @@
 """transformers' attention interface: `register()`, then `attn_implementation="tilewise"` in any model that asks the interface.
 
-Two functions are registered, both from transformers' contract to ours. The one makes masks: transformers describes them by closures, hf_masks.py reads
-these, and what is visible stays structure (an eager call, whose values may be read) or becomes a bool tensor (a traced one, or closures that are not
-known). The other calls `tilewise.attention`.
+Two functions are registered. `make_mask` makes masks: transformers describes them by closures, hf_masks.py reads these, and what is visible stays
+structure (in an eager call, whose values may be read) or becomes a bool tensor (in a traced one, or for closures that are not known). `attention`
+calls `tilewise.attention`.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,9 @@ def register(name: str = "tilewise") -> None:
     Raises ValueError for a name that transformers gives another meaning, UnsupportedError for transformers 4 and earlier.
     """
     if int(peer_version.partition(".")[0]) < 5:
-        raise UnsupportedError(f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers")
+        raise UnsupportedError(
+            f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers"
+        )
     _check_name(name)
     _known.clear()
     _known.update(_understood())
@@ -242,9 +244,13 @@ def attention(
         ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; for output_attentions; for masks of other kinds or lengths.
     """
     if output_attentions:
-        raise UnsupportedError('output_attentions=True wants weights, which are never formed here; use attn_implementation="eager" for them')
+        raise UnsupportedError(
+            'output_attentions=True wants weights, which are never formed here; use attn_implementation="eager" for them'
+        )
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise ShapeError(f"query, key and value must be (batch, heads, seqlen, dim), got shapes {[tuple(x.shape) for x in (query, key, value)]}")
+        raise ShapeError(
+            f"query, key and value must be (batch, heads, seqlen, dim), got shapes {[tuple(x.shape) for x in (query, key, value)]}"
+        )
     batch = max(query.shape[0], key.shape[0])
     q, k, v = (x.transpose(1, 2) if x.shape[0] == batch else x.transpose(1, 2).expand(batch, -1, -1, -1) for x in (query, key, value))
     options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
@@ -260,7 +266,11 @@ def attention(
         else:
             options["mask"] = attention_mask.mask
             if attention_mask.keys < k.shape[1]:
-                k, v, bias = k[:, : attention_mask.keys], v[:, : attention_mask.keys], None if bias is None else bias[..., : attention_mask.keys]
+                k, v, bias = (
+                    k[:, : attention_mask.keys],
+                    v[:, : attention_mask.keys],
+                    None if bias is None else bias[..., : attention_mask.keys],
+                )
     elif attention_mask is None:
         causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and q.shape[1] > 1
         bias = position_bias
@@ -278,8 +288,9 @@ def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:
     batch, _, seqlen_q, seqlen_k = pairs.shape
     if (seqlen_q, seqlen_k) != (q.shape[1], k.shape[1]) or (batch not in (1, q.shape[0]) and (pairs.folded or pairs.mask is None)):
         raise ShapeError(
-            f"attention_mask is for batch {batch}, {seqlen_q} queries and {seqlen_k} keys, but the layer has batch {q.shape[0]}, {q.shape[1]} queries "
-            f'and {k.shape[1]} keys; a model that changes them between its mask and its attention needs attn_implementation="sdpa"'
+            f"attention_mask is for batch {batch}, {seqlen_q} queries and {seqlen_k} keys, but the layer has batch {q.shape[0]}, "
+            f"{q.shape[1]} queries and {k.shape[1]} keys; a model that changes them between its mask and its attention needs "
+            'attn_implementation="sdpa"'
         )
 
 
@@ -304,7 +315,9 @@ def _given(attention_mask: Any, position_bias: Tensor | None, seqlen_k: int) -> 
     if attention_mask.dtype == torch.bool:
         return Dense(attention_mask), position_bias
     if not attention_mask.is_floating_point():
-        raise ShapeError(f"attention_mask must be bool (true where visible) or floats that are added to the scores, got {attention_mask.dtype}")
+        raise ShapeError(
+            f"attention_mask must be bool (true where visible) or floats that are added to the scores, got {attention_mask.dtype}"
+        )
     return None, attention_mask if position_bias is None else attention_mask + position_bias
 
 
@@ -316,7 +329,10 @@ def _understood() -> list[str]:
 def _agrees(kind: str) -> bool:
     try:
         function, frame = _example(kind)
-        masks = hf_masks.by_row(hf_masks.read(function), None, 2, frame)
+        tree = hf_masks.read(function)
+        masks = None if tree is None else hf_masks.by_row(tree, None, 2, frame)
+        if masks is None:
+            return False
         seen = torch.stack([mask.dense(*frame[:2]) for mask in masks]).expand(2, -1, -1)
         want = masking_utils.sdpa_mask(2, *frame, function, allow_is_causal_skip=False, device="cpu")
     except (AttributeError, TypeError, ValueError, IndexError):  # it is gone, or other than it was
@@ -340,7 +356,10 @@ def _example(kind: str) -> tuple[Callable, Frame]:
         "chunked_overlay": (lambda: make(3, integers(0, 2)), apart),
         "blockwise_overlay": (blocks, apart),
         hf_masks.PACKED: (packed, square),
-        hf_masks.REMAPPED: (lambda: masking_utils.and_masks(make(causal, integers([0, 1, 0, 1, 2, 0], [3, 4, 5, 6, 0, 1])), packed), square),
+        hf_masks.REMAPPED: (
+            lambda: masking_utils.and_masks(make(causal, integers([0, 1, 0, 1, 2, 0], [3, 4, 5, 6, 0, 1])), packed),
+            square,
+        ),
         "and_masks": (lambda: make(causal, blocks), apart),
         "or_masks": (lambda: make(causal, blocks), apart),
     }
