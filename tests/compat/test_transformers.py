@@ -1,7 +1,9 @@
 """`attn_implementation="tilewise"` gives what eager attention gives: models, masks, caches, training and tracing; and what it refuses."""
 
+import re
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -397,7 +399,9 @@ def call(mask=None, **how):
 @pytest.mark.parametrize(
     ("run", "error", "message"),
     [
-        (lambda: call(output_attentions=True), UnsupportedError, 'output_attentions=True wants weights, .* attn_implementation="eager"'),
+        (lambda: call(output_attentions=True), UnsupportedError, 'output_attentions asks for the weights .* attn_implementation="eager"'),
+        (lambda: call(sinks=torch.zeros(2, 4, 5, 1)), UnsupportedError, "sinks asks for another sink for each query"),
+        (lambda: call(indices=torch.zeros(2, 5, 3, dtype=torch.int64)), UnsupportedError, "indices asks for keys that an indexer chose"),
         (lambda: call(torch.ones(2, 7)), ShapeError, r"attention_mask must reach attention as \(batch or 1, .* got shape \(2, 7\)"),
         (lambda: call(torch.ones(2, 1, 5, 7, dtype=torch.int64)), ShapeError, "attention_mask must be bool .* got torch.int64"),
         (
@@ -476,3 +480,23 @@ def test_closures_that_changed_their_meaning_are_asked_pair_by_pair(monkeypatch)
     monkeypatch.setattr(masking_utils.sliding_window_overlay, "__code__", code)
     ours.register()
     assert set(hf_masks.CAPTURED) - ours._known == {"sliding_window_overlay"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))
+def test_every_model_agrees_or_refuses(part):
+    """Those that can be made small by their config's usual fields, and take one of a handful of inputs."""
+    from hf_sweep import classes, verdict  # which loads every model of transformers
+
+    found = {kind.__name__: verdict(kind, "tilewise") for kind in classes(part, 16)}
+    assert not {name: why for name, why in found.items() if why[0] == "differs"}
+    refused = [why for how, why in found.values() if how == "refuses"]
+    assert all("attn_implementation=" in why or "KeyError: 'tilewise'" in why for why in refused), refused
+    assert sum(how == "agrees" for how, _ in found.values()) > 8
+
+
+def test_the_guide_runs():
+    page = Path(__file__).parents[2] / "docs" / "guide" / "transformers.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), str(page), "exec"), {})

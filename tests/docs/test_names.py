@@ -55,7 +55,7 @@ def names_in(text: str) -> list[str]:
 
 
 def test_a_missing_name_is_found():
-    assert missing("tilewise.compat.transformers") == "tilewise.compat.transformers: tilewise has no compat"
+    assert missing("tilewise.gone.transformers") == "tilewise.gone.transformers: tilewise has no gone"
     assert missing("tilewise.masks.tiles.lowered").endswith("tilewise.masks.tiles has no lowered")
     assert names_in("see `tilewise.compat.x`, tilewise.merge(a)") == ["tilewise.compat.x", "tilewise.merge"]
     assert not missing("tilewise.merge") and not missing("tilewise.backends.cpu.build") and not missing("tilewise.masks.Causal")

@@ -22,6 +22,14 @@ from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Mask
 
 TAKEN = ("eager", "sdpa", "flex_attention")
+TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
+UNKNOWN = {  # options of some models' own attention functions, which must not be passed over
+    "output_attentions": "the weights of attention, which are never formed",
+    "sinks": "another sink for each query",
+    "indices": "keys that an indexer chose for each query",
+    "block_indices": "blocks of keys that an indexer chose for each query",
+    "head_mask": "weights for heads",
+}
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
 _registered: set[str] = set()
@@ -46,7 +54,7 @@ def register(name: str = "tilewise") -> None:
 
 
 def unregister(name: str = "tilewise") -> None:
-    """Undo `register(name)`. Models that were loaded with the name need another: `model.set_attn_implementation("sdpa")`."""
+    """Undo `register(name)`. Models that were loaded with the name need another: call their set_attn_implementation."""
     if name not in _registered:
         raise ValueError(f"name {name!r} is not registered; registered are {sorted(_registered) or 'none'}")
     _registered.remove(name)
@@ -155,12 +163,12 @@ def make_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
     config: Any = None,
     **kwargs,
-) -> Pairs | None:
+) -> Pairs | Tensor | None:
     """transformers' mask interface: what `mask_function` and a padding mask, bool (batch, kv_offset + kv_length or fewer), let through.
+
+    `kwargs` are what sdpa's function of this interface takes besides, such as the device of a tensor.
 
     Returns None, as eager's does, only where no pair is hidden and the caller allows it.
     """
@@ -168,11 +176,11 @@ def make_mask(
     shape = (batch_size, 1, q_length, kv_length)
 
     def bits() -> Tensor:
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
+        where = batch_size, q_length, kv_length, q_offset, kv_offset
+        return masking_utils.sdpa_mask(*where, mask_function, attention_mask, allow_is_causal_skip=False, **kwargs)
 
+    if getattr(config, "model_type", None) in TENSORS:
+        return bits()
     if is_tracing(padding) or is_tracing(q_offset if isinstance(q_offset, Tensor) else None):
         if padding is None and allow_is_bidirectional_skip and mask_function is masking_utils.bidirectional_mask_function:
             return None
@@ -226,7 +234,7 @@ def attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    output_attentions: bool | None = None,
+    deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, on `tilewise.attention`.
@@ -241,47 +249,38 @@ def attention(
         (batch, seqlen_q, heads, head_dim_v), and None for the weights, which are never there.
 
     Raises:
-        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; for output_attentions; for masks of other kinds or lengths.
+        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; for options of `UNKNOWN`; for masks of other kinds or lengths.
     """
-    if output_attentions:
-        raise UnsupportedError(
-            'output_attentions=True wants weights, which are never formed here; use attn_implementation="eager" for them'
-        )
+    for name, what in UNKNOWN.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise UnsupportedError(f'{name} asks for {what}, which tilewise does not have; use attn_implementation="eager" for this model')
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ShapeError(
             f"query, key and value must be (batch, heads, seqlen, dim), got shapes {[tuple(x.shape) for x in (query, key, value)]}"
         )
     batch = max(query.shape[0], key.shape[0])
     q, k, v = (x.transpose(1, 2) if x.shape[0] == batch else x.transpose(1, 2).expand(batch, -1, -1, -1) for x in (query, key, value))
-    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
+    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "deterministic": bool(deterministic)}
     if s_aux is not None:
         options["sink"] = s_aux.reshape(-1)
+    keys, bias = k.shape[1], position_bias
     if isinstance(attention_mask, Pairs):
         _check_lengths(attention_mask, q, k)
-        if attention_mask.folded and position_bias is None:
+        if attention_mask.folded and bias is None:
             return _folded(attention_mask, q, k, v, options), None
-        bias = position_bias
         if attention_mask.mask is None or attention_mask.folded:
             options["mask"] = Dense(attention_mask.bits())
         else:
-            options["mask"] = attention_mask.mask
-            if attention_mask.keys < k.shape[1]:
-                k, v, bias = (
-                    k[:, : attention_mask.keys],
-                    v[:, : attention_mask.keys],
-                    None if bias is None else bias[..., : attention_mask.keys],
-                )
+            options["mask"], keys = attention_mask.mask, attention_mask.keys
     elif attention_mask is None:
-        causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and q.shape[1] > 1
-        bias = position_bias
-        if causal:  # from the top left: the keys behind are those of a static cache, still empty
-            k, v, bias = k[:, : q.shape[1]], v[:, : q.shape[1]], None if bias is None else bias[..., : q.shape[1]]
-            options["mask"] = Causal("top_left") if k.shape[1] < q.shape[1] else Causal()
+        if (getattr(module, "is_causal", True) if is_causal is None else is_causal) and q.shape[1] > 1:
+            keys = min(keys, q.shape[1])  # causal from the top left: the keys behind are places of a static cache that are still empty
+            options["mask"] = Causal() if keys == q.shape[1] else Causal("top_left")
     else:
-        options["mask"], bias = _given(attention_mask, position_bias, k.shape[1])
+        options["mask"], bias = _given(attention_mask, position_bias, keys)
     if bias is not None:
-        options["bias"] = bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype)
-    return tw.attention(q, k, v, **options), None
+        options["bias"] = (bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype))[..., :keys]
+    return tw.attention(q, k[:, :keys], v[:, :keys], **options), None
 
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:
