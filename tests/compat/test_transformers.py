@@ -1,6 +1,8 @@
 """`attn_implementation="tilewise"` gives what eager attention gives: models, masks, caches, training and tracing; and what it refuses."""
 
 import re
+import subprocess
+import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -479,7 +481,12 @@ def test_closures_that_changed_their_meaning_are_asked_pair_by_pair(monkeypatch)
     code = sliding_window_overlay.__code__
     monkeypatch.setattr(masking_utils.sliding_window_overlay, "__code__", code)
     ours.register()
-    assert set(hf_masks.CAPTURED) - ours._known == {"sliding_window_overlay"}
+    assert set(hf_masks.CAPTURED) - ours._understood() == {"sliding_window_overlay"}
+
+
+def test_it_is_imported_by_nothing_else():
+    code = "import sys, tilewise, tilewise.compat.hf_masks; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow

@@ -9,94 +9,92 @@ import transformers as hf
 from torch import Tensor
 
 VOCABULARY, LENGTH = 61, 24
-TEXT = dict(
-    initializer_range=0.15,  # wide enough that weights of attention differ
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-ENCODER = dict(TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+HEADS, HEADS_K = 4, 2
 WINDOW, CHUNK = 7, 9
+SCALE = {"head_dim": 8}  # of most models; all their widths follow
+
+
+def text(**other) -> dict:
+    """The fields that most configs have; initializer_range is so wide that weights of attention differ."""
+    d = SCALE["head_dim"]
+    sizes = dict(
+        hidden_size=HEADS * d, intermediate_size=6 * d, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=HEADS_K
+    )
+    ids = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=128)
+    return sizes | ids | {"initializer_range": 1.2 / d} | other
+
+
+def alternating(**other) -> dict:
+    return text(layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW, head_dim=SCALE["head_dim"], **other)
 
 
 class Model(NamedTuple):
-    """kind: "decoder" (causal, with a cache), "encoder", "image" or "seq2seq"; text and speech."""
+    """kind: "decoder" (causal, with a cache), "encoder", "image", "seq2seq" or "speech"; chooses: experts, where rounding may tip the balance."""
 
     kind: str
     cls: str
     config: Callable[[], hf.PreTrainedConfig]
+    chooses: bool = False
 
 
 def _deepseek() -> hf.PreTrainedConfig:
-    ranks = dict(kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+    n = SCALE["head_dim"] // 4
+    ranks = dict(kv_lora_rank=4 * n, q_lora_rank=6 * n, qk_rope_head_dim=2 * n, qk_nope_head_dim=4 * n, v_head_dim=3 * n)
     experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1)
-    return hf.DeepseekV3Config(**dict(TEXT, num_key_value_heads=4), **ranks, **experts)
+    return hf.DeepseekV3Config(**text(num_key_value_heads=HEADS), **ranks, **experts)
 
 
 def _llama4() -> hf.PreTrainedConfig:
-    experts = dict(num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24, head_dim=8)
+    experts = dict(num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24, head_dim=SCALE["head_dim"])
     layers = dict(layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], attention_chunk_size=CHUNK)
-    return hf.Llama4TextConfig(**TEXT, **experts, **layers)
+    return hf.Llama4TextConfig(**text(), **experts, **layers)
 
 
 def _whisper() -> hf.PreTrainedConfig:
-    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
-    more = dict(
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=20, max_target_positions=64, num_mel_bins=8, decoder_start_token_id=1
-    )
-    return hf.WhisperConfig(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **more)
+    d = SCALE["head_dim"]
+    sizes = dict(d_model=HEADS * d, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
+    more = dict(encoder_ffn_dim=6 * d, decoder_ffn_dim=6 * d, max_source_positions=20, max_target_positions=64, num_mel_bins=8)
+    ids = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    return hf.WhisperConfig(**sizes, **more, **ids)
 
 
 def _t5() -> hf.PreTrainedConfig:
-    sizes = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0)
+    d = SCALE["head_dim"]
+    sizes = dict(d_model=HEADS * d, d_kv=d, d_ff=6 * d, num_layers=2, num_heads=HEADS, vocab_size=VOCABULARY, dropout_rate=0.0)
     return hf.T5Config(**sizes, relative_attention_num_buckets=8, relative_attention_max_distance=20, decoder_start_token_id=0)
 
 
-ALTERNATING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW, head_dim=8)
+def _modernbert() -> hf.PreTrainedConfig:
+    layers = dict(num_hidden_layers=3, global_attn_every_n_layers=3, local_attention=2 * WINDOW)
+    return hf.ModernBertConfig(**text(cls_token_id=1, sep_token_id=1, **layers))
+
+
+def _vit() -> hf.PreTrainedConfig:
+    d = SCALE["head_dim"]
+    sizes = dict(hidden_size=HEADS * d, intermediate_size=6 * d, num_hidden_layers=2, num_attention_heads=HEADS)
+    return hf.ViTConfig(**sizes, image_size=16, patch_size=4, initializer_range=1.2 / d)
+
+
+def _gpt_oss() -> hf.PreTrainedConfig:
+    return hf.GptOssConfig(**alternating(num_local_experts=2, num_experts_per_tok=1))
+
+
 MODELS = {
-    "llama": Model("decoder", "LlamaForCausalLM", lambda: hf.LlamaConfig(**TEXT)),
-    "mistral": Model("decoder", "MistralForCausalLM", lambda: hf.MistralConfig(**TEXT, sliding_window=WINDOW)),
-    "qwen3": Model("decoder", "Qwen3ForCausalLM", lambda: hf.Qwen3Config(**TEXT, head_dim=8)),
-    "phi3": Model("decoder", "Phi3ForCausalLM", lambda: hf.Phi3Config(**TEXT, sliding_window=WINDOW)),
-    "gemma2": Model("decoder", "Gemma2ForCausalLM", lambda: hf.Gemma2Config(**TEXT, **ALTERNATING, attn_logit_softcapping=2.0)),
-    "gemma3": Model("decoder", "Gemma3ForCausalLM", lambda: hf.Gemma3TextConfig(**TEXT, **ALTERNATING)),
-    "gpt_oss": Model(
-        "decoder", "GptOssForCausalLM", lambda: hf.GptOssConfig(**TEXT, **ALTERNATING, num_local_experts=2, num_experts_per_tok=1)
-    ),
-    "deepseek_v3": Model("decoder", "DeepseekV3ForCausalLM", _deepseek),
-    "llama4": Model("decoder", "Llama4ForCausalLM", _llama4),
-    "bert": Model("encoder", "BertModel", lambda: hf.BertConfig(**ENCODER)),
-    "modernbert": Model(
-        "encoder",
-        "ModernBertModel",
-        lambda: hf.ModernBertConfig(
-            **dict(TEXT, num_hidden_layers=3), local_attention=2 * WINDOW, global_attn_every_n_layers=3, cls_token_id=1
-        ),
-    ),
-    "vit": Model(
-        "image",
-        "ViTModel",
-        lambda: hf.ViTConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-            initializer_range=0.15,
-        ),
-    ),
+    "llama": Model("decoder", "LlamaForCausalLM", lambda: hf.LlamaConfig(**text())),
+    "mistral": Model("decoder", "MistralForCausalLM", lambda: hf.MistralConfig(**text(sliding_window=WINDOW))),
+    "qwen3": Model("decoder", "Qwen3ForCausalLM", lambda: hf.Qwen3Config(**text(head_dim=SCALE["head_dim"]))),
+    "phi3": Model("decoder", "Phi3ForCausalLM", lambda: hf.Phi3Config(**text(sliding_window=WINDOW))),
+    "gemma2": Model("decoder", "Gemma2ForCausalLM", lambda: hf.Gemma2Config(**alternating(attn_logit_softcapping=2.0))),
+    "gemma3": Model("decoder", "Gemma3ForCausalLM", lambda: hf.Gemma3TextConfig(**alternating())),
+    "gpt_oss": Model("decoder", "GptOssForCausalLM", _gpt_oss, chooses=True),
+    "deepseek_v3": Model("decoder", "DeepseekV3ForCausalLM", _deepseek, chooses=True),
+    "llama4": Model("decoder", "Llama4ForCausalLM", _llama4, chooses=True),
+    "bert": Model("encoder", "BertModel", lambda: hf.BertConfig(**text(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))),
+    "modernbert": Model("encoder", "ModernBertModel", _modernbert),
+    "vit": Model("image", "ViTModel", _vit),
     "t5": Model("seq2seq", "T5ForConditionalGeneration", _t5),
     "whisper": Model("speech", "WhisperForConditionalGeneration", _whisper),
 }
-DECODERS = [name for name, model in MODELS.items() if model.kind == "decoder"]
 
 
 def built(name: str, implementation: str) -> hf.PreTrainedModel:

@@ -6,6 +6,7 @@ calls `tilewise.attention`.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ UNKNOWN = {  # options of some models' own attention functions, which must not b
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
 _registered: set[str] = set()
-_known: set[str] = set()  # closures that mean what hf_masks.py takes them for, in the transformers that is installed
 
 
 def register(name: str = "tilewise") -> None:
@@ -46,8 +46,8 @@ def register(name: str = "tilewise") -> None:
             f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers"
         )
     _check_name(name)
-    _known.clear()
-    _known.update(_understood())
+    _understood.cache_clear()
+    _understood()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
     _registered.add(name)
@@ -195,7 +195,7 @@ def make_mask(
         # A step with a static cache, of which a compiled model may come next: for a mask that is another at each step, it would be compiled anew.
         return Pairs(None, shape, kv_length, False, bits())
     seen = None if padding is None or bool(padding.all()) else padding.cpu().numpy()
-    tree = hf_masks.read(mask_function, _known)
+    tree = hf_masks.read(mask_function, _understood())
     if tree is None:
         return Pairs(None, shape, kv_length, False, bits())
     if tree.kind == "bidirectional_mask_function" and seen is None and allow_is_bidirectional_skip:
@@ -251,19 +251,23 @@ def attention(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; for options of `UNKNOWN`; for masks of other kinds or lengths.
     """
-    for name, what in UNKNOWN.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise UnsupportedError(f'{name} asks for {what}, which tilewise does not have; use attn_implementation="eager" for this model')
+    for name in kwargs.keys() & UNKNOWN.keys():
+        if kwargs[name] is not None and kwargs[name] is not False:
+            raise UnsupportedError(
+                f'{name} asks for {UNKNOWN[name]}, which tilewise does not have; use attn_implementation="eager" for this model'
+            )
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise ShapeError(
-            f"query, key and value must be (batch, heads, seqlen, dim), got shapes {[tuple(x.shape) for x in (query, key, value)]}"
-        )
-    batch = max(query.shape[0], key.shape[0])
-    q, k, v = (x.transpose(1, 2) if x.shape[0] == batch else x.transpose(1, 2).expand(batch, -1, -1, -1) for x in (query, key, value))
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise ShapeError(f"query, key and value must be (batch, heads, seqlen, dim), got shapes {shapes}")
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if q.shape[0] != k.shape[0]:  # one of them is the same for all
+        batch = max(q.shape[0], k.shape[0])
+        q, k, v = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (q, k, v))
     options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "deterministic": bool(deterministic)}
     if s_aux is not None:
         options["sink"] = s_aux.reshape(-1)
-    keys, bias = k.shape[1], position_bias
+    seqlen_k = keys = k.shape[1]
+    bias = position_bias
     if isinstance(attention_mask, Pairs):
         _check_lengths(attention_mask, q, k)
         if attention_mask.folded and bias is None:
@@ -280,7 +284,9 @@ def attention(
         options["mask"], bias = _given(attention_mask, position_bias, keys)
     if bias is not None:
         options["bias"] = (bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype))[..., :keys]
-    return tw.attention(q, k[:, :keys], v[:, :keys], **options), None
+    if keys < seqlen_k:
+        k, v = k[:, :keys], v[:, :keys]
+    return tw.attention(q, k, v, **options), None
 
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:
@@ -320,9 +326,10 @@ def _given(attention_mask: Any, position_bias: Tensor | None, seqlen_k: int) -> 
     return None, attention_mask if position_bias is None else attention_mask + position_bias
 
 
-def _understood() -> list[str]:
+@cache
+def _understood() -> frozenset[str]:
     """The closures of hf_masks.CAPTURED that in this transformers hide the pairs that they are taken to hide."""
-    return [kind for kind in hf_masks.CAPTURED if _agrees(kind)]
+    return frozenset(kind for kind in hf_masks.CAPTURED if _agrees(kind))
 
 
 def _agrees(kind: str) -> bool:
