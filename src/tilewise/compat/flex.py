@@ -373,7 +373,7 @@ def _slopes(program: Program, query: Tensor, seqlen_k: int, mask: Mask | None) -
         return None
     first = 1 - seqlen_q
     numbers = term.numbers.reshape(-1, term.numbers.shape[-1])[:, low - first : high + 1 - first]
-    away = (torch.arange(low, high + 1, device="cpu") - (seqlen_k - seqlen_q)).abs()
+    away = (torch.arange(low, high + 1, dtype=torch.int64, device="cpu") - (seqlen_k - seqlen_q)).abs()
     if int(away.max()) == 0:
         return None
     near = int(away.masked_fill(away == 0, seqlen_q + seqlen_k).argmin())
@@ -426,7 +426,7 @@ def _bias(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
         )
     tensors: dict[int | str, Tensor] = {}
     for dim, (name, size) in enumerate(zip(sizes, shape, strict=True)):
-        tensors[name] = torch.arange(size, device=query.device).view([-1 if at == dim else 1 for at in range(4)])
+        tensors[name] = torch.arange(size, dtype=torch.int64, device=query.device).view([-1 if at == dim else 1 for at in range(4)])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     try:
         for number, step in enumerate(program.steps):

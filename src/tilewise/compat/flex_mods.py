@@ -121,14 +121,14 @@ class Program:
 
     def along(self, heads: int, seqlen_q: int, seqlen_k: int, result: Ref) -> Value:
         """The result along one axis, for each head: numbers (heads or 1, length of the axis). Raises Unrecognised."""
-        found = self._run(_Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, device="cpu")[:, None], result)
+        found = self._run(_Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, dtype=torch.int64, device="cpu")[:, None], result)
         if not isinstance(found, Value):
             raise Unrecognised("gives numbers that depend on query and key apart")
         return found
 
     def _run(self, axes: "_Axes", b: Tensor, h: Tensor, result: Any) -> "Value | Mask":
         if not isinstance(result, Ref):
-            return Value(None, torch.as_tensor(result, device="cpu").reshape(1))
+            return Value(None, _held([result]))
         tensors: dict[int | str, Value | Mask] = dict(zip(INPUTS, axes.inputs(b, h), strict=True))
         for number in sorted(self._needed(result)):
             step = self.steps[number]
@@ -183,6 +183,13 @@ def _integers(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
+def _held(numbers: list) -> Tensor:
+    """Python's numbers as a tensor that holds them without rounding, whatever torch's default is."""
+    kinds = {type(number) for number in numbers}
+    dtype = torch.bool if kinds == {bool} else torch.int64 if kinds <= {bool, int} else torch.float64
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
+
+
 class _Axes:
     """Operations on whole axes of a call's queries, keys and distances; on the CPU, where an index out of range is an error like any other."""
 
@@ -194,7 +201,7 @@ class _Axes:
         return Value(None, b), Value(None, h), self.on_line("q", 1, 0), self.on_line("k", 1, 0)
 
     def on_line(self, axis: str, slope: int, start: int) -> Value:
-        return Value(axis, slope * torch.arange(*self.starts[axis], device="cpu") + start, (slope, start))
+        return Value(axis, slope * torch.arange(*self.starts[axis], dtype=torch.int64, device="cpu") + start, (slope, start))
 
     def step(self, function: Callable, args: tuple, kwargs: dict) -> "Value | Mask":
         """What a step gives for operands that are values, masks, captured tensors and numbers."""
@@ -206,9 +213,7 @@ class _Axes:
         name = function.overloadpacket.__name__
         axes = {x.axis for x in operands if isinstance(x, Value)} - {None}
         if len(axes) > 1 or any(isinstance(x, Mask) for x in operands):
-            return self._together(
-                name, [Value(None, torch.as_tensor(x, device="cpu").reshape(1)) if isinstance(x, int | bool) else x for x in args]
-            )
+            return self._together(name, [Value(None, _held([x])) if isinstance(x, int | bool) else x for x in args])
         try:
             numbers = function(*_map(args, _numbers), **_map(kwargs, _numbers))
         except Exception as error:  # an index out of range, most of all
@@ -290,10 +295,10 @@ class _Axes:
         else:
             if len(rows) * len(columns) > 1 << 22:
                 raise Unrecognised("compares too many different numbers of queries and keys")
-            ends = torch.tensor([number for *_, number in columns], device="cpu")
+            ends = _held([number for *_, number in columns])
             boxes = []
             for q0, q1, number in rows:
-                chosen = getattr(torch, name)(torch.as_tensor(number, device="cpu"), ends).tolist()
+                chosen = getattr(torch, name)(_held([number]), ends).tolist()
                 boxes += [((q0, q1), keys[:2]) for keys, yes in zip(columns, chosen, strict=True) if yes]
         return self._boxes(boxes)
 

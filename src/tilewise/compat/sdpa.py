@@ -245,7 +245,7 @@ def cpu_forward(
 ) -> tuple[Tensor, Tensor]:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: O laid out as query, and LSE (batch, heads, seqlen_q) laid out as its fake kernel says."""
     with torch.no_grad():  # autograd is above this
-        o, lse = operator.attend(_cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale))
+        o, lse, _ = operator.attend(_cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale))
     return laid_out_as(o.transpose(1, 2), query), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 

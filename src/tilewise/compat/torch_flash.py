@@ -161,7 +161,7 @@ def _flash_attention_forward(
                     f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
                 )
             cum_seq_q, cum_seq_k = _used(cum_seq_q, cum_seq_k, seqused_k)
-            o, lse = (x.squeeze(0) for x in operator.attend(_packed(query, key, value, cum_seq_q, cum_seq_k, mask, scale)))
+            o, lse = (x.squeeze(0) for x in operator.attend(_packed(query, key, value, cum_seq_q, cum_seq_k, mask, scale))[:2])
         return laid_out_as(o, query), lse, *_unused(query)
 
 
