@@ -34,8 +34,25 @@ def test_all_plain_kernels_that_ship():
     assert len(found) == len(ships) and {kernel.config for kernel in found} == ships
 
 
+@pytest.mark.parametrize("dims", list(config.TILES))
+def test_a_full_mask_gets_the_tiles_that_its_lengths_cost_least(dims):
+    lengths = (1, 77, 128, 197, 256, 257, 384, 577, 729, 1024, 1025, 4096)
+    for seqlen_q, seqlen_k in itertools.product(lengths, lengths):
+        chosen = config.configure(BF16, *dims, "all", seqlen_q, seqlen_k)
+        choices = [each for each in config.TILES[dims]["all"] if each.takes(seqlen_q, seqlen_k)]
+        alike = [each for each in choices if each.most_queries == choices[0].most_queries]
+        least = min(alike, key=lambda each: each.work(seqlen_q, seqlen_k))
+        assert (chosen.tile_m, chosen.tile_n, chosen.cluster) == (
+            least.fields["tile_m"],
+            least.fields["tile_n"],
+            least.fields.get("cluster", 1),
+        )
+        padded = -(-seqlen_q // chosen.tile_m) * chosen.tile_m * (-(-seqlen_k // chosen.tile_n) * chosen.tile_n)
+        assert least.work(seqlen_q, seqlen_k) >= padded * least.cost >= seqlen_q * seqlen_k * least.cost
+
+
 def test_kernels_that_change_scores_and_masks_of_many_bands():
-    plain, soft, two = (warmup.kernels([CELL._replace(extras=extras)])[0].config for extras in ((), ("softcap",), ("alibi", "sink")))
+    plain, soft, two = (warmup.kernels([CELL._replace(extras=extras)])[-1].config for extras in ((), ("softcap",), ("alibi", "sink")))
     assert soft == replace(plain, softcap=True, tile_m=soft.tile_m, tile_n=soft.tile_n, cluster=soft.cluster, dynamic=True, from_zero=False)
     assert two.alibi and two.sink and not two.softcap and two.bias is None
     assert warmup.kernels([CELL._replace(extras=("bias",))])[0].config.bias is BF16

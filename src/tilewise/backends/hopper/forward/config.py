@@ -1,5 +1,6 @@
 """Tiles and schedules of the Hopper kernels: literal data with provenance, one line a case."""
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -87,15 +88,22 @@ class Config(ScoreChanges):
 class Choice:
     """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number.
 
-    Of a window as many queries count as it is wide, of packed documents those of the longest.
+    Of a window as many queries count as it is wide, of packed documents those of the longest. Of several with the same bounds, that of the least
+    `work`: tiles that a length fills badly lose to smaller ones, whose scores cost more each.
     """
 
     most_queries: int | None = None
     few_keys: bool = False
     fields: dict
+    cost: float = 1.0  # of a score in a full tile, over that of the first with these bounds; others than 1 were measured with plain scores
 
     def takes(self, seqlen_q: int, seqlen_k: int) -> bool:
         return self.most_queries is None or (seqlen_k if self.few_keys and seqlen_k > seqlen_q else seqlen_q) <= self.most_queries
+
+    def work(self, seqlen_q: int, seqlen_k: int) -> float:
+        """What a full mask's scores cost, those of padding too, in units of a score of the first choice."""
+        tile_m, tile_n = self.fields["tile_m"] * self.fields.get("cluster", 1), self.fields["tile_n"]
+        return self.cost * (-(-seqlen_q // tile_m) * tile_m) * (-(-seqlen_k // tile_n) * tile_n)
 
 
 def any_length(**fields) -> tuple[Choice, ...]:
@@ -108,11 +116,12 @@ def step(**fields) -> dict:
 
 
 def pairs(**fields) -> tuple[Choice, ...]:
-    """Thread blocks in pairs where there is more than one tile of queries (else half of them would have nothing to do); long walks without turns."""
+    """Thread blocks in pairs where tiles of queries fill them (else half of the last pair has nothing to do); long walks without turns."""
     paired = {**fields, "cluster": 2}
     return (
-        Choice(most_queries=fields["tile_m"], fields=fields),
-        Choice(most_queries=2048, fields=paired),
+        Choice(most_queries=2 * fields["tile_m"], fields=fields),
+        Choice(most_queries=2048, fields=fields),
+        Choice(most_queries=2048, fields=paired, cost=0.95),
         Choice(fields={**paired, "pingpong": False}),
     )
 
@@ -134,9 +143,16 @@ def pairs(**fields) -> tuple[Choice, ...]:
 #   478 / 461 at 1k, 620 / 602 at 2k. Third round: full 697 / 711 at 2k, 743 / 776 at 8k.
 # (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns; fourth, pairs: 746 / 720.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
+# Short sequences under full masks, H100, 2026-11-26 (short-tiles-h100.jsonl), ms: (64, 64), 197 tokens 0.101 with 192 queries a tile, 0.086 with 64;
+#   257: 0.056 / 0.046; but 577: 0.139 / 0.142, 1,024: 0.157 / 0.170. (96, 96): at 72, 729 tokens 0.172 with 128 queries, 0.129 with 192; at 80,
+#   257: 0.073 / 0.063, 4,096: 0.342 / 0.322, but 577: 0.169 / 0.194. (128, 128) without pairs: 384: 0.062 / 0.054,
+#   577: 0.113 / 0.101, 256: 0.058 / 0.056. (192, 192), 80 keys, with memory for O, against 112: 256: 0.055 / 0.049, 1,024: 0.096 / 0.090,
+#   4,096 on 77: 0.108 / 0.076.
 TILES = {
     (64, 64): {
-        "all": any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+        "all": (*any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+                Choice(fields=step(tile_m=64, tile_n=96, q_stages=2, blocks=3), cost=1.17),
+                Choice(fields=step(tile_m=64, tile_n=64, q_stages=2, kv_stages=3, blocks=3), cost=1.28)),
         "causal": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
                   Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
@@ -144,7 +160,9 @@ TILES = {
         "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
     (96, 96): {
-        "all": any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "all": (*any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+                Choice(fields=step(tile_m=192, tile_n=96, q_stages=2), cost=0.91),
+                Choice(fields=step(tile_m=192, tile_n=112, q_stages=2), cost=0.905)),
         "causal": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
         "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
     },
@@ -163,7 +181,9 @@ TILES = {
         "interval": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
-        "all": any_length(**step(tile_m=128, tile_n=112, late=True)),
+        "all": (Choice(most_queries=2048, fields=step(tile_m=128, tile_n=80, late=True)),
+                *any_length(**step(tile_m=128, tile_n=112, late=True)),
+                Choice(fields=step(tile_m=128, tile_n=80, late=True))),
         "causal": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
     },
@@ -178,6 +198,7 @@ TILES = {
 
 
 LONG = 1 << 30  # queries: more than any Choice bounds
+SHORTEST_STEP = 16  # queries and keys between which no tile begins or ends
 
 # tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
@@ -195,13 +216,23 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     if changes.get("bias") and sees == "causal":
         sees = "interval"  # a few bytes would spill in between the loops of "causal"
     dims = tile_dims(head_dim, head_dim_v)
-    return next(made for choice, made in _choices(dtype, dims, sees, changes) if choice.takes(seqlen_q, seqlen_k))
+    return _chosen(_choices(dtype, dims, sees, changes), seqlen_q, seqlen_k)
 
 
+def _chosen(choices: list[tuple[Choice, Config]], seqlen_q: int, seqlen_k: int) -> Config:
+    fit = [each for each in choices if each[0].takes(seqlen_q, seqlen_k)]
+    alike = (each for each in fit if each[0].most_queries == fit[0][0].most_queries)
+    return min(alike, key=lambda each: each[0].work(seqlen_q, seqlen_k))[1]
+
+
+@lru_cache
 def lengths() -> list[int]:
-    """Numbers of queries, one for each way that Choices depend on them."""
-    bounds = {choice.most_queries for ways in TILES.values() for choices in ways.values() for choice in choices}
-    return [1, *sorted(bound + 1 for bound in bounds if bound is not None)]
+    """Numbers of queries, and of as many keys, with which every Choice is taken."""
+    ways = [_choices(torch.bfloat16, dims, sees, {}) for dims, each in TILES.items() for sees in each]
+    bounds = [choice.most_queries + 1 for way in ways for choice, _ in way if choice.most_queries is not None]
+    steps = range(SHORTEST_STEP, max(bounds), SHORTEST_STEP)
+    firsts = [{_chosen(way, n, n): n for n in reversed(steps)}.values() for way in ways]
+    return sorted({1, *bounds, *itertools.chain(*firsts)})
 
 
 def shipped(dtype: torch.dtype, **changes) -> list[Config]:
@@ -216,7 +247,7 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
     ways = TILES[dims]
     choices = ways.get(sees) or ways["interval"]
     made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
-    return [each for each in made if not (each[1].modified and each[1].blocks > 1)]  # too many registers
+    return [each for each in made if not (each[1].modified and (each[0].cost != 1.0 or each[1].blocks > 1))]  # blocks: too many registers
 
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
