@@ -47,8 +47,6 @@ def test_a_full_mask_gets_the_tiles_that_its_lengths_cost_least(dims):
             least.fields["tile_n"],
             least.fields.get("cluster", 1),
         )
-        padded = -(-seqlen_q // chosen.tile_m) * chosen.tile_m * (-(-seqlen_k // chosen.tile_n) * chosen.tile_n)
-        assert least.work(seqlen_q, seqlen_k) >= padded * least.cost >= seqlen_q * seqlen_k * least.cost
 
 
 def test_kernels_that_change_scores_and_masks_of_many_bands():
