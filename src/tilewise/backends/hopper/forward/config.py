@@ -147,7 +147,9 @@ def pairs(**fields) -> tuple[Choice, ...]:
 #   257: 0.056 / 0.046; but 577: 0.139 / 0.142, 1,024: 0.157 / 0.170. (96, 96): at 72, 729 tokens 0.172 with 128 queries, 0.129 with 192; at 80,
 #   257: 0.073 / 0.063, 4,096: 0.342 / 0.322, but 577: 0.169 / 0.194. (128, 128) without pairs: 384: 0.062 / 0.054,
 #   577: 0.113 / 0.101, 256: 0.058 / 0.056. (192, 192), 80 keys, with memory for O, against 112: 256: 0.055 / 0.049, 1,024: 0.096 / 0.090,
-#   4,096 on 77: 0.108 / 0.076.
+#   4,096 on 77: 0.108 / 0.076; pairs with turns: 8,192: 1.062 / 1.028.
+#   Causal: (96, 96) with 128 and 192 queries: 4,096 0.385 / 0.355, 16,384 1.404 / 1.246, but 1,024 0.129 / 0.138. (128, 128), chunks, single and in
+#   pairs: 512 on 16,384 0.761 / 0.734, 2,048 on 32,768 2.93 / 2.87.
 TILES = {
     (64, 64): {
         "all": (*any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
@@ -163,12 +165,15 @@ TILES = {
         "all": (*any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
                 Choice(fields=step(tile_m=192, tile_n=96, q_stages=2), cost=0.91),
                 Choice(fields=step(tile_m=192, tile_n=112, q_stages=2), cost=0.905)),
-        "causal": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "causal": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2, "kv_stages": 3}),
+                  Choice(most_queries=8192, fields={"tile_m": 192, "tile_n": 96, "q_stages": 2, "kv_stages": 3, "pingpong": True}),
+                  *any_length(tile_m=192, tile_n=112, q_stages=2, pingpong=True)),
         "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
     },
     (128, 128): {
         "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
-        "causal": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+        "causal": (Choice(most_queries=128, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                  Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                   *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                      *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
@@ -182,7 +187,7 @@ TILES = {
     },
     (192, 192): {
         "all": (Choice(most_queries=2048, fields=step(tile_m=128, tile_n=80, late=True)),
-                *any_length(**step(tile_m=128, tile_n=112, late=True)),
+                *any_length(**step(tile_m=128, tile_n=112, pingpong=True, late=True, cluster=2)),
                 Choice(fields=step(tile_m=128, tile_n=80, late=True))),
         "causal": any_length(tile_m=128, tile_n=112, late=True),
         "interval": any_length(tile_m=128, tile_n=96, late=True),
