@@ -265,7 +265,7 @@ def cpu_backward(
     """`aten::_scaled_dot_product_flash_attention_for_cpu_backward`: gradients of query, key and value."""
     given = _cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale)._replace(grad=True)
     with torch.no_grad():
-        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)
+        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)[:3]
     return tuple(x.transpose(1, 2) for x in grads)
 
 

@@ -267,7 +267,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
     with torch.no_grad():
-        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))
+        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
 
 
 def _paged(

@@ -79,8 +79,7 @@ OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != 
 def of_call(call: Call, config) -> KeyTables:
     """For a call of a kernel of `config`; what is for by_queries.py only where it runs."""
     if config.sees == "rows":
-        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)._asdict()
-        return KeyTables(**columns if config.dq_apart else columns | {"query_walks": None})
+        return of_documents(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
     if config.sees != "runs":
         return KeyTables()
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
@@ -90,6 +89,12 @@ def of_call(call: Call, config) -> KeyTables:
         queries = query_visits_of(planes, call.q.device)
         made |= {f"query_{name}": getattr(queries, name) for name in OF_QUERIES}
     return KeyTables(**made)
+
+
+def of_documents(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> KeyTables:
+    """For packed documents."""
+    keys, queries, walks, visitors, query_walks = columns_of(mask, seqlen_q, seqlen_k, config, device)
+    return KeyTables(keys, queries, walks, visitors, query_walks=query_walks if config.dq_apart else None)
 
 
 def of_batch(tables: KeyTables, part: slice) -> KeyTables:
