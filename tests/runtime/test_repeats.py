@@ -127,7 +127,12 @@ def beside(grad=False, seqlen_q=5, seqlen_k=7, dtype=torch.float32):
         "sink": {"sink": torch.randn(2, **new), "mask": SlidingWindow(2, 0)},
         "slopes": {"alibi_slopes": torch.rand(2), "causal": True},
         "slopes of entries": {"alibi_slopes": torch.rand(2, 2, dtype=torch.float64)},
-        "all": {"bias": torch.randn(1, 2, 1, seqlen_k, **new), "sink": torch.randn(2, **new), "alibi_slopes": torch.rand(2), "causal": True},
+        "all": {
+            "bias": torch.randn(1, 2, 1, seqlen_k, **new),
+            "sink": torch.randn(2, **new),
+            "alibi_slopes": torch.rand(2),
+            "causal": True,
+        },
     }
 
 
@@ -165,7 +170,7 @@ def test_calls_with_more_tensors(kind, dtype, return_lse, monkeypatch):
 
 
 def test_more_tensors_are_told_apart():
-    """Each call after each other: nothing of a remembered one is taken for another's. The layout, dtype or shape of a bias, or which tensor is there."""
+    """Each call after each other: the layout, dtype or shape of a bias differs, or which tensors there are."""
     q, k, v = qkv(7, 7, torch.bfloat16)
     bias, row = torch.randn(2, 2, 7, 7), torch.randn(2, 1, 1, 7)
     some = torch.randn(2, 2)
@@ -231,7 +236,9 @@ def test_more_tensors_under_what_else_takes_part():
             right = tw.attention(q, k, v, **options)
         first = next(name for name in ("bias", "sink", "alibi_slopes") if name in options)
         rest = {name: x for name, x in options.items() if name != first}
-        stacked = torch.vmap(lambda x, first=first, rest=rest: tw.attention(q, k, v, **{first: x}, **rest))(torch.stack([options[first]] * 2))
+        stacked = torch.vmap(lambda x, first=first, rest=rest: tw.attention(q, k, v, **{first: x}, **rest))(
+            torch.stack([options[first]] * 2)
+        )
         assert torch.equal(stacked[1], right), kind
         negated = tw.attention(q, k, v, **{first: torch._neg_view(-options[first])}, **rest)
         assert torch.equal(negated, right), kind
@@ -249,7 +256,8 @@ def test_hooks_on_saved_tensors_see_more_tensors_and_may_copy_them():
         leaves = [*x, *(each for each in options.values() if isinstance(each, torch.Tensor) and each.requires_grad)]
         packed, grads = [], []
         for _ in range(3):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t.double().to(t.dtype)):
+            pack = lambda t, packed=packed: packed.append(t.shape) or t.clone()  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.double().to(t.dtype)):
                 o = tw.attention(*x, **options)
                 grads.append(torch.autograd.grad(o.square().sum(), leaves))
         assert packed[: len(packed) // 3] == packed[len(packed) // 3 : 2 * len(packed) // 3]

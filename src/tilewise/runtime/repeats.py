@@ -51,7 +51,9 @@ class Known:
     check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of the tensors, as `_layout` gives them
-    check_back: dict[bool, Callable] = field(default_factory=dict)  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    check_back: dict[bool, Callable] = field(
+        default_factory=dict
+    )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )

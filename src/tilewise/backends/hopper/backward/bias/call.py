@@ -135,8 +135,14 @@ def repeat(call: Call, multiprocessors: int) -> Callable:
     """`compute` for more calls like this one, from operands.Given, operands.Scratch, bias and slopes."""
     parts, like = parts_of(call, multiprocessors), call.bias
     config = config_of(call, by_rows(call), parts == 1)
-    band = Band(*band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config))
-    kernel, (inner, factor, *_), shift = jit.compiled(LAUNCH, arguments, config), changes.changes(call, config), call.seqlen_k - call.seqlen_q
+    band = Band(
+        *band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
+    )
+    kernel, (inner, factor, *_), shift = (
+        jit.compiled(LAUNCH, arguments, config),
+        changes.changes(call, config),
+        call.seqlen_k - call.seqlen_q,
+    )
     shape, dtype, of_sums = (parts, *like.shape), like.dtype, like.dtype if config.whole else torch.float32
 
     def again(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
