@@ -12,9 +12,8 @@ class Repeat(Protocol):
     """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`.
-
-        With cu_seqlens q, k and v have a batch of 1, and O and LSE none.
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`; q, k
+        and v have a batch of 1 where there are cu_seqlens.
         """
 
     def backward(
@@ -29,10 +28,7 @@ class Repeat(Protocol):
         beside: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE, which may have any strides.
-
-        With cu_seqlens all of them have a batch of 1.
-        """
+        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous."""
 
 
 class Backend(Protocol):

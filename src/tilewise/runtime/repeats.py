@@ -36,6 +36,9 @@ class Beside(NamedTuple):
 
 
 ALONE = Beside()
+PACKED = "packed"  # (total, heads, head_dim): no batch
+TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
+INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
 
 
 @dataclass(slots=True)
@@ -54,22 +57,37 @@ class Known:
     check_back: dict[bool, Callable] = field(
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
-        """O, and LSE where the call returns it; of documents, whose tensors have no batch, without one."""
+        """O, and LSE where the call returns it, arranged as q, k and v are."""
         if self.there:
             bias, slopes, *rest = beside
             if slopes is not None:
                 beside = bias, _slopes(slopes), *rest
         if self.grad:
             return _Repeated.apply(self, q, k, v, *beside)
-        if self.there and beside[3] is not None:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        results = self.short.forward(q, k, v, beside, self.return_lse)
-        return results if self.return_lse else results[0]
+        if not self.arrangement:
+            results = self.short.forward(q, k, v, beside, self.return_lse)
+            return results if self.return_lse else results[0]
+        o, lse = self.forward(q, k, v, beside, self.return_lse)
+        o, lse = self.outside(o, lse)
+        return (o, lse) if self.return_lse else o
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """O and LSE as the call has them, without a gradient."""
+        inside = INSIDE[self.arrangement]
+        return self.short.forward(inside(q), inside(k), inside(v), beside, with_lse)
+
+    def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.arrangement == TURNED:
+            return o.transpose(1, 2), lse
+        if self.arrangement == PACKED:
+            return o.squeeze(0), lse if lse is None else lse.squeeze(0)
+        return o, lse
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -82,14 +100,14 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, known, q, k, v, bias, slopes, sink, cu_seqlens_q, cu_seqlens_k):
         ctx.known, beside = known, (bias, slopes, sink, cu_seqlens_q, cu_seqlens_k)
-        if cu_seqlens_q is not None:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            o, lse = known.short.forward(q, k, v, beside, True)
-            lengths = [cu_seqlens_q, cu_seqlens_k]
-            ctx.save_for_backward(*saved.in_order((q, k, v, bias, slopes, sink), lengths, o.unsqueeze(0), lse.unsqueeze(0)))
-        else:
-            o, lse = known.short.forward(q, k, v, beside, True)
-            ctx.save_for_backward(*saved.in_order((q, k, v, bias, slopes, sink), [], o, lse))
+        if known.arrangement:
+            inside = INSIDE[known.arrangement]
+            q, k, v = inside(q), inside(k), inside(v)
+        o, lse = known.short.forward(q, k, v, beside, True)
+        lengths = [] if cu_seqlens_q is None else [cu_seqlens_q, cu_seqlens_k]
+        ctx.save_for_backward(*saved.in_order((q, k, v, bias, slopes, sink), lengths, o, lse))
+        if known.arrangement in (PACKED, TURNED):
+            o, lse = (x.detach() for x in known.outside(o, lse))  # for autograd, views of nothing: so they may be changed in place
         if known.return_lse:
             ctx.set_materialize_grads(False)
             return o, lse
@@ -97,13 +115,14 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_lse=None):
-        known, (q, k, v, o, lse, *rest) = ctx.known, ctx.saved_tensors
-        bias, slopes, sink, *lengths = rest
-        bias_grad = bias is not None and ctx.needs_input_grad[4]
-        if lengths:
-            d_o, d_lse = (None if x is None else x.unsqueeze(0) for x in (d_o, d_lse))
+        known, (q, k, v, o, lse, bias, slopes, sink, *lengths) = ctx.known, ctx.saved_tensors
+        arrangement, bias_grad = known.arrangement, bias is not None and ctx.needs_input_grad[4]
+        if arrangement == PACKED and d_lse is not None:
+            d_lse = d_lse.unsqueeze(0)
         if d_o is None:
             d_o = torch.zeros_like(o)
+        elif arrangement in (PACKED, TURNED):
+            d_o = INSIDE[arrangement](d_o)
         beside = bias, slopes, sink, *(lengths or (None, None))
         if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
             grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
@@ -111,8 +130,10 @@ class _Repeated(torch.autograd.Function):
             given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask_tensors=lengths)
             grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
         d_q, d_k, d_v, d_bias, d_sink = grads
-        if lengths:
+        if arrangement == PACKED:
             d_q, d_k, d_v = d_q.squeeze(0), d_k.squeeze(0), d_v.squeeze(0)
+        elif arrangement:
+            d_q, d_k, d_v = d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)
         return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if sink is None else d_sink, None, None
 
     @staticmethod
@@ -187,8 +208,21 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
         rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, mask_tensors=[])
         grad_enabled = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
-        known = Known(short, rest, given.grad, return_lse, options, there, _check(*tensors), grad_enabled, layouts)
+        arrangement = PACKED if lengths[0] is not None else ""
+        known = Known(short, rest, given.grad, return_lse, options, there, _check(*tensors), grad_enabled, layouts, arrangement=arrangement)
         _KNOWN[_signature(tensors, there, options)] = known
+
+
+def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple) -> None:
+    """Remember that a front end's call is `call`, (q, k, v, options, beside), arranged in another way, where there is a short way for that one.
+
+    `options` are eight values that say what the front end makes of them, one of which is the front end's alone.
+    """
+    known = find(*call)
+    if known is not None:
+        tensors, there = _tensors(q, k, v, beside)
+        mine = {"options": options, "there": there, "check": _check(*tensors), "check_back": {}, "arrangement": arrangement}
+        _KNOWN[_signature(tensors, there, options)] = replace(known, **mine)
 
 
 def forget() -> None:
@@ -264,7 +298,7 @@ def _may_go_back(
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)
     for x, shape, dtype in results if d_lse is not None else results[:3]:
-        if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is d_o or x is d_lse or x.is_contiguous()):
+        if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
             return False
     if q is not k and k is not v and (check := _check(*tensors)):  # it wants them apart
         known.check_back[kind] = check

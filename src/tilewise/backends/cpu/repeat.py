@@ -58,7 +58,7 @@ class Repeat:
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
-        d_o, (bias, _, sink, *_) = d_o.contiguous(), beside
+        o, d_o, (bias, _, sink, *_) = o.contiguous(), d_o.contiguous(), beside
         args, keep = self._with(beside)
         d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=CPU) if bias_grad else None
         d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float32, device=CPU)

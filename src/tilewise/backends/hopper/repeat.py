@@ -35,20 +35,17 @@ class Repeat:
         *,
         made: Callable[..., Sequence] | None = None,
         packed: Call | None = None,
-        documents: bool = False,
     ) -> None:
         """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls.
 
         made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. packed: the call as the kernel takes it, where
-        it is another one (packing.py). documents: O and LSE come without a batch dimension.
+        it is another one (packing.py).
         """
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.kernel, self.rest, self.workspace, self.made, self.documents = kernel, tuple(rest), workspace, made, documents
+        self.kernel, self.rest, self.workspace, self.made = kernel, tuple(rest), workspace, made
         self.like, self.gradients = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), gradients
         self.device = call.q.device.index
         shape, lse_shape = (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
-        if documents:
-            shape, lse_shape = shape[1:], lse_shape[1:]
         self.empty = short.allocator(call.q.device)
         self.o, self.lse = (shape, short.strides(shape), call.q.dtype), (lse_shape, short.strides(lse_shape), torch.float32)
         self.packed = None if packed is None else packing.Views(call, packed)
@@ -73,8 +70,6 @@ class Repeat:
             rest = rest[0], *self.made(*beside)
         if self.packed is not None:
             self.packed.compute(lambda *tensors: self._launch(tensors, rest), q, k, v, o, lse, with_lse)
-        elif self.documents:
-            self._launch((q, k, v, o.unsqueeze(0), lse.unsqueeze(0)), rest)
         else:
             self._launch((q, k, v, o, lse), rest)
         return o, lse
@@ -98,7 +93,7 @@ class Repeat:
         beside: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE; of documents, all with a batch dimension."""
+        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
             bias, slopes, sink, *_ = beside
             self.back = self.gradients(replace(self.like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink))

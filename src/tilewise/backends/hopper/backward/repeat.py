@@ -63,7 +63,7 @@ class Repeat:
         beside: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """O and LSE are contiguous; dO and dLSE may have any strides."""
+        """LSE is contiguous; O, dO and dLSE may have any strides."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
@@ -72,6 +72,8 @@ class Repeat:
             hold(self.tables)
         if not d_o.is_contiguous():
             d_o = readable(d_o)
+        if not o.is_contiguous():
+            o = readable(o)
         d_q, d_k, d_v = gradients = Gradients(*(self.empty(*each) for each in self.gradients))
         keeps = self.keeps and not captures  # a graph may be replayed on any stream
         stream = short.current_stream(self.device) if keeps else None

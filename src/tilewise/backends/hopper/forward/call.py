@@ -75,7 +75,7 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
         return None
     if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink)):
         made = _maker(call, plan)
-        return made and Repeat(call, kernel, (), work, gradients, made=made, documents=of_documents)
+        return made and Repeat(call, kernel, (), work, gradients, made=made)
     rest = _band(computed, plan), changes.scores(computed, plan.config, call.scale)
     if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
