@@ -5,16 +5,18 @@ no gradient, where the mathematical kernel of older versions gives NaN.
 """
 
 import warnings
+from operator import is_ as operator_is
 
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, operands
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Full, Mask
-from tilewise.runtime import operator
+from tilewise.runtime import operator, repeats
 
 TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
+FRONT = object()  # by which repeats.py knows our options
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
@@ -48,6 +50,11 @@ def scaled_dot_product_attention(
         ShapeError: tensors that do not fit together, or nested ones.
         ValueError: attn_mask with is_causal, and what tilewise.attention refuses.
     """
+    options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, False), (attn_mask, None, None, None, None)
+    added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
+    if added and (known := repeats.find(query, key, value, options, beside)) is not None:
+        return known(query, key, value, beside)
+    given = query, key, value
     if is_causal and attn_mask is not None:
         raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask, or leave it out")
     lead = None
@@ -65,6 +72,10 @@ def scaled_dot_product_attention(
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
+    as_given = all(map(operator_is, given, (query, key, value))) and (attn_mask is None or (bias is not None and bias.shape == attn_mask.shape))
+    if added and as_given:
+        call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
+        repeats.remember_as(repeats.TURNED, *given, options, beside, call)
     if lead is None:
         return o
     o = o.unflatten(0, lead)
