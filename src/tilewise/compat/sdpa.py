@@ -4,7 +4,9 @@ Shapes are torch's, (..., heads, seqlen, head_dim). One result differs from some
 no gradient, where the mathematical kernel of older versions gives NaN.
 """
 
+import itertools
 import warnings
+from functools import lru_cache
 from operator import is_ as operator_is
 
 import torch
@@ -302,8 +304,11 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
     Compiled programs rely on what torch's fake kernels say.
     """
-    dims = range(like.dim())
-    order = sorted(dims, key=like.stride, reverse=True)
-    if all(a >= b for a, b in zip(*([x.stride(dim) for dim in order][part] for part in (slice(None, -1), slice(1, None))), strict=True)):
-        return x
-    return torch.empty_like(like).copy_(x)
+    return x if _same_order(x.stride(), like.stride()) else torch.empty_like(like).copy_(x)
+
+
+@lru_cache(1024)
+def _same_order(strides: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether dimensions that descend by the others descend by the strides."""
+    order = [strides[dim] for dim in sorted(range(len(others)), key=others.__getitem__, reverse=True)]
+    return all(a >= b for a, b in itertools.pairwise(order))

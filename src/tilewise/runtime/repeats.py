@@ -73,14 +73,9 @@ class Known:
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
-        o, lse = self.forward(q, k, v, beside, self.return_lse)
-        o, lse = self.outside(o, lse)
-        return (o, lse) if self.return_lse else o
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """O and LSE as the call has them, without a gradient."""
         inside = INSIDE[self.arrangement]
-        return self.short.forward(inside(q), inside(k), inside(v), beside, with_lse)
+        o, lse = self.outside(*self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse))
+        return (o, lse) if self.return_lse else o
 
     def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.arrangement == TURNED:
@@ -88,6 +83,12 @@ class Known:
         if self.arrangement == PACKED:
             return o.squeeze(0), lse if lse is None else lse.squeeze(0)
         return o, lse
+
+    def back(self, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v, arranged as these."""
+        if self.arrangement == PACKED:
+            return tuple([x.squeeze(0) for x in gradients])
+        return tuple([x.transpose(1, 2) for x in gradients]) if self.arrangement else gradients
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -130,11 +131,7 @@ class _Repeated(torch.autograd.Function):
             given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask_tensors=lengths)
             grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
         d_q, d_k, d_v, d_bias, d_sink = grads
-        if arrangement == PACKED:
-            d_q, d_k, d_v = d_q.squeeze(0), d_k.squeeze(0), d_v.squeeze(0)
-        elif arrangement:
-            d_q, d_k, d_v = d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)
-        return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if sink is None else d_sink, None, None
+        return None, *known.back(d_q, d_k, d_v), d_bias if bias_grad else None, None, None if sink is None else d_sink, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -173,16 +170,28 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE)
     return known
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
-    """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way."""
-    known = find(q, k, v, options)
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: tuple, beside: tuple = ALONE
+) -> tuple[Tensor, ...] | None:
+    """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way.
+
+    All are arranged as the call was, which had no bias, slopes or sink.
+    """
+    known = find(q, k, v, options, beside)
     if known is None:
         return None
+    if known.arrangement:
+        inside = INSIDE[known.arrangement]
+        q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
+        if known.arrangement == PACKED:
+            lse = lse.unsqueeze(0)
     if known.goes_back is None:
-        problem = operator.call_of(known.given._replace(q=q, k=k, v=v)).problem
-        known.goes_back = choose(replace(problem, grad=True), known.given.backend) is choose(problem, known.given.backend)
-    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, ALONE):
-        return known.short.backward(q, k, v, o, lse, d_o, None, ALONE, False)[:3]
+        lengths = [x for x in beside[3:] if x is not None]
+        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(problem, known.given.backend)
+    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
+        d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
+        return known.back(d_q, d_k, d_v)
     return None
 
 
