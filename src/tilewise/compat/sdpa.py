@@ -74,7 +74,9 @@ def scaled_dot_product_attention(
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
-    as_given = all(map(operator_is, given, (query, key, value))) and (attn_mask is None or (bias is not None and bias.shape == attn_mask.shape))
+    as_given = all(map(operator_is, given, (query, key, value))) and (
+        attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
+    )
     if added and as_given:
         call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
         repeats.remember_as(repeats.TURNED, *given, options, beside, call)

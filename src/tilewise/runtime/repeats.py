@@ -188,7 +188,9 @@ def gradients(
     if known.goes_back is None:
         lengths = [x for x in beside[3:] if x is not None]
         problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
-        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(problem, known.given.backend)
+        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+            problem, known.given.backend
+        )
     if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
         d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
         return known.back(d_q, d_k, d_v)
@@ -276,7 +278,7 @@ def _same(options: tuple, others: tuple) -> bool:
         a is i
         and (b is j or (type(b) is type(j) is float and b == j))
         and (c is k or (type(c) is type(k) is float and c == k))
-        and d is l
+        and (d is l or (type(d) is type(l) is float and d == l))
         and e is m
         and f is n
         and g is o
