@@ -217,10 +217,11 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
         if len(_KNOWN) >= MOST:
             forget()
         rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, mask_tensors=[])
-        grad_enabled = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
         arrangement = PACKED if lengths[0] is not None else ""
-        known = Known(short, rest, given.grad, return_lse, options, there, _check(*tensors), grad_enabled, layouts, arrangement=arrangement)
+        known = Known(
+            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts, arrangement=arrangement
+        )
         _KNOWN[_signature(tensors, there, options)] = known
 
 
@@ -232,8 +233,8 @@ def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tupl
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
-        mine = {"options": options, "there": there, "check": _check(*tensors), "check_back": {}, "arrangement": arrangement}
-        _KNOWN[_signature(tensors, there, options)] = replace(known, **mine)
+        mine = {"check": _check(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
+        _KNOWN[_signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
 def forget() -> None:
@@ -328,6 +329,11 @@ def _check(*tensors: Tensor) -> Callable | None:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (ImportError, TypeError):  # torch's own business, which another version may do otherwise
         return None
+
+
+def _grad_enabled(tensors: tuple[Tensor, ...]) -> bool | None:
+    """As `Known` has it."""
+    return torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
 
 
 def _signature(tensors: tuple[Tensor, ...], there: tuple, options: tuple) -> tuple:
