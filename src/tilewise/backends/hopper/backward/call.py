@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repeat import Repeat
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, Scalars, Scratch, Turns
 from tilewise.backends.hopper.short import REPEAT_BYTES
+from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
 from tilewise.masks import Unread
@@ -156,13 +157,14 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
     """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
     inner, factor, _, _, _, shift = changes.changes(call, config)
-    seqlen_q, seqlen_k, device = call.seqlen_q, call.seqlen_k, call.q.device
-    inner_mask = call.mask.inner if isinstance(call.mask, Unread) else None
+    device, find = call.q.device, None
+    if isinstance(call.mask, Unread):
+        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device)
 
     def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
         seen = tables
-        if seen is None:
-            seen = backward_tables.of_documents(Unread(cu_seqlens_q, cu_seqlens_k, inner_mask), seqlen_q, seqlen_k, config, device)
+        if find is not None:
+            seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
         changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift)
         return Band(*plan.band, seen), changes.or_none(changed)
 

@@ -16,7 +16,8 @@ from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.short import REPEAT_BYTES
 from tilewise.backends.tables import documents, runs
 from tilewise.backends.tables.keeping import hold
-from tilewise.masks import Documents, Unread
+from tilewise.masks import Unread
+from tilewise.masks.constructors import check_lengths
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -88,9 +89,9 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
     seqlen_q, seqlen_k, device, pairs = call.seqlen_q, call.seqlen_k, call.q.device, config.bias_pairs
     outer, inner, factor = changes.numbers(call, config, call.scale)
     shift = seqlen_k - seqlen_q
-    band = inner_mask = None
+    band = find = None
     if isinstance(mask, Unread):
-        inner_mask = mask.inner
+        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device)
     else:
         band = _band(call, plan)
         if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
@@ -98,10 +99,11 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
 
     def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
         seen = band
-        if seen is None:
-            lengths = Unread(cu_seqlens_q, cu_seqlens_k, inner_mask)
-            documents.check(lengths, seqlen_q, seqlen_k)
-            seen = Band(*plan.band, _rows_of(lengths, seqlen_q, seqlen_k, config, device))
+        if find is not None:
+            if not short.capturing():
+                check_lengths(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k)
+            found = find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device))
+            seen = Band(*plan.band, _tables(found))
         elif short.capturing():
             hold(band)
         bias, slopes = changes.readable(bias, slopes, pairs)
@@ -189,13 +191,13 @@ def _band(call: Call, plan: Plan) -> Band:
         made = runs.tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         tables = RowTables(made.order, made.spans, made.runs, made.bands, made.bitmaps, made.planes)
     if config.sees == "rows":
-        tables = _rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
+        tables = _tables(rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device))
     return Band(*plan.band, tables)
 
 
-def _rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> RowTables:
-    order, *made = rows.rows_of(mask, seqlen_q, seqlen_k, config, device)
-    return RowTables(order, None, None, None, None, None, *made)
+def _tables(found: rows.Rows) -> RowTables:
+    order, ends, walks = found
+    return RowTables(order, None, None, None, None, None, ends, walks)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
