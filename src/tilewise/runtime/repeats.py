@@ -74,8 +74,9 @@ class Known:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         inside = INSIDE[self.arrangement]
-        o, lse = self.outside(*self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse))
-        return (o, lse) if self.return_lse else o
+        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse)
+        results = self.outside(o, lse if self.return_lse else None)
+        return results if self.return_lse else results[0]
 
     def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.arrangement == TURNED:

@@ -314,6 +314,18 @@ def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
     assert len(repeats._KNOWN) == 1
 
 
+def test_a_bias_without_gradient_asks_for_no_kernel_of_its_own(stub, monkeypatch):
+    compiled, asked = forward.jit.compiled, []
+    monkeypatch.setattr(forward.jit, "compiled", lambda launch, *rest: asked.append(launch) or compiled(launch, *rest))
+    x, bias = [each.requires_grad_() for each in qkv()], torch.randn(1, 3, 5, 5)
+    for _ in range(3):
+        tw.attention(*x, bias=bias, causal=True).sum().backward()
+    assert bias_call.LAUNCH not in asked
+    for _ in range(3):
+        tw.attention(*x, bias=bias.requires_grad_(), causal=True).sum().backward()
+    assert bias_call.LAUNCH in asked and bias.grad is not None
+
+
 def test_a_bias_that_begins_between_two_pairs_is_copied(stub, monkeypatch):
     x = qkv(6)
     bias = torch.randn(1, 3, 6, 6, dtype=BF16)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -145,8 +146,19 @@ def repeat(call: Call) -> Repeat | None:
     if call.bias is None and call.alibi_slopes is None and not of_documents:
         rest = Band(*plan.band, tables), changes.or_none(changed)
         return again(rest, of_sink=_sink_of(call, config))
-    of_bias = None if call.bias is None else bias_gradient.repeat(call, board.num_sms)
-    return again((), made=_maker(call, plan, tables), of_bias=of_bias, of_sink=_sink_of(call, config))
+    return again((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms), of_sink=_sink_of(call, config))
+
+
+def _bias_of(call: Call, num_sms: int) -> Callable:
+    """The gradient of a bias, whose kernel is not asked for before that is."""
+    like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
+
+    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
+        if not kept:
+            kept.append(bias_gradient.repeat(replace(like, q=given.Q, k=given.K, v=given.V, bias=bias, alibi_slopes=slopes), num_sms))
+        return kept[0](given, scratch, bias, slopes)
+
+    return compute
 
 
 def _sink_of(call: Call, config: Config) -> Callable | None:

@@ -41,7 +41,7 @@ class Repeat:
         scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial. made: what makes `rest` of the call's other tensors
         (`repeats.Beside`), where there are any. of_bias(Given, Scratch, bias, slopes) gives dBias, of_sink(sink, Scratch) dSink.
         """
-        self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made)
+        self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
         self.turns, self.scalars = short.as_operand(turns, on_gpu), tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True))
         self.rest = tuple(each if each is None else short.as_operand(each, on_gpu) for each in rest)
