@@ -76,7 +76,8 @@ def attention(
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
     tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
-    if return_max_logits is False and (known := repeats.find(q, k, v, options, beside)) is not None:
+    usual = return_max_logits is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
@@ -98,7 +99,7 @@ def attention(
     if return_max_logits:
         given = given._replace(row_max=True)
     o, lse, row_max = operator.attend(given)
-    if not return_max_logits:
+    if usual:
         repeats.remember(*tensors, options, given, beside)
     if return_max_logits:
         largest = _largest(row_max)
@@ -148,8 +149,8 @@ def attention_varlen(
     """
     options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
     beside = None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k
-    packed = cu_seqlens_q is not None and return_max_logits is False
-    if packed and (known := repeats.find(q, k, v, options, beside)) is not None:
+    usual = cu_seqlens_q is not None and return_max_logits is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
     tensors = q, k, v
     q, k, v, _ = autocast(q, k, v)
@@ -177,7 +178,7 @@ def attention_varlen(
     )
     given = documents(given._replace(row_max=return_max_logits), cu_seqlens_q, cu_seqlens_k, combine(causal, mask))
     o, lse, row_max = operator.attend(given)
-    if not return_max_logits:
+    if usual:
         repeats.remember(*tensors, options, given, beside)
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     if return_max_logits:
