@@ -64,10 +64,13 @@ class Known:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
         """O, and LSE where the call returns it, arranged as q, k and v are."""
-        if self.there:
+        if not self.there:
+            beside = ALONE
+            if self.grad:
+                return _Repeated.apply(self, q, k, v)
+        elif beside[1] is not None:
             bias, slopes, *rest = beside
-            if slopes is not None:
-                beside = bias, _slopes(slopes), *rest
+            beside = bias, _slopes(slopes), *rest
         if self.grad:
             return _Repeated.apply(self, q, k, v, *beside)
         if not self.arrangement:
@@ -100,14 +103,13 @@ class _Repeated(torch.autograd.Function):
     """The short way with a gradient. It saves what the long way saves (`saved.in_order`)."""
 
     @staticmethod
-    def forward(ctx, known, q, k, v, bias, slopes, sink, cu_seqlens_q, cu_seqlens_k):
-        ctx.known, beside = known, (bias, slopes, sink, cu_seqlens_q, cu_seqlens_k)
+    def forward(ctx, known, q, k, v, *beside):
+        ctx.known = known
         if known.arrangement:
             inside = INSIDE[known.arrangement]
             q, k, v = inside(q), inside(k), inside(v)
-        o, lse = known.short.forward(q, k, v, beside, True)
-        lengths = [] if cu_seqlens_q is None else [cu_seqlens_q, cu_seqlens_k]
-        ctx.save_for_backward(*saved.in_order((q, k, v, bias, slopes, sink), lengths, o, lse))
+        o, lse = known.short.forward(q, k, v, beside or ALONE, True)
+        ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
         if known.arrangement in (PACKED, TURNED):
             o, lse = (x.detach() for x in known.outside(o, lse))  # for autograd, views of nothing: so they may be changed in place
         if known.return_lse:
@@ -117,22 +119,28 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_lse=None):
-        known, (q, k, v, o, lse, bias, slopes, sink, *lengths) = ctx.known, ctx.saved_tensors
-        arrangement, bias_grad = known.arrangement, bias is not None and ctx.needs_input_grad[4]
+        known, (q, k, v, o, lse, *beside) = ctx.known, ctx.saved_tensors
+        arrangement, beside = known.arrangement, beside or ALONE
+        bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
         if arrangement == PACKED and d_lse is not None:
             d_lse = d_lse.unsqueeze(0)
         if d_o is None:
             d_o = torch.zeros_like(o)
         elif arrangement in (PACKED, TURNED):
             d_o = INSIDE[arrangement](d_o)
-        beside = bias, slopes, sink, *(lengths or (None, None))
         if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
             grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
         else:
+            bias, slopes, sink, *lengths = beside
+            lengths = [x for x in lengths if x is not None]
             given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask_tensors=lengths)
             grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
         d_q, d_k, d_v, d_bias, d_sink = grads
-        return None, *known.back(d_q, d_k, d_v), d_bias if bias_grad else None, None, None if sink is None else d_sink, None, None
+        if arrangement:
+            d_q, d_k, d_v = known.back(d_q, d_k, d_v)
+        if beside is ALONE:
+            return None, d_q, d_k, d_v
+        return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
