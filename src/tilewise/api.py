@@ -75,10 +75,10 @@ def attention(
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
-    alone = bias is None and alibi_slopes is None and sink is None and return_max_logits is False
-    if alone and (known := repeats.find(q, k, v, options)) is not None:
-        return known(q, k, v)
-    tensors = q, k, v
+    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
+    usual = return_max_logits is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     check_returns(return_lse, return_max_logits)
@@ -99,8 +99,8 @@ def attention(
     if return_max_logits:
         given = given._replace(row_max=True)
     o, lse, row_max = operator.attend(given)
-    if alone:
-        repeats.remember(*tensors, options, given)
+    if usual:
+        repeats.remember(*tensors, options, given, beside)
     if return_max_logits:
         largest = _largest(row_max)
         return (o, lse, largest) if return_lse else (o, largest)
@@ -147,6 +147,12 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
+    options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
+    beside = None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k
+    usual = cu_seqlens_q is not None and return_max_logits is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        return known(q, k, v, beside)
+    tensors = q, k, v
     q, k, v, _ = autocast(q, k, v)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -170,8 +176,10 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )
-    given = given._replace(row_max=return_max_logits)
-    o, lse, row_max = operator.attend(documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask)))
+    given = documents(given._replace(row_max=return_max_logits), cu_seqlens_q, cu_seqlens_k, combine(causal, mask))
+    o, lse, row_max = operator.attend(given)
+    if usual:
+        repeats.remember(*tensors, options, given, beside)
     o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
     if return_max_logits:
         largest = _largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
@@ -270,11 +278,16 @@ def check_returns(return_lse: bool, return_max_logits: bool) -> None:
 def documents(given: operator.Operands, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask) -> operator.Operands:
     """The same tensors, which are packed sequences with `inner` for their mask."""
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    name = "Unread" if cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda else "Documents"
+    name = "Unread" if _on_gpu(cu_seqlens_q, cu_seqlens_k) else "Documents"
     text = f"{name}(#0,#1,inner={inner.text(mask_tensors)})"
     q = given.q
     diagonal = None if given.alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[1], q.device)
     return given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal)
+
+
+def _on_gpu(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+    """Whether to read them would be to wait."""
+    return cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda
 
 
 def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:

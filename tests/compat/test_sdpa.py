@@ -194,6 +194,68 @@ def test_refusals_name_the_argument_and_the_way_out(call, error, message):
         call()
 
 
+SHORT = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, more keys": {"is_causal": True, "seqlen_k": 9},
+    "grouped": {"enable_gqa": True, "heads_k": 2, "scale": 0.3},
+    "one key head": {"heads_k": 1},
+    "added": {"attn_mask": (2, 4, 6, 6)},
+    "added to all": {"attn_mask": (1, 1, 6, 6)},
+    "added by one row": {"attn_mask": (2, 1, 1, 6)},
+    "added, fewer dimensions": {"attn_mask": (6, 6)},
+    "added by key": {"attn_mask": (2, 4, 6, 1)},
+    "bool": {"attn_mask": (2, 1, 6, 6), "visible": True},
+    "three dimensions": {"batch": ()},
+}
+
+
+def steps(x):
+    """Strides along what has more than one number."""
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
+def test_calls_like_one_before(options, heads_first, monkeypatch):
+    """The same bits for O and gradients, by whichever way; O may be changed in place, and other calls in between are not mistaken for this one."""
+    options = dict(options)
+    batch, heads_k, seqlen_k = options.pop("batch", (2,)), options.pop("heads_k", 4), options.pop("seqlen_k", 6)
+    mask, visible = options.pop("attn_mask", None), options.pop("visible", False)
+
+    def tensor(*sizes):
+        x = torch.randn(*batch, *sizes)
+        return (x if heads_first else x.transpose(-3, -2).contiguous().transpose(-3, -2)).requires_grad_()
+
+    def fresh():
+        attn_mask = None if mask is None else torch.rand(mask) > 0.3 if visible else torch.randn(mask, requires_grad=True)
+        return tensor(4, 6, 8), tensor(heads_k, seqlen_k, 8), tensor(heads_k, seqlen_k, 8), attn_mask, torch.randn(*batch, 4, 6, 8)
+
+    def attend(q, k, v, attn_mask, _):
+        return sdpa.scaled_dot_product_attention(q, k, v, attn_mask, **options)
+
+    def run(given):
+        o = attend(*given)
+        grads = torch.autograd.grad(o, [x for x in given[:4] if x is not None and x.requires_grad], given[4])
+        with torch.no_grad():
+            return [o, attend(*given).mul_(1.0), *grads]
+
+    sdpa.repeats.forget()
+    run(fresh())
+    for _ in range(2):
+        given = fresh()
+        short = run(given)
+        with monkeypatch.context() as patched:
+            patched.setattr(sdpa.repeats, "find", lambda *_: None)
+            long = run(given)
+        assert all(torch.equal(a, b) and steps(a) == steps(b) for a, b in zip(short, long, strict=True))
+    o = attend(*given)
+    assert o.mul_(2.0).requires_grad and torch.equal(o, 2.0 * short[0])
+    if set(options) <= {"is_causal"} and mask is None and batch == (2,) and heads_k == 4:
+        monkeypatch.setattr(sdpa, "attention", None)
+        assert torch.equal(run(given)[0], short[0])  # indeed without it
+
+
 def counted(monkeypatch):
     """How often attention was called."""
     calls = []
@@ -203,6 +265,7 @@ def counted(monkeypatch):
         return tw.attention(*args, **options)
 
     monkeypatch.setattr(sdpa, "attention", attention)
+    monkeypatch.setattr(sdpa.repeats, "find", lambda *_: None)  # the short way would not be counted
     return calls
 
 

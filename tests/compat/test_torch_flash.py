@@ -235,3 +235,30 @@ def test_calls_like_one_before_go_the_short_way_back(on_cpu, monkeypatch):
     monkeypatch.setattr(torch_flash, "_gradients", lambda *operands: pytest.fail("the long way"))
     for a, b in zip(step(), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_short_way_of_sdpa(on_cpu, monkeypatch, heads_first, causal):
+    """Forward and back without checks, the same bits and layouts, for other tensors than the first, inside of no_grad and outside."""
+
+    def fresh(seed):
+        x = [normal(2, 4, 33, 16, dtype=torch.float32, seed=seed + n) for n in range(3)]
+        return [(y if heads_first else y.transpose(1, 2).contiguous().transpose(1, 2)).requires_grad_() for y in x]
+
+    def step(leaves):
+        with torch.no_grad():
+            plain = flash(*leaves, causal, 0.25)[0]
+        o = flash(*leaves, causal, 0.25)[0]
+        return [plain, o, *torch.autograd.grad(o, leaves, normal(*o.shape, dtype=torch.float32, seed=4))]
+
+    torch_flash.repeats.forget()
+    step(fresh(0))
+    leaves = fresh(5)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_flash, "attention", None)
+        patched.setattr(torch_flash, "_gradients", None)
+        short = step(leaves)
+    monkeypatch.setattr(torch_flash.repeats, "find", lambda *_: None)
+    for a, b in zip(short, step(leaves), strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()

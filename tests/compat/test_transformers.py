@@ -251,6 +251,41 @@ def test_export(name):
     assert any(node.target == torch.ops.tilewise.forward.default for node in program.graph.nodes)
 
 
+SHORT = {
+    "none": {},
+    "full": {"is_causal": False},
+    "sink": {"s_aux": torch.tensor([0.5, -1.0, 0.0, 2.0])},
+    "bias": {"position_bias": torch.linspace(-1, 1, 4 * 36).view(1, 4, 6, 6), "is_causal": False},
+    "mask": {"mask": tw.SlidingWindow(2, 0), "softcap": 2.0, "scaling": 0.3},
+}
+
+
+@pytest.mark.parametrize("given", SHORT.values(), ids=SHORT)
+def test_calls_like_one_before(given, monkeypatch):
+    """The interface's function gives the same bits by whichever way, and O is (batch, seqlen, heads, head_dim), which may be changed in place."""
+    given = dict(given)
+    mask = given.pop("mask", None)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        leaves = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2)]
+        pairs = None if mask is None else ours.as_attention_mask(mask, 2, 6, 6)
+        o, _ = ours.attention(torch.nn.Identity(), *leaves, pairs, **given)
+        return [o, *torch.autograd.grad(o, leaves, torch.randn(2, 6, 4, 8)), o.detach().mul_(2.0)]
+
+    ours.repeats.forget()
+    run(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(tw, "attention", None)
+        short = run(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ours.repeats, "find", lambda *_: None)
+        assert all(map(torch.equal, short, run(1)))
+    x = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ShapeError, match="attention_mask is for batch"):
+        ours.attention(torch.nn.Identity(), x, x[:, :2], x[:, :2], ours.as_attention_mask(mask or tw.Causal(), 2, 5, 6))
+
+
 def seen_masks(name: str, given: dict, monkeypatch, **options) -> set:
     """The masks and shapes of the calls that a forward makes."""
     found = set()
@@ -261,6 +296,7 @@ def seen_masks(name: str, given: dict, monkeypatch, **options) -> set:
 
     attention = tw.attention
     monkeypatch.setattr(tw, "attention", attend)
+    monkeypatch.setattr(ours.repeats, "find", lambda *_: None)  # the short way would not be seen
     with torch.no_grad():
         model(name, "tilewise")(**given, **options)
     return found

@@ -10,6 +10,7 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.repeat import Repeat
+from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, SlidingWindow
 from tilewise.runtime import operator, repeats
 from tilewise.sm90 import jit
@@ -93,6 +94,74 @@ def test_gradients_by_the_short_way(options, head_dim):
         o, lse = Hopper().forward(call)
         long = o, *Hopper().backward(call, o, lse, d_o, None)[:3]
         assert all(same(each, long) for each in short)
+
+
+def more(kind, seed):
+    """q, k, v and the other arguments of a call, whose leaves have gradients."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def new(*shape, dtype=torch.bfloat16, grad=True):
+        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator, requires_grad=grad)
+
+    x = [new(2, 200, 4, 64) for _ in range(3)]
+    match kind:
+        case "bias":
+            return x, {"bias": new(2, 4, 200, 200)}
+        case "row":
+            return x, {"bias": new(1, 1, 1, 200, dtype=torch.float32), "softcap": 5.0}
+        case "fixed bias":
+            return x, {"bias": new(1, 4, 200, 200, grad=False), "causal": True}
+        case "sink":
+            return x, {"sink": new(4), "mask": SlidingWindow(20, 0)}
+        case "slopes":
+            return x, {"alibi_slopes": new(4, dtype=torch.float32, grad=False).abs(), "causal": True}
+        case "lse":
+            return x, {"causal": True}
+        case "one query":
+            return [new(2, 1, 8, 64), new(2, 200, 2, 64), new(2, 200, 2, 64)], {"causal": True}
+        case "few queries, one key head":
+            return [new(2, 5, 8, 64), new(2, 200, 1, 64), new(2, 200, 1, 64)], {}
+        case "documents":
+            cu = torch.tensor([0, 10 + seed, 130, 190], device="cuda", dtype=torch.int32)
+            return [new(200, 4, 64) for _ in range(3)], {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True, "sink": new(4)}
+    raise AssertionError(kind)
+
+
+KINDS = "bias", "row", "fixed bias", "sink", "slopes", "lse", "one query", "few queries, one key head", "documents"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_with_more_tensors(kind, monkeypatch):
+    """The bits of the long way, forward and backward, with and without gradients, on other tensors than those that were remembered."""
+    attend = tw.attention_varlen if kind == "documents" else tw.attention
+
+    def run(x, options):
+        leaves = [each for each in (*x, *options.values()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        o, lse = attend(*x, **options, return_lse=True)
+        with torch.no_grad():
+            plain = attend(*x, **options)
+        return plain, o, lse, *torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach().cos()))
+
+    run(*more(kind, 1))
+    known = len(repeats._KNOWN)
+    x, options = more(kind, 2)
+    short = [run(x, options) for _ in range(3)]
+    assert known == len(repeats._KNOWN) == 2
+    monkeypatch.setattr(repeats, "find", lambda *_: None)
+    assert all(same(each, run(x, options)) for each in short)
+
+
+def test_documents_whose_lengths_change_in_place():
+    x, options = more("documents", 1)
+    cu = options["cu_seqlens_q"]
+    for ends in ([0, 10, 130, 190], [0, 50, 60, 200], [0, 0, 0, 1]):
+        cu.copy_(torch.tensor(ends))
+        fresh = options | {"cu_seqlens_q": cu.clone(), "cu_seqlens_k": cu.clone()}
+        found = [tw.attention_varlen(*x, **given) for given in (options, options, fresh)]
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+    cu[-1] = 201
+    with pytest.raises(ShapeError, match="cu_seqlens"):
+        tw.attention_varlen(*x, **options)
 
 
 def test_gradients_in_a_graph():

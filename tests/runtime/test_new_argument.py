@@ -8,14 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+REMEMBER = "\n    if usual:\n        repeats.remember(*tensors, options, given, beside)\n    if"
+
 # A factor for each query head's scores, which no release has.
 EDITS = {
     "api.py": [
         ("    bias: Tensor | None = None,\n    alibi", "    bias: Tensor | None = None,\n    warmth: Tensor | None = None,\n    alibi"),
-        ("alone = bias is None and", "alone = warmth is None and bias is None and"),
+        ("    usual = return_max_logits", "    usual = warmth is None and return_max_logits"),
         (
-            "o, lse, row_max = operator.attend(given)\n    if alone",
-            "o, lse, row_max = operator.attend(given._replace(warmth=warmth))\n    if alone",
+            "o, lse, row_max = operator.attend(given)" + REMEMBER,
+            "o, lse, row_max = operator.attend(given._replace(warmth=warmth))" + REMEMBER,
         ),
         ("        diagonal=None,\n", "        diagonal=None,\n        warmth=None,\n"),
     ],

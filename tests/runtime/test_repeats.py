@@ -94,8 +94,8 @@ def test_what_else_takes_part_is_not_bypassed():
         assert torch.equal(tw.attention(q, k, v), plain)
     negated = tw.attention(torch._neg_view(-q), k, v)
     assert torch.equal(negated, plain)
-    assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
     assert remembered() == 2  # without and with gradient
+    assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -114,6 +114,169 @@ def test_gradients_by_the_short_way(options):
         torch.autograd.grad(gradients(d_o, create_graph=True)[0].sum(), tensors)
     some = torch.autograd.grad(tw.attention(tensors[0], *(x.detach() for x in tensors[1:]), **given), tensors[0], d_o)
     assert torch.equal(some[0], long[0])
+
+
+def beside(grad=False, seqlen_q=5, seqlen_k=7, dtype=torch.float32):
+    """Calls' other tensors, by name."""
+    new = {"dtype": dtype, "requires_grad": grad}
+    return {
+        "bias": {"bias": torch.randn(2, 2, seqlen_q, seqlen_k, **new)},
+        "one bias for all": {"bias": torch.randn(1, 1, 1, seqlen_k, **new)},
+        "bias in fp32": {"bias": torch.randn(1, 2, seqlen_q, seqlen_k, requires_grad=grad), "softcap": 2.0},
+        "turned bias": {"bias": torch.randn(1, seqlen_q, seqlen_k, 2, **new).permute(0, 3, 1, 2)},
+        "sink": {"sink": torch.randn(2, **new), "mask": SlidingWindow(2, 0)},
+        "slopes": {"alibi_slopes": torch.rand(2), "causal": True},
+        "slopes of entries": {"alibi_slopes": torch.rand(2, 2, dtype=torch.float64)},
+        "all": {
+            "bias": torch.randn(1, 2, 1, seqlen_k, **new),
+            "sink": torch.randn(2, **new),
+            "alibi_slopes": torch.rand(2),
+            "causal": True,
+        },
+    }
+
+
+KINDS = tuple(beside())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("return_lse", (False, True))
+def test_calls_with_more_tensors(kind, dtype, return_lse, monkeypatch):
+    """Forward and gradients of the short way have the bits of the long way, for other tensors than those that were remembered."""
+
+    def run():
+        leaves = [x for x in (*tensors, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+        results = tw.attention(*tensors, **options, return_lse=return_lse)
+        results = results if return_lse else (results,)
+        d_results = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1)) for x in results]
+        return *results, *torch.autograd.grad(results, leaves, d_results)
+
+    for turn in range(3):
+        torch.manual_seed(turn)
+        tensors, options = [x.requires_grad_() for x in qkv(dtype=dtype)], beside(True, dtype=dtype)[kind]
+        if turn == 0:
+            run()
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(repeats.operator, "attend", None)  # the long way
+                patched.setattr(repeats.operator, "differentiate", None)
+                short = run()
+            kept = dict(repeats._KNOWN)
+            repeats.forget()
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(short, run(), strict=True))
+            repeats._KNOWN.update(kept)
+    assert remembered() == 1
+
+
+def test_more_tensors_are_told_apart():
+    """Each call after each other: the layout, dtype or shape of a bias differs, or which tensors there are."""
+    q, k, v = qkv(7, 7, torch.bfloat16)
+    bias, row = torch.randn(2, 2, 7, 7), torch.randn(2, 1, 1, 7)
+    some = torch.randn(2, 2)
+    ways = {
+        "none": {},
+        "bias": {"bias": bias},
+        "strides": {"bias": bias.transpose(2, 3)},
+        "gaps": {"bias": torch.cat((bias, bias), 3)[..., :7]},
+        "dtype": {"bias": bias.bfloat16()},
+        "broadcast": {"bias": row},
+        "expanded": {"bias": row.expand(2, 2, 7, 7)},
+        "sink": {"sink": some[0]},
+        "sink in bf16": {"sink": some[0].bfloat16()},
+        "slopes": {"alibi_slopes": some[0]},
+        "slopes of entries": {"alibi_slopes": some},
+        "sink as slopes": {"alibi_slopes": some[0], "sink": some[0]},
+        "bias and sink": {"bias": bias, "sink": some[1]},
+        "leaf": {"bias": bias.clone().requires_grad_()},
+    }
+    expected = {}
+    for name, options in ways.items():
+        repeats.forget()
+        expected[name] = tw.attention(q, k, v, **options)
+    repeats.forget()
+    for first in ways:
+        for second in ways:
+            for name in (first, second, second):
+                o = tw.attention(q, k, v, **ways[name])
+                assert torch.equal(o, expected[name]) and o.requires_grad == (name == "leaf"), (first, second, name)
+
+
+def test_values_of_more_tensors_are_read_at_each_call():
+    q, k, v = qkv()
+    for options in beside().values():
+        tw.attention(q, k, v, **options)
+        before = tw.attention(q, k, v, **options)
+        changed = {name: x.mul_(2.0) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        short = tw.attention(q, k, v, **changed)
+        repeats.forget()
+        assert not torch.equal(short, before) and torch.equal(short, tw.attention(q, k, v, **changed))
+
+
+@pytest.mark.parametrize("name", ["bias", "sink", "alibi_slopes"])
+def test_bad_tensors_after_good_ones_get_their_error(name):
+    q, k, v = qkv()
+    good = {"bias": torch.randn(2, 2, 5, 7), "sink": torch.randn(2), "alibi_slopes": torch.rand(2)}[name]
+    freed = good.clone()
+    freed.untyped_storage().resize_(0)
+    bad = [good[..., :-1], good.int(), good.to("meta"), good.tolist(), good.to_sparse(), freed, torch.nested.nested_tensor([good, good])]
+    if name == "alibi_slopes":
+        bad.append(good.clone().requires_grad_())
+    for wrong in bad:
+        for _ in range(2):
+            tw.attention(q, k, v, **{name: good})
+        with pytest.raises(ValueError, match=name):
+            tw.attention(q, k, v, **{name: wrong})
+
+
+def test_more_tensors_under_what_else_takes_part():
+    q, k, v = qkv()
+    for kind, options in beside().items():
+        for _ in range(2):
+            right = tw.attention(q, k, v, **options)
+        first = next(name for name in ("bias", "sink", "alibi_slopes") if name in options)
+        rest = {name: x for name, x in options.items() if name != first}
+        stacked = torch.vmap(lambda x, first=first, rest=rest: tw.attention(q, k, v, **{first: x}, **rest))(
+            torch.stack([options[first]] * 2)
+        )
+        assert torch.equal(stacked[1], right), kind
+        negated = tw.attention(q, k, v, **{first: torch._neg_view(-options[first])}, **rest)
+        assert torch.equal(negated, right), kind
+        with torch.autocast("cpu", torch.bfloat16):
+            assert tw.attention(q, k, v, **options).dtype == torch.bfloat16
+        with torch.inference_mode():
+            for _ in range(2):
+                assert torch.equal(tw.attention(q, k, v, **options), right), kind
+        assert torch.equal(tw.attention(q, k, v, **options), right), kind
+
+
+def test_hooks_on_saved_tensors_see_more_tensors_and_may_copy_them():
+    for options in beside(True).values():
+        x = [each.requires_grad_() for each in qkv()]
+        leaves = [*x, *(each for each in options.values() if isinstance(each, torch.Tensor) and each.requires_grad)]
+        packed, grads = [], []
+        for _ in range(3):
+            pack = lambda t, packed=packed: packed.append(t.shape) or t.clone()  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.double().to(t.dtype)):
+                o = tw.attention(*x, **options)
+                grads.append(torch.autograd.grad(o.square().sum(), leaves))
+        assert packed[: len(packed) // 3] == packed[len(packed) // 3 : 2 * len(packed) // 3]
+        assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+
+
+def test_an_lse_alone_has_a_gradient():
+    x = [each.requires_grad_() for each in qkv()]
+    long, short = (torch.autograd.grad(tw.attention(*x, return_lse=True)[1].sum(), x[:2]) for _ in range(2))
+    assert remembered() == 1 and all(map(torch.equal, long, short))
+
+
+def test_equal_numbers_are_the_same_scale():
+    q, k, v = qkv()
+    right = [tw.attention(q, k, v, scale=float(f"0.{n}")) for n in (25, 5)]
+    assert all(torch.equal(tw.attention(q, k, v, scale=float(f"0.{n}")), o) for n, o in zip((25, 5), right, strict=True))
+    tw.attention(q, k, v, scale=1.0)
+    with pytest.raises(ValueError, match="scale"):
+        tw.attention(q, k, v, scale=True)
 
 
 def test_values_are_no_part_of_it():
@@ -209,7 +372,7 @@ def test_without_torchs_check_the_signature_serves(monkeypatch):
     monkeypatch.setattr(repeats, "_check", lambda *_: None)
     x = qkv()
     right = tw.attention(*x, causal=True)
-    assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and repeats._last is None and remembered() == 1
+    assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and repeats._recent == () and remembered() == 1
 
 
 def _autocast(call):

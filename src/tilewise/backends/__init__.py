@@ -11,11 +11,24 @@ from tilewise.problem import Call, Gradients, Problem
 class Repeat(Protocol):
     """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor]:
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`; q, k
+        and v have a batch of 1 where there are cu_seqlens.
+        """
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV from what `forward` returned and dO, which may have any strides."""
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        beside: tuple[Tensor | None, ...],
+        bias_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous."""
 
 
 class Backend(Protocol):
@@ -58,7 +71,7 @@ class Backend(Protocol):
         return None
 
     def repeat(self, call: Call) -> Repeat | None:
-        """A shorter way for calls that differ in nothing but what q, k and v hold (see runtime/repeats.py); None where there is none."""
+        """A shorter way for calls that differ in nothing but what their tensors hold (see runtime/repeats.py); None where there is none."""
         return None
 
     def describe(self) -> str:

@@ -1,5 +1,6 @@
 """The peers' arguments in tilewise's words: windows, scales, empty rows' LSE, head dims, lengths within packed sequences."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ class Options(NamedTuple):
         return self.causal or self.mask is not None
 
     def keywords(self) -> dict[str, Any]:
-        return self._asdict()
+        causal, mask, scale, softcap, alibi_slopes, sink = self
+        return {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
 
 
 def options(
@@ -41,17 +43,7 @@ def options(
         left, right = (-1 if side is None else int(side) for side in window_size)
     except (TypeError, ValueError) as error:
         raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
-    causal, right = bool(causal), 0 if causal else right
-    causal, mask = causal or (left < 0 and right == 0), None
-    if left >= 0 or right > 0 or (right == 0 and not causal):
-        mask, causal = SlidingWindow(None if left < 0 else left, None if right < 0 else right), False
-    if chunk:
-        if not causal and (mask is None or right != 0):
-            raise UnsupportedError(
-                f"attention_chunk={chunk} is supported with causal=True only; without it call tilewise.attention with a mask of tilewise.Slices"
-            )
-        mask = ChunkedCausal(int(chunk)) if mask is None else ChunkedCausal(int(chunk)) & mask
-        causal = False
+    causal, mask = (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
     if isinstance(softmax_scale, Tensor):
         softmax_scale = float(softmax_scale)
     if softmax_scale is not None:
@@ -59,6 +51,24 @@ def options(
     softcap = 0.0 if softcap is None else softcap
     check_number("softcap", softcap)
     return Options(causal, mask, softmax_scale, max(softcap, 0.0), alibi_slopes, sink)
+
+
+def _visible(causal: bool, left: int, right: int, chunk: int) -> tuple[bool, Mask | None]:
+    """`causal` and `mask` of `api.attention`."""
+    right = 0 if causal else right
+    causal, mask = causal or (left < 0 and right == 0), None
+    if left >= 0 or right > 0 or (right == 0 and not causal):
+        mask, causal = SlidingWindow(None if left < 0 else left, None if right < 0 else right), False
+    if not chunk:
+        return causal, mask
+    if not causal and (mask is None or right != 0):
+        raise UnsupportedError(
+            f"attention_chunk={chunk} is supported with causal=True only; without it call tilewise.attention with a mask of tilewise.Slices"
+        )
+    return False, ChunkedCausal(chunk) if mask is None else ChunkedCausal(chunk) & mask
+
+
+_kept = lru_cache(256)(_visible)  # the same object for the same window, by which repeated calls are known soonest
 
 
 def with_scale(given: Options, q: Tensor, qv: Tensor | None = None) -> Options:
@@ -142,14 +152,18 @@ def attend_packed(
     Slopes of ALiBi that differ by sequence take a call for each. Rows and keys that are not in use see and are seen by nothing.
     """
     one, two, three, given = _ready(q, k, v, qv, given, ("total",))
+    slopes = given.alibi_slopes
+    apart = isinstance(slopes, Tensor) and slopes.dim() == 2
+    if of_q.used is None and of_k.used is None and not apart:
+        o, lse = api.attention_varlen(one, two, three, of_q.cu_seqlens, of_k.cu_seqlens, **given.keywords(), **more, return_lse=True)
+        return o[..., : v.shape[-1]] if three is not v else o, lse
     for name, cu in (("cu_seqlens_q", of_q.cu_seqlens), ("cu_seqlens_k", of_k.cu_seqlens)):
         check_tensor(name, cu, ("sequences + 1",), api.INDEX_DTYPES)
     check_size("cu_seqlens_k", "length", of_k.cu_seqlens.shape[0], of_q.cu_seqlens.shape[0], "cu_seqlens_q")
     of_q.check("seqused_q")
     of_k.check("seqused_k")
     cu_q, cu_k = _with_gaps(of_q, of_k)
-    slopes = given.alibi_slopes
-    if isinstance(slopes, Tensor) and slopes.dim() == 2:
+    if apart:
         check_size("alibi_slopes", "batch", slopes.shape[0], of_q.cu_seqlens.shape[0] - 1, "cu_seqlens_q")
         o, lse = _one_by_one(one, two, three, cu_q, cu_k, given, more)
     else:

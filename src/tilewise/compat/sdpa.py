@@ -4,17 +4,21 @@ Shapes are torch's, (..., heads, seqlen, head_dim). One result differs from some
 no gradient, where the mathematical kernel of older versions gives NaN.
 """
 
+import itertools
 import warnings
+from functools import lru_cache
+from operator import is_ as operator_is
 
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, operands
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Full, Mask
-from tilewise.runtime import operator
+from tilewise.runtime import operator, repeats
 
 TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
+FRONT = object()  # by which repeats.py knows our options
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
@@ -48,6 +52,11 @@ def scaled_dot_product_attention(
         ShapeError: tensors that do not fit together, or nested ones.
         ValueError: attn_mask with is_causal, and what tilewise.attention refuses.
     """
+    options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, False), (attn_mask, None, None, None, None)
+    added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
+    if added and (known := repeats.find(query, key, value, options, beside)) is not None:
+        return known(query, key, value, beside)
+    given = query, key, value
     if is_causal and attn_mask is not None:
         raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask, or leave it out")
     lead = None
@@ -65,6 +74,12 @@ def scaled_dot_product_attention(
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
+    as_given = all(map(operator_is, given, (query, key, value))) and (
+        attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
+    )
+    if added and as_given:
+        call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
+        repeats.remember_as(repeats.TURNED, *given, options, beside, call)
     if lead is None:
         return o
     o = o.unflatten(0, lead)
@@ -265,7 +280,7 @@ def cpu_backward(
     """`aten::_scaled_dot_product_flash_attention_for_cpu_backward`: gradients of query, key and value."""
     given = _cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale)._replace(grad=True)
     with torch.no_grad():
-        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)
+        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)[:3]
     return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -291,8 +306,11 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
     Compiled programs rely on what torch's fake kernels say.
     """
-    dims = range(like.dim())
-    order = sorted(dims, key=like.stride, reverse=True)
-    if all(a >= b for a, b in zip(*([x.stride(dim) for dim in order][part] for part in (slice(None, -1), slice(1, None))), strict=True)):
-        return x
-    return torch.empty_like(like).copy_(x)
+    return x if _same_order(x.stride(), like.stride()) else torch.empty_like(like).copy_(x)
+
+
+@lru_cache(1024)
+def _same_order(strides: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether dimensions that descend by the others descend by the strides."""
+    order = [strides[dim] for dim in sorted(range(len(others)), key=others.__getitem__, reverse=True)]
+    return all(a >= b for a, b in itertools.pairwise(order))

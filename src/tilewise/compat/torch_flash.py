@@ -7,11 +7,12 @@ torch's SDPA, which aligns top left, sends causal calls with different lengths e
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, operands
+from tilewise.api import attention, attention_varlen, operands
 from tilewise.compat.sdpa import laid_out_as
 from tilewise.decoding import decode
 from tilewise.errors import UnsupportedError
@@ -20,6 +21,7 @@ from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, repeats
 
 LAYER = "tilewise.compat.torch_flash"
+FRONT = object()  # by which repeats.py knows our options
 
 
 class Handle:
@@ -84,10 +86,16 @@ def _scaled_dot_product_flash_attention(
 ) -> tuple[Tensor | int | None, ...]:
     """(O, LSE, None, None, max_q, max_k, rng_state, unused, debug_mask), O laid out as query."""
     _check_forward(dropout_p, return_debug_mask)
+    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, True
     with torch.no_grad():  # autograd is above this
-        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
-        return laid_out_as(o.transpose(1, 2), query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+        if (known := repeats.find(query, key, value, options)) is not None:
+            o, lse = known(query, key, value)
+        else:
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
+            o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, True), repeats.ALONE)
+            repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call)
+        return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
 def _scaled_dot_product_flash_attention_backward(
@@ -109,13 +117,14 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
-    d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    options = (is_causal, scale, 0.0, 0.0, False, None, None, True)  # those of the forward's attention, as repeats.py looks them up
+    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, True
     with torch.no_grad():
-        grads = repeats.gradients(q, k, v, o, logsumexp, d_o, options)
+        grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
+        d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
-    return tuple(laid_out_as(grad.transpose(1, 2), x) for grad, x in zip(grads, (query, key, value), strict=True))
+        grads = (grad.transpose(1, 2) for grad in grads)
+    return tuple(map(laid_out_as, grads, (query, key, value)))
 
 
 def _flash_attention_forward(
@@ -161,7 +170,7 @@ def _flash_attention_forward(
                     f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
                 )
             cum_seq_q, cum_seq_k = _used(cum_seq_q, cum_seq_k, seqused_k)
-            o, lse = (x.squeeze(0) for x in operator.attend(_packed(query, key, value, cum_seq_q, cum_seq_k, mask, scale))[:2])
+            o, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, mask=mask, scale=scale, return_lse=True)
         return laid_out_as(o, query), lse, *_unused(query)
 
 
@@ -194,13 +203,18 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     mask = _window(is_causal, window_size_left, window_size_right)
-    if cum_seq_q is None:
+    options, beside = (False, scale, 0.0, 0.0, False, None, mask, True), (None, None, None, cum_seq_q, cum_seq_k)
+    with torch.no_grad():
+        grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
+    if grads is not None:
+        pass
+    elif cum_seq_q is None:
         grads = _gradients(grad_out, query, key, value, out, logsumexp, mask, dropout_p, scale)
     else:
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
         mask = Unread(*_used(cum_seq_q, cum_seq_k, None), mask)
         grads = (x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
-    return tuple(laid_out_as(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
+    return tuple(map(laid_out_as, grads, (query, key, value)))
 
 
 KERNELS = (
@@ -224,12 +238,12 @@ def _check_forward(dropout_p: float, return_debug_mask: bool) -> None:
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and debug_mask, which nobody reads where there is no dropout."""
-    new = {"dtype": torch.uint64, "device": query.device}
-    return torch.empty(2, **new), torch.empty((), **new), query.new_empty(0)
+    return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
+@lru_cache(256)
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
-    """Bottom right; None and what is below 0 are unbounded."""
+    """Bottom right; None and what is below 0 are unbounded. The same object for the same window, by which repeated calls are known soonest."""
     left, right = (None if size is None or size < 0 else int(size) for size in (left, right))
     if is_causal:
         right = 0
@@ -251,12 +265,6 @@ def _used(cum_seq_q: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor | None)
     return queries, torch.cat((torch.stack((cum_seq_k[:-1], ends), 1).flatten(), cum_seq_k[-1:]))
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask, scale: float | None
-) -> operator.Operands:
-    return _operands(q[None], k[None], v[None], Unread(cu_seqlens_q, cu_seqlens_k, inner), scale)
-
-
 def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> operator.Operands:
     options = {"softcap": 0.0, "alibi_slopes": None, "sink": None, "backend": None, "dropout": (0.0, None, 0)}
     return operands(q, k, v, mask, scale=scale, deterministic=torch.are_deterministic_algorithms_enabled(), **options)
@@ -267,7 +275,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
     with torch.no_grad():
-        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))
+        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
 
 
 def _paged(

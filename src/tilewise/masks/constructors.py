@@ -187,9 +187,7 @@ class Unread(Mask):
 
     def check(self, seqlen_q: int, seqlen_k: int) -> None:
         """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
-        for axis, seqlen, tensor in (("q", seqlen_q, self.cu_seqlens_q), ("k", seqlen_k, self.cu_seqlens_k)):
-            if (end := _last(f"cu_seqlens_{axis}", tensor)) > seqlen:
-                check_fits(f"Documents: cu_seqlens_{axis}", end, f"seqlen_{axis}", np.array([seqlen]))
+        check_lengths(self.cu_seqlens_q, self.cu_seqlens_k, seqlen_q, seqlen_k)
 
     def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
         return self.read().planes(seqlen_q, seqlen_k, batch, heads)
@@ -203,6 +201,15 @@ class Unread(Mask):
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         return self.read()._place(blocks, seqlen_q, seqlen_k)
+
+
+def check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> None:
+    """`Unread.check`, of its tensors."""
+    for axis, seqlen, tensor in (("q", seqlen_q, cu_seqlens_q), ("k", seqlen_k, cu_seqlens_k)):
+        if axis == "k" and tensor is cu_seqlens_q and seqlen_q == seqlen_k:
+            return
+        if (end := _last(f"cu_seqlens_{axis}", tensor)) > seqlen:
+            check_fits(f"Documents: cu_seqlens_{axis}", end, f"seqlen_{axis}", np.array([seqlen]))
 
 
 _ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)

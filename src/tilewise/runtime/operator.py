@@ -300,7 +300,9 @@ def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     return _Eager.apply(*operands) if operands.grad else _forward(*operands)
 
 
-def differentiate(o: Tensor, lse: Tensor, d_o: Tensor, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of a forward without bias or sink, by the shortest way that all who watch allow."""
-    operands = o, lse, d_o, None, False, *given
-    return _way_back(operands)(*operands)[:3]
+def differentiate(
+    o: Tensor, lse: Tensor, d_o: Tensor, given: Operands, d_lse: Tensor | None = None, bias_grad: bool = False
+) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), by the shortest way that all who watch allow."""
+    operands = o, lse, d_o, d_lse, bias_grad, *given
+    return _way_back(operands)(*operands)

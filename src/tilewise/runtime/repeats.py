@@ -1,14 +1,15 @@
 """Calls like one before: their checks, choice of backend and arguments are remembered, and the kernel runs at once.
 
 What is remembered is found by everything that those depend on (`_signature`); what a tensor holds, and how many threads there are, is no part of
-it. Only plain calls are remembered: eager, on q, k and v alone. Bad input is never remembered, so it gets its error.
+it. Only plain eager calls are remembered, whose tensors are q, k, v and those of `Beside`. Bad input is never remembered, so it gets its error.
 
-The call before is tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3. It
+The calls before are tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3. It
 aborts the process on a nested tensor, so that is asked first. The gradient asks again, because hooks on saved tensors may give back others.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,28 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilewise.masks import Mask
-from tilewise.runtime import operator, plain
+from tilewise.masks.constructors import Unread
+from tilewise.runtime import operator, plain, saved
 from tilewise.runtime.dispatch import choose
 
 MOST = 1024
+RECENT = 4  # calls that are tried first
+
+
+class Beside(NamedTuple):
+    """The tensors of a call beside q, k and v, as its caller gave them. A plain tuple of these does as well, and is made in less time."""
+
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # of documents, which the backend leaves on the device
+    cu_seqlens_k: Tensor | None = None
+
+
+ALONE = Beside()
+PACKED = "packed"  # (total, heads, head_dim): no batch
+TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
+INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
 
 
 @dataclass(slots=True)
@@ -31,147 +50,279 @@ class Known:
     grad: bool
     return_lse: bool
     options: tuple
-    check: Callable | None  # of q, k and v: whether they are such tensors, and nothing beside autograd takes part; None: torch cannot say
+    there: tuple  # as `_tensors` gives it
+    check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
-    layouts: tuple  # of q, k and v, as `_layout` gives them
-    check_back: Callable | None = None  # of q, k, v, O, LSE and dO, once a gradient went the short way
+    layouts: tuple  # of the tensors, as `_layout` gives them
+    check_back: dict[bool, Callable] = field(
+        default_factory=dict
+    )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
+        """O, and LSE where the call returns it, arranged as q, k and v are."""
+        if not self.there:
+            beside = ALONE
+            if self.grad:
+                return _Repeated.apply(self, q, k, v)
+        elif beside[1] is not None:
+            bias, slopes, *rest = beside
+            beside = bias, _slopes(slopes), *rest
         if self.grad:
-            return _Repeated.apply(q, k, v, self)
-        results = self.short.forward(q, k, v, self.return_lse)
+            return _Repeated.apply(self, q, k, v, *beside)
+        if not self.arrangement:
+            results = self.short.forward(q, k, v, beside, self.return_lse)
+            return results if self.return_lse else results[0]
+        inside = INSIDE[self.arrangement]
+        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse)
+        results = self.outside(o, lse if self.return_lse else None)
         return results if self.return_lse else results[0]
+
+    def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.arrangement == TURNED:
+            return o.transpose(1, 2), lse
+        if self.arrangement == PACKED:
+            return o.squeeze(0), lse if lse is None else lse.squeeze(0)
+        return o, lse
+
+    def back(self, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v, arranged as these."""
+        if self.arrangement == PACKED:
+            return tuple([x.squeeze(0) for x in gradients])
+        return tuple([x.transpose(1, 2) for x in gradients]) if self.arrangement else gradients
 
 
 _KNOWN: dict[tuple, Known] = {}
-_last: Known | None = None
+_recent: tuple[Known, ...] = ()
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient, of O alone. It saves what the long way saves (`saved.in_order`)."""
+    """The short way with a gradient. It saves what the long way saves (`saved.in_order`)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, known):
-        o, lse = known.short.forward(q, k, v, True)
-        ctx.save_for_backward(q, k, v, o, lse)
+    def forward(ctx, known, q, k, v, *beside):
         ctx.known = known
+        if known.arrangement:
+            inside = INSIDE[known.arrangement]
+            q, k, v = inside(q), inside(k), inside(v)
+        o, lse = known.short.forward(q, k, v, beside or ALONE, True)
+        ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        if known.arrangement in (PACKED, TURNED):
+            o, lse = (x.detach() for x in known.outside(o, lse))  # for autograd, views of nothing: so they may be changed in place
+        if known.return_lse:
+            ctx.set_materialize_grads(False)
+            return o, lse
         return o
 
     @staticmethod
-    def backward(ctx, d_o):
-        q, k, v, o, lse = ctx.saved_tensors
-        known = ctx.known
-        if _may_go_back(known, q, k, v, o, lse, d_o):
-            return *known.short.backward(q, k, v, o, lse, d_o), None
-        return *operator.differentiate(o, lse, d_o, known.given._replace(q=q, k=k, v=v)), None
+    def backward(ctx, d_o, d_lse=None):
+        known, (q, k, v, o, lse, *beside) = ctx.known, ctx.saved_tensors
+        arrangement, beside = known.arrangement, beside or ALONE
+        bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
+        if arrangement == PACKED and d_lse is not None:
+            d_lse = d_lse.unsqueeze(0)
+        if d_o is None:
+            d_o = torch.zeros_like(o)
+        elif arrangement in (PACKED, TURNED):
+            d_o = INSIDE[arrangement](d_o)
+        if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
+            grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+        else:
+            bias, slopes, sink, *lengths = beside
+            lengths = [x for x in lengths if x is not None]
+            given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask_tensors=lengths)
+            grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
+        d_q, d_k, d_v, d_bias, d_sink = grads
+        if arrangement:
+            d_q, d_k, d_v = known.back(d_q, d_k, d_v)
+        if beside is ALONE:
+            return None, d_q, d_k, d_v
+        return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
         operator.refuse_forward_mode()
 
 
-def find(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Known | None:
-    """What is known of calls with this signature, as a function of q, k and v."""
-    global _last
+def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE) -> Known | None:
+    """What is known of calls with this signature, as a function of q, k, v and `beside`."""
+    global _recent
     if is_compiling() or forward_ad._current_level >= 0:
         return None
-    last = _last
     try:
-        if (
-            last is not None
-            and q is not k  # `check` wants them apart
-            and not (q.is_nested or k.is_nested or v.is_nested)
-            and last.check(q, k, v)
-            and torch._C._len_torch_dispatch_stack() == 0  # `check` overlooks the mode of make_fx
-            and _same(options, last.options)
-            and (last.grad_enabled is None or torch.is_grad_enabled() is last.grad_enabled)
-        ):
-            return last
-        known = _KNOWN.get(_signature(q, k, v, options))
+        tensors, there = _tensors(q, k, v, beside)
+        for x in tensors:
+            if x.is_nested:
+                return None
+        for x in tensors[3:]:
+            if not x.data_ptr():  # its memory was given back, or it has none; those of q, k and v backends look at
+                return None
+        for known in _recent:
+            if (
+                known.there == there
+                and _same(options, known.options)
+                and known.check(*tensors)
+                and torch._C._len_torch_dispatch_stack() == 0  # `check` overlooks the mode of make_fx
+                and (known.grad_enabled is None or torch.is_grad_enabled() is known.grad_enabled)
+            ):
+                return known
+        known = _KNOWN.get(_signature(tensors, there, options))
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an option that cannot be a key: for the checks to name
         return None
-    if known is None or not _plain(q, k, v):
+    if known is None or not _plain(tensors):
         return None
-    _last = known if known.check else None
+    if known.check:
+        _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
     return known
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
-    """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way."""
-    known = find(q, k, v, options)
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: tuple, beside: tuple = ALONE
+) -> tuple[Tensor, ...] | None:
+    """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way.
+
+    All are arranged as the call was, which had no bias, slopes or sink.
+    """
+    known = find(q, k, v, options, beside)
     if known is None:
         return None
+    if known.arrangement:
+        inside = INSIDE[known.arrangement]
+        q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
+        if known.arrangement == PACKED:
+            lse = lse.unsqueeze(0)
     if known.goes_back is None:
-        problem = operator.call_of(known.given._replace(q=q, k=k, v=v)).problem
-        known.goes_back = choose(replace(problem, grad=True), known.given.backend) is choose(problem, known.given.backend)
-    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o):
-        return known.short.backward(q, k, v, o, lse, d_o)
+        lengths = [x for x in beside[3:] if x is not None]
+        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+            problem, known.given.backend
+        )
+    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
+        d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
+        return known.back(d_q, d_k, d_v)
     return None
 
 
-def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands) -> None:
+def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
-    if operator.traced() or given.dropout_p > 0.0 or not _plain(q, k, v):
+    tensors, there = _tensors(q, k, v, beside)
+    if operator.traced() or given.dropout_p > 0.0 or given.diagonal is not None or given.row_max or not _plain(tensors):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
         return
-    if (return_lse and given.grad) or not (q is given.q and k is given.k and v is given.v):
+    bias, slopes, sink, *lengths = beside
+    as_given = all(map(_untouched, (q, k, v), given[:3])) and bias is given.bias and sink is given.sink
+    if not as_given or (slopes is not None and slopes.requires_grad):
         return
     call = operator.call_of(given)
+    if given.mask_tensors and not (isinstance(call.mask, Unread) and len(given.mask_tensors) == 2):
+        return
     short = choose(call.problem, given.backend).repeat(call)
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        rest, layouts = given._replace(q=None, k=None, v=None), tuple(map(_layout, (q, k, v)))
-        grad_enabled = torch.is_grad_enabled() if q.requires_grad or k.requires_grad or v.requires_grad else None
-        known = Known(short, rest, given.grad, return_lse, options, _check(q, k, v), grad_enabled, layouts)
-        _KNOWN[_signature(q, k, v, options)] = known
+        rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, mask_tensors=[])
+        layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
+        arrangement = PACKED if lengths[0] is not None else ""
+        known = Known(
+            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts, arrangement=arrangement
+        )
+        _KNOWN[_signature(tensors, there, options)] = known
+
+
+def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple) -> None:
+    """Remember that a front end's call is `call`, (q, k, v, options, beside), arranged in another way, where there is a short way for that one.
+
+    `options` are eight values that say what the front end makes of them, one of which is the front end's alone.
+    """
+    known = find(*call)
+    if known is not None:
+        tensors, there = _tensors(q, k, v, beside)
+        mine = {"check": _check(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
+        _KNOWN[_signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
 def forget() -> None:
     """Remember nothing: for those who change which backends there are."""
-    global _last
+    global _recent
     _KNOWN.clear()
-    _last = None
+    _recent = ()
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, beside: tuple) -> tuple[tuple[Tensor, ...], tuple]:
+    """Those that are there, each once, as torch's check wants them, and which of `beside` these are."""
+    if beside is ALONE:
+        return (q, k, v), ()
+    bias, slopes, sink, cu_seqlens_q, cu_seqlens_k = beside
+    if bias is slopes is sink is cu_seqlens_q is None:
+        return (q, k, v), ()
+    same = cu_seqlens_q is cu_seqlens_k
+    there = bias is not None, slopes is not None and (True, slopes.requires_grad), sink is not None, same
+    found = [q, k, v]
+    for x in (bias, slopes, sink, cu_seqlens_q, None if same else cu_seqlens_k):
+        if x is not None:
+            found.append(x)
+    return tuple(found), (*there, cu_seqlens_q is not None)
+
+
+def _untouched(x: Tensor, given: Tensor) -> bool:
+    """Whether x reaches the operator as it is, but for a batch dimension."""
+    return x is given or (x.dim() == 3 and given.data_ptr() == x.data_ptr() and given.stride()[1:] == x.stride())
+
+
+def _slopes(alibi_slopes: Tensor) -> Tensor:
+    """As the operator takes them, (batch or 1, heads_q) fp32."""
+    slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
+    return slopes if slopes.dtype == torch.float32 else slopes.float()
 
 
 def _same(options: tuple, others: tuple) -> bool:
-    """Whether all are the same objects; written out, it takes half the time of a loop."""
+    """Whether all are the same objects, or equal numbers; written out, it takes half the time of a loop."""
     a, b, c, d, e, f, g, h = options
     i, j, k, l, m, n, o, p = others
-    return a is i and b is j and c is k and d is l and e is m and f is n and g is o and h is p
-
-
-def _may_go_back(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
     return (
-        known.check_back is not None
-        and not (q.is_nested or k.is_nested or v.is_nested or o.is_nested or lse.is_nested or d_o.is_nested)
-        and known.check_back(q, k, v, o, lse, d_o)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.is_grad_enabled()
-        and forward_ad._current_level < 0
-    ) or (not torch.is_grad_enabled() and _as_remembered(known, q, k, v, o, lse, d_o))
+        a is i
+        and (b is j or (type(b) is type(j) is float and b == j))
+        and (c is k or (type(c) is type(k) is float and c == k))
+        and (d is l or (type(d) is type(l) is float and d == l))
+        and e is m
+        and f is n
+        and g is o
+        and h is p
+    )
 
 
-def _as_remembered(known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> bool:
+def _may_go_back(
+    known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, beside: tuple
+) -> bool:
     """Whether the short way may be taken back: the tensors lie as those of the forward did, and nothing beside autograd looks on.
 
     Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """
-    if any(x.is_nested for x in (q, k, v, o, lse, d_o)):
+    if torch.is_grad_enabled():
         return False
-    if plain.watched((q, k, v, o, lse, d_o)) or tuple(map(_layout, (q, k, v))) != known.layouts:
+    tensors, there = _tensors(q, k, v, beside)
+    tensors = (*tensors, o, lse, d_o) if d_lse is None else (*tensors, o, lse, d_o, d_lse)
+    for x in tensors:
+        if x.is_nested:
+            return False
+    kind = there, d_lse is None
+    check = known.check_back.get(kind)
+    if check is not None and check(*tensors) and torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0:
+        return True
+    if plain.watched(tensors) or tuple(map(_layout, (q, k, v, *(x for x in beside if x is not None)))) != known.layouts:
         return False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    for x, shape, dtype in ((o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)):
-        if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is d_o or x.is_contiguous()):
+    results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)
+    for x, shape, dtype in results if d_lse is not None else results[:3]:
+        if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
             return False
-    if q is not k and k is not v:  # it wants them apart
-        known.check_back = _check(q, k, v, o, lse, d_o)
+    if q is not k and k is not v and (check := _check(*tensors)):  # it wants them apart
+        known.check_back[kind] = check
     return True
 
 
@@ -189,13 +340,17 @@ def _check(*tensors: Tensor) -> Callable | None:
         return None
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple:
+def _grad_enabled(tensors: tuple[Tensor, ...]) -> bool | None:
+    """As `Known` has it."""
+    return torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
+
+
+def _signature(tensors: tuple[Tensor, ...], there: tuple, options: tuple) -> tuple:
     """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed."""
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tensors = type(q), q.dtype, q.device, q.shape, q.stride(), type(k), k.dtype, k.device, k.shape, k.stride()
-    return grad, tensors, type(v), v.dtype, v.device, v.shape, v.stride(), options, *map(type, options)
+    grad = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    return grad, there, tuple([(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]), options, *map(type, options)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _plain(tensors: tuple[Tensor, ...]) -> bool:
     """Whether nothing beside autograd takes part in the call, a tracer and autocast included."""
-    return not (operator.traced() or plain.watched((q, k, v)) or torch._C._is_any_autocast_enabled())
+    return not (operator.traced() or plain.watched(tensors) or torch._C._is_any_autocast_enabled())

@@ -86,6 +86,11 @@ def readable(x: Tensor) -> Tensor:
     return x.contiguous() if repeated else aligned(x)
 
 
+def rows(x: Tensor) -> Tensor:
+    """x, or a copy whose last dimension is contiguous, also where that has one number."""
+    return x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def tensors_of(bundle: tuple) -> list[Tensor]:
     """The torch tensors in a bundle of operands, in order; bundles may hold bundles."""
     found = []

@@ -3,19 +3,24 @@
 import math
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tilewise as tw
+from tilewise import api
 from tilewise.backends.hopper import Hopper, repeat, short
+from tilewise.backends.hopper.backward import call as backward_call
 from tilewise.backends.hopper.backward import plan as backward_plan
 from tilewise.backends.hopper.backward import repeat as backward_repeat
+from tilewise.backends.hopper.backward.bias import call as bias_call
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
-from tilewise.masks import Causal, Full
+from tilewise.errors import ShapeError
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.runtime import operator, repeats
 
@@ -77,7 +82,7 @@ def test_outputs_and_numbers(device, head_dim_v):
     again, kernel = make(*qkv(head_dim_v=head_dim_v))
     for _ in range(2):
         q, k, v = qkv(head_dim_v=head_dim_v)
-        o, lse = again.forward(q, k, v, True)
+        o, lse = again.forward(q, k, v, repeats.ALONE, True)
         assert torch.equal(o, q[..., :head_dim_v]) and o.dtype == BF16 and lse.shape == (2, 3, 5) and (lse == 1.5).all()
     assert kernel.calls[0][4:] == (1.5, 0.5) and len(kernel.calls) == 2
 
@@ -85,7 +90,7 @@ def test_outputs_and_numbers(device, head_dim_v):
 def test_strided_inputs_give_contiguous_outputs(device):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
     again, _ = make(q, k, v)
-    o, _ = again.forward(q, k, v, False)
+    o, _ = again.forward(q, k, v, repeats.ALONE, False)
     assert o.is_contiguous() and torch.equal(o, q)
 
 
@@ -93,13 +98,13 @@ def test_what_begins_between_two_multiples_of_16_bytes_is_copied(device):
     again, kernel = make(*qkv())
     q = torch.randn(2 * 5 * 3 * 64 + 1, dtype=BF16)[1:].view(2, 5, 3, 64)
     _, k, v = qkv()
-    assert torch.equal(again.forward(q, k, v, False)[0], q) and kernel.calls[0][0] is not q
+    assert torch.equal(again.forward(q, k, v, repeats.ALONE, False)[0], q) and kernel.calls[0][0] is not q
 
 
 def test_an_lse_that_is_wanted_is_the_callers(device):
     again, _ = make(*qkv())
-    first, second = (again.forward(*qkv(), True)[1] for _ in range(2))
-    unwanted = [again.forward(*qkv(), False)[1] for _ in range(2)]
+    first, second = (again.forward(*qkv(), repeats.ALONE, True)[1] for _ in range(2))
+    unwanted = [again.forward(*qkv(), repeats.ALONE, False)[1] for _ in range(2)]
     assert first.data_ptr() != second.data_ptr() and unwanted[0] is unwanted[1]
     assert unwanted[0].data_ptr() not in (first.data_ptr(), second.data_ptr())
 
@@ -107,14 +112,14 @@ def test_an_lse_that_is_wanted_is_the_callers(device):
 def test_a_large_lse_is_not_kept(device, monkeypatch):
     monkeypatch.setattr(repeat, "KEPT_BYTES", 2 * 3 * 5 * 4 - 1)
     again, _ = make(*qkv())
-    first, second = (again.forward(*qkv(), False)[1] for _ in range(2))
+    first, second = (again.forward(*qkv(), repeats.ALONE, False)[1] for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_each_stream_has_its_own(device):
     again, kernel = make(*qkv())
     for device.stream in (1, 2, 1, 2, 2):
-        again.forward(*qkv(), False)
+        again.forward(*qkv(), repeats.ALONE, False)
     counters = [call[3] for call in kernel.calls]
     assert counters[0] is counters[2] and counters[1] is counters[3] is counters[4] and counters[0] is not counters[1]
     assert [int(counter) for counter in counters[:2]] == [2, 3] and kernel.calls[0][2] is not kernel.calls[1][2]
@@ -122,12 +127,12 @@ def test_each_stream_has_its_own(device):
 
 def test_a_captured_call_has_its_own(device):
     again, kernel = make(*qkv())
-    again.forward(*qkv(), False)
+    again.forward(*qkv(), repeats.ALONE, False)
     device.captures = True
     for _ in range(2):
-        again.forward(*qkv(), False)
+        again.forward(*qkv(), repeats.ALONE, False)
     device.captures = False
-    again.forward(*qkv(), False)
+    again.forward(*qkv(), repeats.ALONE, False)
     eager, first, second, after = ((call[2].data_ptr(), call[3].data_ptr()) for call in kernel.calls)
     assert eager == after and not {*eager} & {*first, *second} and not {*first} & {*second}
     assert keeping._OF_GRAPHS[id(again.rest)] is again.rest  # a mask's tables, where it has some
@@ -135,11 +140,11 @@ def test_a_captured_call_has_its_own(device):
 
 def test_another_device_is_entered(device):
     again, _ = make(*qkv())
-    again.forward(*qkv(), False)
+    again.forward(*qkv(), repeats.ALONE, False)
     assert not device.entered
     device.current = 3
     q, k, v = qkv()
-    assert torch.equal(again.forward(q, k, v, False)[0], q) and device.entered == [None] and device.current == 3
+    assert torch.equal(again.forward(q, k, v, repeats.ALONE, False)[0], q) and device.entered == [None] and device.current == 3
 
 
 def test_nothing_of_the_first_call_is_held(device):
@@ -156,7 +161,7 @@ class Stub(Hopper):
     """The backend on a CPU: its kernels and its long way back are those of the portable backend."""
 
     def __init__(self) -> None:
-        self.forwards, self.backwards = 0, 0
+        self.forwards, self.backwards, self.mask = 0, 0, Causal()
 
     def why_not(self, problem):
         return []
@@ -165,29 +170,65 @@ class Stub(Hopper):
         self.backwards += 1
         return Tiled().backward(call, *given, **options)
 
+    def call(self, q, k, v, bundle, tables, sink=None) -> Call:
+        """What a kernel's operands say. `mask` is that of the calls; of documents, what `find` left in the tables."""
+        mask, found = self.mask, getattr(tables, "rows", None) if tables is None or hasattr(tables, "rows") else tables.keys
+        if found is not None:
+            numbers = int(found[0, 0])
+            mask = Documents(found[0, 1 : 1 + numbers].tolist(), found[1, :numbers].tolist(), inner=mask)
+        bias, slopes, inner = (None, None, None) if bundle is None else (bundle.bias, bundle.slopes, bundle.inner)
+        scale = q.shape[-1] ** -0.5
+        softcap = 0.0 if inner is None else scale / inner
+        return Call(q=q, k=k, v=v, mask=mask, scale=scale, softcap=softcap, bias=bias, alibi_slopes=slopes, sink=sink)
+
+
+def find(packed, *tables):
+    """In place of the kernels that look at cu_seqlens: their numbers, into the first table of two rows."""
+    (ends,) = (x for x in tables[:2] if x.shape[0] == 2 and x is not tables[1]) if tables[0].shape[0] == 2 else (tables[1],)
+    numbers = packed.cu_seqlens_q.shape[0]
+    ends[0, 0] = numbers
+    ends[0, 1 : 1 + numbers], ends[1, :numbers] = packed.cu_seqlens_q, packed.cu_seqlens_k
+
 
 @pytest.fixture
 def stub(device, monkeypatch):
-    """The only backend there is; its kernels take a causal call."""
-    backend = Stub()
+    """The only backend there is."""
+    backend, sums = Stub(), {}
 
-    def backward(given, gradients, scratch, *rest):
+    def backward(given, gradients, scratch, turns, scalars, band, changed):
         assert given.dO.stride(-1) == 1 and scratch.turns.dtype == torch.int32
         backend.backwards += 1
-        q, k, v, o, lse, d_o, _ = given
-        for mine, right in zip(gradients, Tiled().backward(_causal(q, k, v), o, lse, d_o, None)[:3], strict=True):
+        q, k, v, o, lse, d_o, d_lse = given
+        call = backend.call(q, k, v, changed, band.tables)
+        sums["gradients"] = found = Tiled().backward(
+            call, o, lse, d_o, d_lse if scalars.has_dL else None, changed is not None and changed.bias is not None
+        )
+        for mine, right in zip(gradients, found[:3], strict=True):
             mine.copy_(right)
+        scratch.lse.fill_(math.inf)
+        scratch.lse[..., : lse.shape[-1]] = lse if changed is not None else lse / math.log(2)  # natural where there is a bias or slopes
+        scratch.minus_delta.zero_()
+        scratch.minus_delta[..., : lse.shape[-1]] = -(o.float() * d_o.float()).sum(-1).transpose(1, 2)
+        if scalars.has_dL:
+            scratch.minus_delta[..., : lse.shape[-1]] += d_lse
 
-    def kernel(tensors, work, *rest):
+    def of_bias(v, d_o, tensors, band, changed):
+        tensors.dB.zero_()[0] = sums["gradients"].bias
+
+    def kernel(tensors, work, band, scores):
         q, k, v, o, lse = tensors
         backend.forwards += 1
-        for mine, right in zip((o, lse), Tiled().forward(_causal(q, k, v)), strict=True):
+        for mine, right in zip((o, lse), Tiled().forward(backend.call(q, k, v, scores, band.tables, scores.sink)), strict=True):
             mine.copy_(right)
 
+    kernels = {forward.LAUNCH: kernel, backward_call.LAUNCH: backward, bias_call.LAUNCH: of_bias}
     monkeypatch.setattr(forward, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(backward_plan, "board_of", lambda device: backward_plan.Board(132, 0))
-    monkeypatch.setattr(forward.jit, "compiled", lambda launch, *_: kernel if launch == forward.LAUNCH else backward)
+    monkeypatch.setattr(forward.jit, "compiled", lambda launch, *_: kernels.get(launch, find))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captures)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=device.stream))
+    monkeypatch.setattr(api, "_on_gpu", lambda *cu_seqlens: True)
     monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
     monkeypatch.setattr(operator, "choose", lambda problem, name: backend)
     repeats.forget()
@@ -229,12 +270,188 @@ def test_gradients_of_any_strides(stub, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
+def run(attend, tensors, options, return_lse):
+    """Results and gradients of all leaves."""
+    results = attend(*tensors, **options, return_lse=return_lse)
+    results = results if return_lse else (results,)
+    leaves = [x for x in (*tensors, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    d_results = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1)) for x in results]
+    return *results, *torch.autograd.grad(results, leaves, d_results)
+
+
+def without_long_ways(monkeypatch, stub):
+    monkeypatch.setattr(stub, "forward", None)
+    monkeypatch.setattr(stub, "backward", None)
+
+
+def beside(kind, dtype=BF16):
+    return {
+        "bias": lambda: {"bias": torch.randn(2, 3, 5, 5, dtype=dtype, requires_grad=True)},
+        "row": lambda: {"bias": torch.randn(1, 1, 1, 5, requires_grad=True), "softcap": 2.0},
+        "sink": lambda: {"sink": torch.randn(3, dtype=dtype, requires_grad=True)},
+        "slopes": lambda: {"alibi_slopes": torch.rand(3)},
+        "all": lambda: {
+            "bias": torch.randn(2, 3, 5, 5, requires_grad=True),
+            "sink": torch.randn(3, requires_grad=True),
+            "alibi_slopes": torch.rand(2, 3),
+        },
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["bias", "row", "sink", "slopes", "all"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
+    """Forward and backward by the kernels of the first call, on the second's tensors. The stub's gradient of a sink is the host's own."""
+    run(tw.attention, [x.requires_grad_() for x in qkv()], {"causal": True, **beside(kind)}, return_lse)
+    x, options = [x.requires_grad_() for x in qkv()], {"causal": True, **beside(kind)}
+    long = []
+    with monkeypatch.context() as patched:
+        patched.setattr(repeats, "find", lambda *_: None)
+        long = run(tw.attention, x, options, return_lse)
+    without_long_ways(monkeypatch, stub)
+    for a, b in zip(run(tw.attention, x, options, return_lse), long, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
+    assert len(repeats._KNOWN) == 1
+
+
+def test_a_bias_without_gradient_asks_for_no_kernel_of_its_own(stub, monkeypatch):
+    compiled, asked = forward.jit.compiled, []
+    monkeypatch.setattr(forward.jit, "compiled", lambda launch, *rest: asked.append(launch) or compiled(launch, *rest))
+    x, bias = [each.requires_grad_() for each in qkv()], torch.randn(1, 3, 5, 5)
+    for _ in range(3):
+        tw.attention(*x, bias=bias, causal=True).sum().backward()
+    assert bias_call.LAUNCH not in asked
+    for _ in range(3):
+        tw.attention(*x, bias=bias.requires_grad_(), causal=True).sum().backward()
+    assert bias_call.LAUNCH in asked and bias.grad is not None
+
+
+def test_a_bias_that_begins_between_two_pairs_is_copied(stub, monkeypatch):
+    x = qkv(6)
+    bias = torch.randn(1, 3, 6, 6, dtype=BF16)
+    tw.attention(*x, bias=bias, causal=True)
+    shifted = torch.cat((bias.flatten()[:1], bias.flatten()))[1:].view(bias.shape)
+    assert shifted.data_ptr() % 4 == 2
+    seen = []
+    monkeypatch.setattr(stub, "forward", None)
+    monkeypatch.setattr(stub, "call", lambda *given: seen.append(given[3].bias) or Stub.call(stub, *given))
+    assert torch.equal(tw.attention(*x, bias=shifted, causal=True), tw.attention(*x, bias=bias, causal=True))
+    assert all(each.data_ptr() % 4 == 0 for each in seen) and seen[1] is bias
+
+
+def packed():
+    return [torch.randn(12, 3, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
+
+
+def lengths(*ends, dtype=torch.int32):
+    return torch.tensor([0, *ends], dtype=dtype)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("sink", [False, True])
+def test_documents(stub, monkeypatch, return_lse, sink):
+    """cu_seqlens are read at each call: other tensors, other values of the same, one tensor for both, int64."""
+    options = {"sink": torch.randn(3, requires_grad=True)} if sink else {}
+    cu = lengths(5, 12)
+
+    def attend(q, k, v, **options):
+        return tw.attention_varlen(q, k, v, *ends, causal=True, **options)
+
+    ends = cu, cu
+    run(attend, packed(), options, return_lse)
+    for change in (lambda: cu, lambda: cu.copy_(lengths(3, 10)), lambda: lengths(1, 11)):
+        changed = change()
+        ends, x = (changed, changed), packed()
+        with monkeypatch.context() as patched:
+            without_long_ways(patched, stub)
+            short = run(attend, x, options, return_lse)
+        with monkeypatch.context() as patched:
+            patched.setattr(repeats, "find", lambda *_: None)
+            long = run(attend, x, options, return_lse)
+        assert short[0].shape == (12, 3, 64) and short[0].is_contiguous() and (not return_lse or short[1].shape == (3, 12))
+        for a, b in zip(short, long, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2 if sink else 0, rtol=1e-2 if sink else 0)
+    known = len(repeats._KNOWN)
+    ends = lengths(5, 12), lengths(7, 12)
+    run(attend, packed(), options, return_lse)
+    ends = ends[0].long(), ends[1]
+    run(attend, packed(), options, return_lse)
+    assert len(repeats._KNOWN) == known + 2
+
+
+def test_bad_documents_after_good_ones_get_their_error(stub):
+    x, cu = packed(), lengths(5, 12)
+    for _ in range(2):
+        tw.attention_varlen(*x, cu, cu, causal=True)
+    for bad in (lengths(7, 5), lengths(5, 13), lengths(5, 12).float(), [0, 5, 12], lengths(5), None):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            tw.attention_varlen(*x, cu, bad, causal=True)
+    batched = [y.detach()[None] for y in x]
+    for _ in range(2):
+        tw.attention(*batched, causal=True)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        tw.attention_varlen(*batched, None, None, causal=True)
+    cu[1] = 13
+    with pytest.raises(ShapeError, match="cu_seqlens"):
+        tw.attention_varlen(*x, cu, cu, causal=True)
+
+
+def test_documents_save_the_same_by_either_way(stub):
+    """Checkpointing may recompute by another way than it came."""
+    x, cu, seen = packed(), lengths(5, 12), []
+    for turn in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, turn=turn: seen.append((turn, t.shape, t.dtype)) or t, lambda t: t):
+            tw.attention_varlen(*x, cu, cu, causal=True, sink=torch.zeros(3))
+    half = len(seen) // 2
+    assert half == 8 and [each[1:] for each in seen[:half]] == [each[1:] for each in seen[half:]]
+
+
+def test_results_of_documents_may_be_changed_in_place(stub):
+    x, cu = packed(), lengths(5, 12)
+    long, short = (
+        torch.autograd.grad(tw.attention_varlen(*x, cu, cu, causal=True) * 2.0, x, torch.ones(12, 3, 64, dtype=BF16)) for _ in range(2)
+    )
+    o = tw.attention_varlen(*x, cu, cu, causal=True)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        torch.autograd.grad(o.mul_(2.0), x, torch.ones(12, 3, 64, dtype=BF16))
+    assert all(map(torch.equal, long, short))
+
+
+@pytest.mark.parametrize("seqlens", [(1, 9), (4, 9)], ids=str)
+@pytest.mark.parametrize("heads_k", [1, 2])
+def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
+    seqlen_q, seqlen_k = seqlens
+    stub.mask, options = Full(), {"mask": SlidingWindow(3, 0)} if seqlen_q == 1 else {}
+    new = {"dtype": BF16, "requires_grad": True}
+
+    def tensors():
+        return [torch.randn(2, n, heads, 64, **new) for n, heads in ((seqlen_q, 4), (seqlen_k, heads_k), (seqlen_k, heads_k))]
+
+    run(tw.attention, tensors(), options, True)
+    x = tensors()
+    for return_lse in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(repeats, "find", lambda *_: None)
+            with torch.no_grad():
+                long = tw.attention(*x, **options, return_lse=True)
+        with torch.no_grad():
+            tw.attention(*tensors(), **options, return_lse=return_lse)
+            with monkeypatch.context() as patched:
+                without_long_ways(patched, stub)
+                short = tw.attention(*x, **options, return_lse=return_lse)
+        assert all(map(torch.equal, short if return_lse else (short,), long)) and (short[0] if return_lse else short).is_contiguous()
+    monkeypatch.setattr(stub, "forward", None)
+    short = run(tw.attention, x, options, True)
+    assert torch.equal(short[0], long[0]) and torch.equal(short[1], long[1])
+
+
 def gradients_of(kernel, *scratch):
     """The short way back over `kernel`, with such scratch."""
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (6 - len(scratch))
-    again = backward_repeat.Repeat(call, lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr()), scratch + none, None, ())
-    return partial(again, q, q, q, q, lse, q)
+    launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
+    again = backward_repeat.Repeat(call, launch, scratch + none, None, (), lambda has: (), ())
+    return partial(again, q, q, q, q, lse, q, None, repeats.ALONE, False)
 
 
 SMALL = (2, 3), torch.float32

@@ -93,9 +93,8 @@ class Cpu(Backend):
         return results
 
     def repeat(self, call: Call) -> Repeat | None:
-        """`forward` and `backward` for more calls that differ in nothing but what q, k and v hold; None where there is no shorter way."""
-        modified = call.bias, call.alibi_slopes, call.sink, call.diagonal, call.dropout
-        if any(x is not None for x in modified) or call.row_max or 0 in (*call.q.shape, *call.k.shape):
+        """`forward` and `backward` for more calls that differ in nothing but what tensors hold; None where there is no shorter way."""
+        if call.diagonal is not None or call.dropout is not None or call.row_max or 0 in (*call.q.shape, *call.k.shape):
             return None
         planes = planes_of(call.mask, call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         if planes.nbytes > REPEAT_BYTES:

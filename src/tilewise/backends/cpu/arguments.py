@@ -24,23 +24,30 @@ def arguments_of(call: Call, isa: int) -> tuple[abi.Args, list]:
     planes = planes_of(call.mask, seqlen_q, k.shape[1], batch, heads_q)
     args = plain(q, k, v, call.scale, call.softcap, isa)
     args.planes, args.plane_of = planes.planes, planes.plane_of
-    keep = [q, k, v, planes]
-    if call.bias is not None:
-        bias = rows(call.bias if call.bias.dtype in DTYPES else call.bias.float())
-        set_broadcast(args.bias, bias)
-        args.bias_dtype = DTYPES[bias.dtype]
-        keep.append(bias)
+    args, keep = add_tensors(args, call.bias, call.alibi_slopes, call.sink)
+    keep += [q, k, v, planes]
     if call.diagonal is not None:
         diagonal = call.diagonal.long().contiguous()
         args.diagonal = diagonal.data_ptr()
         keep.append(diagonal)
-    add_per_head(args, call.alibi_slopes, call.sink, keep)
     if call.dropout is not None:
         p, seed, offset = call.dropout
         args.dropout_key[:] = seed & _WORD, seed >> 32 & _WORD
         args.dropout_offset = offset & _WORD
         args.dropout_threshold = min(threshold(p), _WORD)
         args.dropout_rescale = keep_scale(p)
+    return args, keep
+
+
+def add_tensors(args: abi.Args, bias: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None) -> tuple[abi.Args, list]:
+    """`args` with these, and what must stay alive while they are used."""
+    keep = []
+    if bias is not None:
+        bias = rows(bias if bias.dtype in DTYPES else bias.float())
+        set_broadcast(args.bias, bias)
+        args.bias_dtype = DTYPES[bias.dtype]
+        keep.append(bias)
+    add_per_head(args, alibi_slopes, sink, keep)
     return args, keep
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.arguments import plain, rows, workspace
+from tilewise.backends.cpu.arguments import CPU, add_tensors, plain, rows, set_broadcast, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import Planes
 from tilewise.errors import check_memory
@@ -15,7 +15,7 @@ from tilewise.problem import Call
 
 
 class Repeat:
-    """Forward and backward of q, k and v like those of `call`, which has no other tensors."""
+    """Forward and backward of tensors like those of `call`."""
 
     def __init__(self, call: Call, planes: Planes, library: Library, isa: int, few: bool) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
@@ -30,38 +30,74 @@ class Repeat:
             field.batch, field.seq, field.head = seqlen * heads * dim, heads * dim, dim
         self.address, self.few, self.functions = ctypes.addressof(args), few, library.functions
         self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
-        self.workspace_bytes: dict[int, int] = {}  # of the backward, by number of threads
+        self.workspace_bytes: dict[tuple, int] = {}  # of the backward, by number of threads, and what else is asked for
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """O, and LSE where it is wanted."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """O, and LSE where it is wanted. beside: the tensors of `repeats.Beside`."""
         o = self.new_o(q)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse else None
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not (at_q and at_k and at_v):
             check_memory(q=q, k=k, v=v)
-        at_lse = None if lse is None else lse.data_ptr()
-        if status := self.run(self.address, self.few, get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
+        at_lse, (args, keep) = None if lse is None else lse.data_ptr(), self._with(beside)
+        if status := self.run(self._address(args), self.few, get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
             raise failure(status)
+        del keep
         return o, lse
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV from what `forward` returned and dO."""
-        d_o = d_o.contiguous()
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        beside: tuple[Tensor | None, ...],
+        bias_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
+        o, d_o, (bias, _, sink, *_) = o.contiguous(), d_o.contiguous(), beside
+        args, keep = self._with(beside)
+        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=CPU) if bias_grad else None
+        d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float32, device=CPU)
+        if (d_lse, d_bias, d_sink) != (None, None, None):
+            args = args if args is not self.args else abi.Args.from_buffer_copy(args)
+            if d_lse is not None:
+                d_lse = d_lse.contiguous()
+                args.d_lse = d_lse.data_ptr()
+            if d_bias is not None:
+                set_broadcast(args.dbias, d_bias)
+            if d_sink is not None:
+                args.dsink = d_sink.data_ptr()
         dq, dk, dv = self.new_dq(q), self.new_dk(k), self.new_dv(v)
         threads = get_num_threads()
-        size = self.workspace_bytes.get(threads)
+        kind = threads, d_lse is None, bias_grad
+        size = self.workspace_bytes.get(kind)
         if size is None:
-            args = abi.Args.from_buffer_copy(self.args)
-            args.threads = threads
-            self.workspace_bytes[threads] = size = self.functions.tw_backward_workspace(ctypes.byref(args))
+            sized = abi.Args.from_buffer_copy(args)
+            sized.threads = threads
+            self.workspace_bytes[kind] = size = self.functions.tw_backward_workspace(ctypes.byref(sized))
         memory, start = workspace(size)
         inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), d_o.data_ptr()
         if 0 in inputs:
             check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
-        if status := self.run_back(self.address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
+        if status := self.run_back(self._address(args), threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
             raise failure(status)
-        del memory
-        return dq, dk, dv
+        del memory, keep
+        return dq, dk, dv, None if d_bias is None else d_bias.to(bias.dtype), None if d_sink is None else d_sink.to(sink.dtype)
+
+    def _with(self, beside: tuple[Tensor | None, ...]) -> tuple[abi.Args, list]:
+        """The kernel's arguments with the call's other tensors, and what must stay alive while it runs."""
+        bias, slopes, sink, *_ = beside
+        if bias is slopes is sink is None:
+            return self.args, []
+        check_memory(bias=bias, alibi_slopes=slopes, sink=sink)
+        return add_tensors(abi.Args.from_buffer_copy(self.args), bias, slopes, sink)
+
+    def _address(self, args: abi.Args) -> int:
+        return self.address if args is self.args else ctypes.addressof(args)
 
 
 def _maker(shape: tuple[int, ...], like: Tensor) -> Callable[[Tensor], Tensor]:

@@ -17,6 +17,7 @@ from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
+from tilewise.masks import Unread
 from tilewise.problem import Call, Gradients, Problem
 from tilewise.sm90 import jit, prebuilt
 
@@ -72,9 +73,16 @@ class Hopper(Backend):
         return forward.repeat(call, self._gradients)
 
     def _gradients(self, call: Call) -> Callable:
-        """dQ, dK and dV of calls like this one, from (q, k, v, o, lse, dO)."""
-        like = replace(call, q=None, k=None, v=None)
-        return backward.repeat(call) or (lambda q, k, v, o, lse, d_o: self.backward(replace(like, q=q, k=k, v=v), o, lse, d_o, None)[:3])
+        """dQ, dK, dV, dBias and dSink of calls like this one, from (q, k, v, o, lse, dO, dLSE, `repeats.Beside`, bias_grad)."""
+        like = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None)
+
+        def long(q, k, v, o, lse, d_o, d_lse, beside, bias_grad):
+            bias, slopes, sink, cu_seqlens_q, cu_seqlens_k = beside
+            mask = like.mask if cu_seqlens_q is None else Unread(cu_seqlens_q, cu_seqlens_k, like.mask.inner)
+            given = replace(like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask=mask)
+            return self.backward(given, o, lse, d_o, d_lse, bias_grad)
+
+        return backward.repeat(call) or long
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""

@@ -43,14 +43,12 @@ def outer_log2(config, scale: float, softcap: float) -> float:
 def scores(call: Call, config, scale: float, row_max: Tensor | None = None) -> Scores:
     """Of a forward pass; `scale` in place of the call's own. row_max: where each row's largest score goes."""
     sink = None if call.sink is None else call.sink.float().contiguous()
-    return Scores(
-        outer_log2(config, scale, call.softcap),
-        *factors(config, scale, call.softcap),
-        *_tensors(call),
-        sink,
-        row_max,
-        call.seqlen_k - call.seqlen_q,
-    )
+    return Scores(*numbers(call, config, scale), *_tensors(call), sink, row_max, call.seqlen_k - call.seqlen_q)
+
+
+def numbers(call: Call, config, scale: float) -> tuple[float, float | None, float | None]:
+    """The first fields of `Scores`."""
+    return outer_log2(config, scale, call.softcap), *factors(config, scale, call.softcap)
 
 
 def changes(call: Call, config) -> Changes:
@@ -65,13 +63,15 @@ def or_none(bundle: tuple) -> tuple | None:
 
 def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """bias, slopes and diagonal, as the kernels can read them."""
-    slopes, bias = call.alibi_slopes, call.bias
-    diagonal = None if slopes is None or call.diagonal is None else call.diagonal.contiguous()
-    return (
-        bias if bias is None or bias.stride(-1) == 1 else bias.contiguous(),
-        slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
-        diagonal,
-    )
+    diagonal = None if call.alibi_slopes is None or call.diagonal is None else call.diagonal.contiguous()
+    return *readable(call.bias, call.alibi_slopes), diagonal
+
+
+def readable(bias: Tensor | None, slopes: Tensor | None, pairs: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    """bias and slopes, or copies that the kernels can read; with `pairs`, a bias `in_pairs` but for its address."""
+    if bias is not None and (bias.stride(-1) != 1 or (pairs and bias.data_ptr() % 4)):
+        bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device).copy_(bias)
+    return bias, slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous()
 
 
 def in_pairs(bias: Tensor) -> bool:

@@ -4,8 +4,10 @@ A tile has 128 rows or more, and every tile of every query head reads all keys. 
 keys, so they can be the rows; the kernel is the same, on other strides.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from tilewise.masks import Full
@@ -46,6 +48,31 @@ def put_statistic(call: Call, of_call: Tensor, packed: Tensor) -> None:
         of_call.copy_(packed.reshape(of_call.shape))
     else:
         of_call.copy_(packed.reshape(call.batch, call.seqlen_q, call.group).transpose(1, 2))
+
+
+class Views:
+    """Where the tensors of calls like `call` lie for `packed`, which is `pack(call)`: found once, since views of views take long to make."""
+
+    def __init__(self, call: Call, packed: Call) -> None:
+        batch, seqlen_q, heads_q, _ = call.q.shape
+        o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=torch.uint8, device="meta")
+        pairs = (call.q, packed.q), (call.k, packed.k), (call.v, packed.v), (o, rows_of(call, o))
+        self.places = tuple((view.shape, view.stride(), view.storage_offset() - x.storage_offset()) for x, view in pairs)
+        self.lse = packed.q.shape[0], packed.q.shape[2], packed.q.shape[1]
+        self.turned = (batch, seqlen_q, call.group) if seqlen_q > 1 else None  # how LSE comes, where it has to be turned
+
+    def compute(self, kernel: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, with_lse: bool) -> None:
+        """Write O and LSE of the call by `kernel(q, k, v, o, lse)`, which takes the packed call's."""
+        views = (
+            x.as_strided(shape, stride, x.storage_offset() + offset)
+            for x, (shape, stride, offset) in zip((q, k, v, o), self.places, strict=True)
+        )
+        if self.turned is None or not with_lse:
+            kernel(*views, lse.view(self.lse))
+            return
+        found = torch.empty(self.lse, dtype=lse.dtype, device=lse.device)
+        kernel(*views, found)
+        lse.copy_(found.view(self.turned).transpose(1, 2))
 
 
 def _seen_by_the_first(call: Call) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import short
+from tilewise.backends.hopper import packing, short
 from tilewise.backends.hopper.operands import Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.errors import check_memory
@@ -19,30 +19,45 @@ KEPT_BYTES = 1 << 16  # a larger LSE that is not returned is allocated anew; its
 
 
 class Repeat:
-    """Attention of q, k and v like those of `call`, which has no other tensors, on whichever stream is current; the tensors' device need not be.
+    """Attention of tensors like those of `call`, on whichever stream is current; the tensors' device need not be.
 
     What a kernel writes beside O is kept, one a stream: launches of one stream follow each other. A CUDA graph may be replayed on any stream,
     so what it captures gets its own.
     """
 
-    def __init__(self, call: Call, kernel: Callable, rest: Sequence, workspace: Callable[[], Work], gradients: Callable) -> None:
-        """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls."""
+    def __init__(
+        self,
+        call: Call,
+        kernel: Callable,
+        rest: Sequence,
+        workspace: Callable[[], Work],
+        gradients: Callable,
+        *,
+        made: Callable[..., Sequence] | None = None,
+        packed: Call | None = None,
+    ) -> None:
+        """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls.
+
+        made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. packed: the call as the kernel takes it, where
+        it is another one (packing.py).
+        """
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.kernel, self.rest, self.workspace = kernel, tuple(rest), workspace
-        self.like, self.gradients = replace(call, q=None, k=None, v=None), gradients
+        self.kernel, self.rest, self.workspace, self.made = kernel, tuple(rest), workspace, made
+        self.like, self.gradients = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), gradients
         self.device = call.q.device.index
         shape, lse_shape = (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
         self.empty = short.allocator(call.q.device)
         self.o, self.lse = (shape, short.strides(shape), call.q.dtype), (lse_shape, short.strides(lse_shape), torch.float32)
+        self.packed = None if packed is None else packing.Views(call, packed)
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
         self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after the tensors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor]:
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self.forward(q, k, v, with_lse)
+                return self.forward(q, k, v, beside, with_lse)
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
         stream = short.current_stream(self.device)
@@ -51,17 +66,38 @@ class Repeat:
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
         o = self.empty(*self.o)
-        try:
-            self.kernel((q, k, v, o, lse), *rest)
-        except ValueError:  # where one does not begin at a multiple of 16 bytes: the kernel's function looks, before it launches anything
-            self.kernel((aligned(q), aligned(k), aligned(v), o, lse), *rest)
+        if self.made is not None:
+            rest = rest[0], *self.made(*beside)
+        if self.packed is not None:
+            self.packed.compute(lambda *tensors: self._launch(tensors, rest), q, k, v, o, lse, with_lse)
+        else:
+            self._launch((q, k, v, o, lse), rest)
         return o, lse
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV from what `forward` returned and dO."""
+    def _launch(self, tensors: tuple[Tensor, ...], rest: tuple) -> None:
+        try:
+            self.kernel(tensors, *rest)
+        except ValueError:  # where one does not begin at a multiple of 16 bytes: the kernel's function looks, before it launches anything
+            q, k, v, o, lse = tensors
+            self.kernel((aligned(q), aligned(k), aligned(v), o, lse), *rest)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        beside: tuple[Tensor | None, ...],
+        bias_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
-            self.back = self.gradients(replace(self.like, q=q, k=k, v=v))
-        return self.back(q, k, v, o, lse, d_o)
+            bias, slopes, sink, *_ = beside
+            self.back = self.gradients(replace(self.like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink))
+        return self.back(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
 
     def _begin(self) -> tuple[Tensor | None, tuple]:
         """What a stream keeps, or a graph gets."""

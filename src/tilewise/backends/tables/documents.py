@@ -62,21 +62,26 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
         mask.check(seqlen_q, seqlen_k)
 
 
+def on_device(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    """As kernels read them."""
+    here = cu_seqlens.dtype == torch.int32 and cu_seqlens.device == device and cu_seqlens.is_contiguous()
+    return cu_seqlens if here else cu_seqlens.to(device, torch.int32).contiguous()
+
+
 def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, config, device: torch.device, find: Callable):
     """`find(cu_seqlens_q, cu_seqlens_k, offsets, seqlen_q, seqlen_k, config)`, on the current stream, of int32 tensors on the device; where
     cu_seqlens are there already, without waiting for it. `what` it finds of `Documents` for tiles like config's is found once, and kept.
     """
 
-    def on_device(*cu_seqlens: Tensor):
-        tensors = (ends.to(device, torch.int32).contiguous() for ends in cu_seqlens)
-        return find(*tensors, offsets(mask.inner), seqlen_q, seqlen_k, config)
+    def look(*cu_seqlens: Tensor):
+        return find(*(on_device(ends, device) for ends in cu_seqlens), offsets(mask.inner), seqlen_q, seqlen_k, config)
 
     if isinstance(mask, Unread):
-        return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
+        return look(mask.cu_seqlens_q, mask.cu_seqlens_k)
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 
     def make():
-        made = on_device(*(torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k)))
+        made = look(*(torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k)))
         torch.cuda.current_stream(device).synchronize()  # other streams may use them next
         return made
 

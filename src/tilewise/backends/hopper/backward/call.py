@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,10 +14,12 @@ from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repeat import Repeat
-from tilewise.backends.hopper.operands import Band, Given, Scalars, Scratch, Turns
+from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, Scalars, Scratch, Turns
 from tilewise.backends.hopper.short import REPEAT_BYTES
+from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
+from tilewise.masks import Unread
 from tilewise.problem import Call, Gradients, Problem
 from tilewise.sm90 import jit
 
@@ -95,7 +99,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     board, d_bias = planning.board_of(call.q.device), None
     plan = planning.Plan.of(call, board)
     reaching = lse if d_lse is None else d_lse.to(torch.float32)
-    given = Given(*(jit.readable(x) for x in (call.q, call.k, call.v, o)), _rows(lse), jit.readable(d_o), _rows(reaching))
+    given = Given(*(jit.readable(x) for x in (call.q, call.k, call.v, o)), jit.rows(lse), jit.readable(d_o), jit.rows(reaching))
     with torch.cuda.device(d_q.device):
         statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
         if bias_grad:
@@ -124,17 +128,59 @@ def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
 
 
 def repeat(call: Call) -> Repeat | None:
-    """The short way for more calls like this one, whose tensors are q, k and v alone; None where there is none."""
+    """The short way for more calls like this one (see runtime/repeats.py); None where there is none."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return None
-    plan = planning.Plan.of(call, planning.board_of(call.q.device))
-    tables = backward_tables.of_call(call, plan.config)
-    if len(plan.turns) > 1 or sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
+    board = planning.board_of(call.q.device)
+    plan = planning.Plan.of(call, board)
+    if len(plan.turns) > 1:
         return None
-    changed = changes.or_none(changes.changes(call, plan.config))
-    rest = plan.turns[0][1], scalars_of(call, plan, False), Band(*plan.band, tables), changed
-    partial = functools.partial(place_of_parts, plan.config, plan.parts) if plan.config.shares or plan.config.heads_apart else None
-    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), plan.scratch, partial, rest)
+    config, of_documents = plan.config, isinstance(call.mask, Unread)
+    tables = None if of_documents else backward_tables.of_call(call, config)
+    if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
+        return None
+    partial = functools.partial(place_of_parts, config, plan.parts) if config.shares or config.heads_apart else None
+    kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
+    again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars)
+    changed = changes.changes(call, config)
+    if call.bias is None and call.alibi_slopes is None and not of_documents:
+        rest = Band(*plan.band, tables), changes.or_none(changed)
+        return again(rest, of_sink=_sink_of(call, config))
+    return again((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms), of_sink=_sink_of(call, config))
+
+
+def _bias_of(call: Call, num_sms: int) -> Callable:
+    """The gradient of a bias, whose kernel is not asked for before that is."""
+    like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
+
+    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
+        if not kept:
+            kept.append(bias_gradient.repeat(replace(like, q=given.Q, k=given.K, v=given.V, bias=bias, alibi_slopes=slopes), num_sms))
+        return kept[0](given, scratch, bias, slopes)
+
+    return compute
+
+
+def _sink_of(call: Call, config: Config) -> Callable | None:
+    return None if call.sink is None else functools.partial(_sink, natural=config.natural)
+
+
+def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callable:
+    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
+    config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
+    inner, factor, _, _, _, shift = changes.changes(call, config)
+    device, find = call.q.device, None
+    if isinstance(call.mask, Unread):
+        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device)
+
+    def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
+        seen = tables
+        if find is not None:
+            seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
+        changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift)
+        return Band(*plan.band, seen), changes.or_none(changed)
+
+    return made
 
 
 def _of_batch(bundle: tuple, part: slice) -> tuple:
@@ -209,8 +255,3 @@ def arguments(config: Config) -> list:
         Band(*(Int32(0) for _ in range(6)), tables),
         changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),
     ]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous, also where that has one number."""
-    return x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

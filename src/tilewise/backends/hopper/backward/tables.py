@@ -4,7 +4,7 @@ For packed documents the GPU finds them from cu_seqlens (`Columns`); for any oth
 the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +79,7 @@ OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != 
 def of_call(call: Call, config) -> KeyTables:
     """For a call of a kernel of `config`; what is for by_queries.py only where it runs."""
     if config.sees == "rows":
-        columns = columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)._asdict()
-        return KeyTables(**columns if config.dq_apart else columns | {"query_walks": None})
+        return of_documents(columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device), config)
     if config.sees != "runs":
         return KeyTables()
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
@@ -90,6 +89,12 @@ def of_call(call: Call, config) -> KeyTables:
         queries = query_visits_of(planes, call.q.device)
         made |= {f"query_{name}": getattr(queries, name) for name in OF_QUERIES}
     return KeyTables(**made)
+
+
+def of_documents(columns: Columns, config) -> KeyTables:
+    """For packed documents."""
+    keys, queries, walks, visitors, query_walks = columns
+    return KeyTables(keys, queries, walks, visitors, query_walks=query_walks if config.dq_apart else None)
 
 
 def of_batch(tables: KeyTables, part: slice) -> KeyTables:
@@ -153,12 +158,21 @@ def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: C
     return found(mask, seqlen_q, seqlen_k, "columns", config, device, _columns)
 
 
-def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
-    n_blocks, m_blocks = -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
+def finder(inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Callable[[Tensor, Tensor], Columns]:
+    """What finds the columns of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 on the device."""
+    compute, n_blocks, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
     shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
-    keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes)
-    jit.compiled(*kernel(config))(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
-    return Columns(keys, queries, *made)
+
+    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Columns:
+        keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+        compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
+        return Columns(keys, queries, *made)
+
+    return find
+
+
+def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
+    return finder(inner, seqlen_q, seqlen_k, config, cu_seqlens_q.device)(cu_seqlens_q, cu_seqlens_k)
 
 
 def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config, device: torch.device) -> Visits:

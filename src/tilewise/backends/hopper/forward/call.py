@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import changes, packing
+from tilewise.backends.hopper import changes, packing, short
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.config import Config
@@ -14,7 +14,10 @@ from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.short import REPEAT_BYTES
-from tilewise.backends.tables import runs
+from tilewise.backends.tables import documents, runs
+from tilewise.backends.tables.keeping import hold
+from tilewise.masks import Unread
+from tilewise.masks.constructors import check_lengths
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -59,16 +62,55 @@ def _compute(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None, 
 
 def repeat(call: Call, gradients: Callable) -> Repeat | None:
     """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
-    if call.row_max or packing.pack(call) is not None:
+    packed = packing.pack(call)
+    computed = packed or call
+    if call.row_max or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
         return None
-    if call.scale <= 0.0 or call.q.numel() == 0 or call.k.numel() == 0 or not all(map(jit.strided, (call.q, call.k, call.v))):
+    if not all(map(jit.strided, (computed.q, computed.k, computed.v))):
         return None
     device = call.q.device
-    plan = Plan.of(call, planning.num_sms(device))
-    rest = _band(call, plan), changes.scores(call, plan.config, call.scale)
+    plan = Plan.of(computed, planning.num_sms(device))
+    work, kernel = lambda: _work(plan, device), jit.compiled(LAUNCH, arguments, plan.config)
+    of_documents = isinstance(call.mask, Unread)
+    if of_documents and plan.config.sees != "rows":
+        return None
+    if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink)):
+        made = _maker(call, plan)
+        return made and Repeat(call, kernel, (), work, gradients, made=made)
+    rest = _band(computed, plan), changes.scores(computed, plan.config, call.scale)
     if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
-    return Repeat(call, jit.compiled(LAUNCH, arguments, plan.config), rest, lambda: _work(plan, device), gradients)
+    return Repeat(call, kernel, rest, work, gradients, packed=packed)
+
+
+def _maker(call: Call, plan: Plan) -> Callable | None:
+    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; None where tables take much memory."""
+    mask, config = call.mask, plan.config
+    seqlen_q, seqlen_k, device, pairs = call.seqlen_q, call.seqlen_k, call.q.device, config.bias_pairs
+    outer, inner, factor = changes.numbers(call, config, call.scale)
+    shift = seqlen_k - seqlen_q
+    band = find = None
+    if isinstance(mask, Unread):
+        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+    else:
+        band = _band(call, plan)
+        if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
+            return None
+
+    def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
+        seen = band
+        if find is not None:
+            if not short.capturing():
+                check_lengths(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k)
+            found = find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device))
+            seen = Band(*plan.band, _tables(found))
+        elif short.capturing():
+            hold(band)
+        bias, slopes = changes.readable(bias, slopes, pairs)
+        sink = None if sink is None else sink.float().contiguous()
+        return seen, Scores(outer, inner, factor, bias, slopes, None, sink, None, shift)
+
+    return made
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -149,9 +191,13 @@ def _band(call: Call, plan: Plan) -> Band:
         made = runs.tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         tables = RowTables(made.order, made.spans, made.runs, made.bands, made.bitmaps, made.planes)
     if config.sees == "rows":
-        order, *made = rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device)
-        tables = RowTables(order, None, None, None, None, None, *made)
+        tables = _tables(rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device))
     return Band(*plan.band, tables)
+
+
+def _tables(found: rows.Rows) -> RowTables:
+    order, ends, walks = found
+    return RowTables(order, None, None, None, None, None, ends, walks)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -1,5 +1,6 @@
 """The rows of packed documents for the forward kernel: each row's interval of keys, found on the GPU by the small kernel of intervals.py."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,13 +53,21 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, devi
     return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 
 
+def finder(inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Callable[[Tensor, Tensor], Rows]:
+    """What finds the rows of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 on the device."""
+    compute, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_q // config.tile_m)
+    shapes = (-(-m_blocks // config.cluster),), (2, seqlen_q), (m_blocks, 4)
+
+    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Rows:
+        made = Rows(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+        compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), *made)
+        return made
+
+    return find
+
+
 def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:
-    new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
-    ends = torch.empty((2, seqlen_q), **new)
-    m_blocks = -(-seqlen_q // config.tile_m)
-    order, walks = torch.empty(-(-m_blocks // config.cluster), **new), torch.empty((m_blocks, 4), **new)
-    jit.compiled(*kernel(config))(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), order, ends, walks)
-    return Rows(order, ends, walks)
+    return finder(inner, seqlen_q, seqlen_k, config, cu_seqlens_q.device)(cu_seqlens_q, cu_seqlens_k)
 
 
 def arguments(config: RowsConfig) -> list:

@@ -1,5 +1,6 @@
 """The gradient of an additive bias on Hopper, seen from torch: the call of bias/kernel.py, and the last sum."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.backward import tables as backward_tables
-from tilewise.backends.hopper.operands import Band, BiasTensors
+from tilewise.backends.hopper.operands import Band, BiasTensors, Changes, Given, Scratch
 from tilewise.backends.hopper.score_changes import ScoreChanges
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
@@ -128,6 +129,29 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
         changes.changes(call, config)._replace(shift=shift),
     )
     return sums[0] if config.whole else sums.sum(0).to(bias.dtype)
+
+
+def repeat(call: Call, multiprocessors: int) -> Callable:
+    """`compute` for more calls like this one, from operands.Given, operands.Scratch, bias and slopes."""
+    parts, like = parts_of(call, multiprocessors), call.bias
+    config = config_of(call, by_rows(call), parts == 1)
+    band = Band(
+        *band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
+    )
+    kernel, (inner, factor, *_), shift = (
+        jit.compiled(LAUNCH, arguments, config),
+        changes.changes(call, config),
+        call.seqlen_k - call.seqlen_q,
+    )
+    shape, dtype, of_sums = (parts, *like.shape), like.dtype, like.dtype if config.whole else torch.float32
+
+    def again(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
+        sums = torch.empty(shape, dtype=of_sums, device=bias.device)
+        changed = Changes(inner, factor, *changes.readable(bias, slopes, config.bias_pairs), None, shift)
+        kernel(given.V, given.dO, BiasTensors(given.Q, given.K, scratch.lse, scratch.minus_delta, sums), band, changed)
+        return sums[0] if config.whole else sums.sum(0).to(dtype)
+
+    return again
 
 
 def arguments(config) -> list:

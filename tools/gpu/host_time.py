@@ -1,0 +1,189 @@
+"""What the host takes for a small call, by the wall clock: tilewise itself, with tensors beside q, k and v, through each drop-in, and torch's own.
+
+python tools/gpu/host_time.py [--json FILE]       on a Hopper GPU, under 60 s with kernels in the cache
+python tools/gpu/host_time.py --device cpu        a rehearsal
+
+Batch 1, 128 tokens, 2 heads of 64, bf16: kernels take less time than the host, so that the time of a call in a row of them is the host's. One JSON
+line a case: `us`, the median of rounds; `of` is the case to compare with, `above_us` how much it is above that. A drop-in may take 3 % or 15 us more.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilewise as tw
+from tilewise.compat import flash_attn, sdpa, torch_flash
+
+SEQLEN, HEADS, HEAD_DIM = 128, 2, 64
+CALLS, ROUNDS = 50, 15
+MOST_SHARE, MOST_US = 0.03, 15.0
+
+
+def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, list[torch.Tensor]]]:
+    """Name, name of the case to compare with, call, and its leaves."""
+
+    def new(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
+
+    q, k, v = x = [new(1, SEQLEN, HEADS, HEAD_DIM) for _ in range(3)]
+    heads_first = [new(1, HEADS, SEQLEN, HEAD_DIM) for _ in range(3)]
+    packed = [new(SEQLEN, HEADS, HEAD_DIM) for _ in range(3)]
+    chunk = [new(1, 1, 8 * HEADS, HEAD_DIM), new(1, SEQLEN, HEADS, HEAD_DIM), new(1, SEQLEN, HEADS, HEAD_DIM)]
+    bias, row, sink = new(1, HEADS, SEQLEN, SEQLEN), new(1, HEADS, SEQLEN, SEQLEN, dtype=torch.float32), new(HEADS)
+    fixed, slopes = bias.detach(), torch.rand(HEADS, device=device)
+    cu = torch.tensor([0, 50, SEQLEN], dtype=torch.int32, device=device)
+    window = tw.SlidingWindow(31, 0)
+    yield "attention", None, lambda: tw.attention(q, k, v, causal=True), x
+    yield "return_lse", "attention", lambda: tw.attention(q, k, v, causal=True, return_lse=True)[0], x
+    yield "bias", "attention", lambda: tw.attention(q, k, v, bias=bias), [*x, bias]
+    yield "bias fp32", "attention", lambda: tw.attention(q, k, v, bias=row), [*x, row]
+    yield "bias without gradient", "attention", lambda: tw.attention(q, k, v, bias=fixed), x
+    yield "sink, window", "attention", lambda: tw.attention(q, k, v, mask=window, sink=sink), [*x, sink]
+    yield "alibi", "attention", lambda: tw.attention(q, k, v, causal=True, alibi_slopes=slopes), x
+    yield "window", "attention", lambda: tw.attention(q, k, v, mask=window), x
+    yield "packed heads", "attention", lambda: tw.attention(*chunk, causal=True), chunk
+    yield "attention_varlen", "attention", lambda: tw.attention_varlen(*packed, cu, cu, causal=True), packed
+    yield "flash_attn_func", "attention", lambda: flash_attn.flash_attn_func(q, k, v, causal=True), x
+    yield "flash_attn_func, window", "window", lambda: flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(31, 0)), x
+    yield (
+        "flash_attn_varlen_func",
+        "attention_varlen",
+        lambda: flash_attn.flash_attn_varlen_func(*packed, cu, cu, 78, 78, causal=True),
+        packed,
+    )
+
+    def as_torch(function, tensors=heads_first):
+        return lambda: function(*tensors, is_causal=True)
+
+    turned = [y.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(grad) for y in heads_first]
+    yield "sdpa patched", "attention", as_torch(sdpa.scaled_dot_product_attention), heads_first
+    yield "sdpa patched, tokens first", "attention", as_torch(sdpa.scaled_dot_product_attention, turned), turned
+    yield "sdpa patched, bias", "bias", lambda: sdpa.scaled_dot_product_attention(*heads_first, attn_mask=bias), [*heads_first, bias]
+    hf = transformers_attention()
+    if hf is not None:
+        module = SimpleNamespace(is_causal=True)
+        yield "transformers", "attention", lambda: hf(module, *heads_first, None, scaling=0.125)[0], heads_first
+        yield (
+            "transformers, sink",
+            "sink, window",
+            lambda: hf(module, *heads_first, None, scaling=0.125, s_aux=sink)[0],
+            [*heads_first, sink],
+        )
+    yield "torch", None, as_torch(F.scaled_dot_product_attention), heads_first
+    with Registry(device):
+        call = torch_call if device == "cuda" else operator_call
+        yield "registry", "attention", as_torch(call), heads_first
+        yield "registry, tokens first", "attention", as_torch(call, turned), turned
+
+
+def torch_call(q, k, v, is_causal: bool):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def operator_call(q, k, v, is_causal: bool):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+class Registry:
+    """tilewise under torch's flash attention."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        if self.device == "cpu":
+            self.handle, self.only_flash = torch_flash.Kernels("CPU"), nullcontext()
+        else:
+            self.handle, self.only_flash = torch_flash.register(), sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+            torch.nn.attention.activate_flash_attention_impl("tilewise")
+        self.only_flash.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.only_flash.__exit__(*error)
+        self.handle.remove()
+
+
+def transformers_attention() -> Callable | None:
+    try:
+        from tilewise.compat.transformers import attention
+    except ImportError:
+        return None
+    return attention
+
+
+def microseconds(call: Callable, device: str, calls: int, rounds: int) -> float:
+    """Of one call in a row of `calls`, the median of `rounds`; the device is done before each."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(5):
+        call()
+    taken = []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken.append((time.perf_counter() - start) / calls)
+    wait()
+    return statistics.median(taken) * 1e6
+
+
+def trained(call: Callable, leaves: list[torch.Tensor]) -> Callable:
+    def run():
+        for x in leaves:
+            x.grad = None
+        call().sum().backward()
+
+    return run
+
+
+def rows(device: str, calls: int, rounds: int) -> Iterator[dict]:
+    for backward in (False, True):
+        found = {}
+        for name, of, call, leaves in cases(device, backward):
+            row = {"case": name, "pass": "forward and backward" if backward else "forward"}
+            try:
+                us = microseconds(trained(call, leaves) if backward else call, device, calls, rounds)
+            except Exception as error:
+                yield row | {"error": f"{type(error).__name__}: {error}"[:300]}
+                continue
+            found[name] = us
+            row |= {"us": round(us, 2)}
+            if of in found:
+                above = us - found[of]
+                row |= {"of": of, "above_us": round(above, 2), "within": above <= max(MOST_US, MOST_SHARE * found[of])}
+            yield row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--calls", type=int, default=CALLS, help="in a row, timed together")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", help="also write the rows to this file, with the machine and torch's version, as JSON lines")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device; --device cpu rehearses", file=sys.stderr)
+        return 2
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    common, wrong, lines = {"machine": machine, "torch": torch.__version__, "tilewise": tw.__version__}, 0, []
+    for row in rows(options.device, options.calls, options.rounds):
+        print(json.dumps(row), flush=True)
+        lines.append(json.dumps(row | common))
+        wrong += "error" in row
+    if options.json:
+        with open(options.json, "w") as file:
+            file.write("\n".join(lines) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
