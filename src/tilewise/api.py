@@ -50,7 +50,8 @@ def attention(
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
         scale: multiplies the scores, a number of fp32 (fp64 for fp64 inputs); None is head_dim ** -0.5.
         softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
-        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
+        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), (heads_q or 1, seqlen_q or 1, seqlen_k or 1) or (seqlen_q or 1,
+            seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
@@ -234,6 +235,7 @@ def operands(
         raise ValueError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
     if bias is not None:
         errors.check_bias(bias, q, k.shape[1])
+        bias = _spread(bias, k.shape[1])
     if alibi_slopes is not None:
         errors.check_alibi(alibi_slopes, q, batch, heads_q)
         alibi_slopes = (alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]).float()
@@ -321,6 +323,12 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tup
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
     return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
+
+
+def _spread(bias: Tensor, seqlen_k: int) -> Tensor:
+    """A checked bias as (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): a view, whose gradient torch sums up to that of what was given."""
+    bias = bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
+    return bias.expand(-1, -1, -1, seqlen_k) if bias.shape[3] != seqlen_k else bias
 
 
 def _last_dim_strided(x: Tensor) -> bool:

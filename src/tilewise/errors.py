@@ -145,14 +145,23 @@ def check_flag(name: str, x: bool) -> None:
 
 
 def check_bias(bias: Tensor, q: Tensor, seqlen_k: int) -> None:
-    """bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), in q's dtype or fp32."""
-    check_tensor("bias", bias, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k"), memory=False)
-    check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
+    """bias of 2 to 4 dimensions that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), in q's dtype or fp32."""
+    check_bias_tensor(bias, q, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k or 1"))
     batch, seqlen_q, heads_q, _ = q.shape
-    for axis, got, size in zip(("batch", "heads_q", "seqlen_q"), bias.shape, (batch, heads_q, seqlen_q), strict=False):
+    sizes = (("batch", batch), ("heads_q", heads_q), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
+    for got, (axis, size) in zip(bias.shape, sizes[4 - bias.dim() :], strict=True):
         if got != 1 and got != size:
             raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
-    check_size("bias", "seqlen_k", bias.shape[3], seqlen_k, "k")
+
+
+def check_bias_tensor(bias: Tensor, q: Tensor, axes: tuple[str, str, str, str]) -> None:
+    """Refuse a bias that has not the last 2, 3 or all of `axes`, or another dtype than q's or fp32; sizes are not looked at."""
+    dims = bias.dim() if isinstance(bias, Tensor) and bias.layout == torch.strided and not bias.is_nested else 4
+    if dims not in (2, 3, 4):
+        shape = tuple(bias.shape)
+        raise ShapeError(f"bias must have 2, 3 or 4 dimensions, the last of ({', '.join(axes)}), got {dims} with shape {shape}")
+    check_tensor("bias", bias, axes[4 - dims :], memory=False)
+    check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
 
 
 def check_no_grad(name: str, x: Tensor, reason: str) -> None:

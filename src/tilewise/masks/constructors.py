@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges
+from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges, window
 from tilewise.masks.band_tables import INF, expand
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Recent
 from tilewise.masks.dense import Dense, Packed
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
+from tilewise.masks.padding import Padding
 from tilewise.masks.text import SHORT, evaluate
 
 LONG_BYTES = 32 << 20  # of masks with long texts
@@ -48,7 +49,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Query i sees key j iff p - left <= j <= p + right; its position p is as in `Causal`, and None is unbounded.
 
-    A window that excludes the query, such as the keys p - 9 .. p - 3: `SlidingWindow(6, 0, offset=-3)`.
+    A window that excludes the query's own position has a negative bound: the keys p - 9 .. p - 3 are `SlidingWindow(9, -3)`, which is
+    `SlidingWindow(6, 0, offset=-3)`, and reads so. left + right must not be negative.
     """
 
     left: int | None
@@ -57,10 +59,10 @@ class SlidingWindow(Mask):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_count(f"SlidingWindow: {name}", value, otherwise=", or None for unbounded"))
-        object.__setattr__(self, "offset", check_offset("SlidingWindow: offset", self.offset))
+        check_offset("SlidingWindow: offset", self.offset)
+        left, right, moved = window(self.left, self.right)
+        for name, value in (("left", left), ("right", right), ("offset", check_offset("SlidingWindow: offset", self.offset + moved))):
+            object.__setattr__(self, name, value)
         place = placed(self.align, self.offset)
         kind = "full" if self.left is None and self.right is None else "band"
         self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if place else ''}{place})")
@@ -159,7 +161,7 @@ class Documents(Mask):
 def check_inner(inner: Mask) -> None:
     if not isinstance(inner, Mask):
         raise ValueError(f"Documents: inner must be a mask, got {type(inner).__name__} {inner!r}")
-    if inner.kind == "bitmap" or inner.extent != (1, 1):
+    if inner.kind == "bitmap" or inner.extent != (1, 1) or inner.source is None:
         raise ValueError(
             f"Documents: inner must be made of bands and be the same for every head, got {inner}; "
             "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
@@ -317,6 +319,7 @@ CONSTRUCTORS = {
         Slices,
         Dense,
         Packed,
+        Padding,
         PerHead,
         Transpose,
         Unread,

@@ -229,7 +229,8 @@ class Combined(Mask):
         planes = first.planes(seqlen_q, seqlen_k, batch, heads)
         for operation, right in steps:
             others = right.planes(seqlen_q, seqlen_k, batch, heads)
-            planes = tuple(plane for one in planes for two in others for plane in _overlap(operation, one, two))
+            made: dict[tuple[int, int], Bands | Bitmap] = {}  # by the two regions, which many planes may share
+            planes = tuple(plane for one in planes for two in others for plane in _overlap(operation, one, two, made))
         return planes
 
 
@@ -266,15 +267,19 @@ def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:
     return first
 
 
-def _overlap(operation: str, one: Plane, two: Plane) -> list[Plane]:
+def _overlap(operation: str, one: Plane, two: Plane, made: dict) -> list[Plane]:
     """What `operation` gives where both planes apply; nothing where no batch entry and head has both."""
     where = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True)]
     if not all(where):
         return []
     regions = [one.region, two.region]
+    key = id(one.region), id(two.region)
+    if key in made:
+        return [Plane(*where, made[key])]
     if any(isinstance(region, Bitmap) for region in regions):
         regions = [region if isinstance(region, Bitmap) else Bitmap.of_bands(region) for region in regions]
-    return [Plane(*where, OPERATIONS[operation](*regions))]
+    made[key] = OPERATIONS[operation](*regions)
+    return [Plane(*where, made[key])]
 
 
 def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
