@@ -7,8 +7,10 @@ Every mask here is made of bands: a handful of rectangles cut by diagonals (`ban
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -172,26 +174,58 @@ def check_inner(inner: Mask) -> None:
 class Unread(Mask):
     """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
 
+    seqused_k: (documents,), how many keys of each document there are to see; the others are seen by nobody. None: all.
+
     Reading them waits for their device. A backend that can leave them there calls `check`; for all others this is the mask that it reads as.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     inner: Mask
+    seqused_k: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_inner(self.inner)
         self._set("runs", None)
 
     def read(self) -> Documents:
-        """The mask with the values that the tensors hold now."""
-        return Documents(self.cu_seqlens_q, self.cu_seqlens_k, inner=self.inner)
+        """The mask with the values that the tensors hold now. Keys that are not used are documents without queries, after each of the others."""
+        self._check_used()
+        return Documents(*self.ends(), inner=self.inner)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens of `read`, where the tensors are: (documents + 1,), or (2 documents + 1,) each with `seqused_k`."""
+        if self.seqused_k is None:
+            return self.cu_seqlens_q, self.cu_seqlens_k
+        starts, used = self.cu_seqlens_k[:-1], self.seqused_k.to(self.cu_seqlens_k)
+        keys = torch.cat((torch.stack((starts, starts + used), dim=1).flatten(), self.cu_seqlens_k[-1:]))
+        return self.cu_seqlens_q.repeat_interleave(2)[1:], keys
+
+    def documents(self) -> list[tuple[int, int, int, int]]:
+        """(q0, q1, k0, k1) of each document, with the keys that are used."""
+        read, step = self.read(), 1 if self.seqused_k is None else 2
+        pairs = [*zip(pairwise(read.cu_seqlens_q), pairwise(read.cu_seqlens_k), strict=True)]
+        return [(*q, *k) for q, k in pairs[::step]]
 
     def check(self, seqlen_q: int, seqlen_k: int) -> None:
         """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
         for axis, seqlen, tensor in (("q", seqlen_q, self.cu_seqlens_q), ("k", seqlen_k, self.cu_seqlens_k)):
             if (end := _last(f"cu_seqlens_{axis}", tensor)) > seqlen:
                 check_fits(f"Documents: cu_seqlens_{axis}", end, f"seqlen_{axis}", np.array([seqlen]))
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raise ShapeError unless as many keys as are used are there; read once, and again after a write."""
+        if self.seqused_k is None:
+            return
+        version = _version(self.seqused_k), _version(self.cu_seqlens_k)
+        if None in version or _USED.get(self.seqused_k) != version:
+            ends, used = cu_seqlens("cu_seqlens_k", self.cu_seqlens_k), self.seqused_k.tolist()
+            lengths = [end - start for start, end in pairwise(ends)]
+            for document, (length, count) in enumerate(zip(lengths, used, strict=True)):
+                if not 0 <= count <= length:
+                    raise ShapeError(f"seqused_k[{document}] is {count}; it must be between 0 and {length}, the document's keys")
+            _USED[self.seqused_k] = version
 
     def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
         return self.read().planes(seqlen_q, seqlen_k, batch, heads)
@@ -201,18 +235,29 @@ class Unread(Mask):
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors += [self.cu_seqlens_q, self.cu_seqlens_k]
-        return f"Unread(#{len(tensors) - 2},#{len(tensors) - 1},{self.inner.source})"
+        used = ""
+        if self.seqused_k is not None:
+            tensors.append(self.seqused_k)
+            used = f",#{len(tensors) - 1}"
+        first = len(tensors) - 2 - bool(used)
+        return f"Unread(#{first},#{first + 1},{self.inner.source}{used})"
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         return self.read()._place(blocks, seqlen_q, seqlen_k)
 
 
 _ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
+_USED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # seqused_k -> the versions and addresses of it and of cu_seqlens_k when it was right
+
+
+def _version(tensor: Tensor) -> tuple[int, int] | None:
+    """What changes when torch's operators write to the tensor; None where it counts no writes."""
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
 def _last(name: str, tensor: Tensor) -> int:
     """The last of checked cu_seqlens."""
-    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    version = _version(tensor)
     seen, end = _ENDS.get(tensor, (None, 0))
     if version is None or seen != version:
         end = cu_seqlens(name, tensor)[-1]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tilewise.backends import Backend
-from tilewise.backends.hopper import coverage, forecast, packing, warmup
+from tilewise.backends.hopper import coverage, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
@@ -39,7 +39,7 @@ class Hopper(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
-        config = forward_plan.config_of(call)
+        config = forward_plan.config_of(widths.of_call(call))
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
@@ -49,6 +49,10 @@ class Hopper(Backend):
 
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
+        if not widths.fits(call):
+            wider = widths.of_call(call)
+            dims = f"{call.head_dim} and {call.head_dim_v} to {wider.head_dim} and {wider.head_dim_v}"
+            return [f"padding: zeros behind head_dim and head_dim_v, from {dims}, in copies of q, k and v", *self.details(wider)]
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
         gradients = backward.lines(call, machine.sms) if call.grad else []
         if packed is None:
@@ -61,15 +65,21 @@ class Hopper(Backend):
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
         if call.grad:
             backward.check(call)
-        return forward.forward(call)
+        if widths.fits(call):
+            return forward.forward(call)
+        o, *statistics = forward.forward(widths.of_call(call))
+        return o[..., : call.head_dim_v], *statistics
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See backward/call.py."""
-        return backward.backward(call, o, lse, d_o, d_lse, bias_grad)
+        if widths.fits(call):
+            return backward.backward(call, o, lse, d_o, d_lse, bias_grad)
+        found = backward.backward(widths.of_call(call), widths.padded(o), lse, widths.padded(d_o), d_lse, bias_grad)
+        return widths.cut(call, found)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
-        return forward.repeat(call, self._gradients)
+        return forward.repeat(call, self._gradients) if widths.fits(call) else None
 
     def _gradients(self, call: Call) -> Callable:
         """dQ, dK and dV of calls like this one, from (q, k, v, o, lse, dO)."""

@@ -72,7 +72,7 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
         return find(*tensors, offsets(mask.inner), seqlen_q, seqlen_k, config)
 
     if isinstance(mask, Unread):
-        return on_device(mask.cu_seqlens_q, mask.cu_seqlens_k)
+        return on_device(*mask.ends())
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 
     def make():
