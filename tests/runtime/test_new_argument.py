@@ -14,8 +14,8 @@ EDITS = {
         ("    bias: Tensor | None = None,\n    alibi", "    bias: Tensor | None = None,\n    warmth: Tensor | None = None,\n    alibi"),
         ("alone = bias is None and", "alone = warmth is None and bias is None and"),
         (
-            "o, lse, row_max = operator.attend(given)\n    if alone",
-            "o, lse, row_max = operator.attend(given._replace(warmth=warmth))\n    if alone",
+            "o, lse, row_max = operator.attend(given, out)\n    if alone",
+            "o, lse, row_max = operator.attend(given._replace(warmth=warmth), out)\n    if alone",
         ),
         ("        diagonal=None,\n", "        diagonal=None,\n        warmth=None,\n"),
     ],

@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.backends.hopper import widths
+from tilewise.backends.hopper import entries, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
@@ -26,7 +26,13 @@ def refused(problem: Problem) -> list[str]:
     return wrong
 
 
+def launched(call: Call) -> Call:
+    """The call that the kernels are given in place of this one; the same where they take it as it is."""
+    fitting = widths.of_call(call)
+    return entries.fold(fitting) or fitting
+
+
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
-    call = widths.of_call(call)
+    call = launched(call)
     return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
