@@ -82,7 +82,11 @@ DENSE = [
     ({"mask": tw.Dense(torch.ones(5, 8, dtype=torch.bool))}, ShapeError, r"8"),
     ({"mask": {(0, 2): tw.Causal()}}, ShapeError, r"heads"),
     ({"mask": tw.Documents([0, 9])}, ShapeError, r"9"),
-    ({"bias": torch.zeros(7)}, ShapeError, r"bias must have 2, 3 or 4 dimensions, the last of \(batch or 1, .*, seqlen_k or 1\), got 1 with shape \(7,\)"),
+    (
+        {"bias": torch.zeros(7)},
+        ShapeError,
+        r"bias must have 2, 3 or 4 dimensions, the last of \(batch or 1, .*, seqlen_k or 1\), got 1 with shape \(7,\)",
+    ),
     ({"bias": torch.zeros(2, 3, 5, 7)}, ShapeError, r"bias has heads_q 3, expected 4 or 1 \(broadcast\); its shape is \(2, 3, 5, 7\)"),
     ({"bias": torch.zeros(5, 6)}, ShapeError, r"bias has seqlen_k 6, expected 7 or 1 \(broadcast\); its shape is \(5, 6\)"),
     ({"bias": torch.zeros(1, 1, 5, 7, dtype=torch.bool)}, ShapeError, r"bias must be float32 or .* got bool"),

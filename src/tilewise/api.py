@@ -387,9 +387,7 @@ def _dense(name: str, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _document_diagonal(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None, total_q: int, device: torch.device
-) -> Tensor:
+def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None, total_q: int, device: torch.device) -> Tensor:
     """(total_q,) int64: for a query of document d, the end of its keys minus the end of its queries (see `Call.diagonal`)."""
     ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     if seqused_k is not None:

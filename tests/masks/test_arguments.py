@@ -23,7 +23,11 @@ from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.dense import Packed
 
 BAD = [
-    (lambda: SlidingWindow(-1, 0), ValueError, r"left -1 and right 0 leave no key; left \+ right must be 0 or more, and None is unbounded, not -1"),
+    (
+        lambda: SlidingWindow(-1, 0),
+        ValueError,
+        r"left -1 and right 0 leave no key; left \+ right must be 0 or more, and None is unbounded, not -1",
+    ),
     (lambda: SlidingWindow(0, 1.5), ValueError, r"SlidingWindow: right must be an integer of at least -2\*\*29, or None .* got 1.5"),
     (lambda: SlidingWindow(-(1 << 29), None, offset=5), ValueError, r"SlidingWindow: offset must be an integer between"),
     (lambda: SlidingWindow(True, 0), ValueError, r"left must be an integer"),
@@ -59,7 +63,11 @@ BAD = [
     (lambda: Dense(torch.ones(2, dtype=torch.bool)), ShapeError, r"expected 2, 3 or 4 dimensions, .* got shape \(2,\)"),
     (lambda: Padding(), ValueError, r"lengths or start must be given, \(batch,\) integers"),
     (lambda: Padding(torch.ones(2)), ShapeError, r"Padding: lengths must be \(batch,\) int32 or int64, got torch.float32 \(2,\)"),
-    (lambda: Padding(start=torch.ones(2, 1, dtype=torch.int32)), ShapeError, r"Padding: start must be \(batch,\).* got torch.int32 \(2, 1\)"),
+    (
+        lambda: Padding(start=torch.ones(2, 1, dtype=torch.int32)),
+        ShapeError,
+        r"Padding: start must be \(batch,\).* got torch.int32 \(2, 1\)",
+    ),
     (lambda: Padding([1, 2.5]), ShapeError, r"Padding: lengths\[1\] must be an integer"),
     (lambda: Padding([1, 2], [1, 2, 3]), ShapeError, r"different batch sizes, \[2, 3\]"),
     (lambda: Padding([1, 2], inner=Dense(torch.ones(1, 1, dtype=torch.bool))), ValueError, r"Padding: inner must be a mask of bands"),

@@ -151,6 +151,7 @@ def attend_packed(
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:
     """cu_seqlens in which what is not in use lies in sequences of its own: three a sequence, its pairs in use, its other rows, its other keys."""
+
     def bounds(packed: Packed, rows: bool) -> Tensor:
         starts, ends = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
         stop = ends if packed.used is None else starts + packed.used.to(starts.dtype)

@@ -247,7 +247,9 @@ class Unread(Mask):
 
 
 _ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
-_USED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # seqused_k -> the versions and addresses of it and of cu_seqlens_k when it was right
+_USED: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # seqused_k -> the versions and addresses of it and of cu_seqlens_k when it was right
 
 
 def _version(tensor: Tensor) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from tilewise.errors import ShapeError
 from tilewise.masks.arguments import check_count
 from tilewise.masks.band_tables import INF, LONGEST, straight
 from tilewise.masks.bands import Band, Bands
-from tilewise.masks.bitmap import Bitmap, Recent, content
+from tilewise.masks.bitmap import Bitmap, Recent, identity
 
 KEPT = 256  # resolved masks that are kept of those of bands, and of those of bitmaps
 KEPT_BITMAP_BYTES, KEPT_BAND_BYTES = 1 << 30, 64 << 20  # and how many bytes of them
@@ -146,7 +146,7 @@ class Mask:
         if self.source is not None:
             return self.source
         tensors: list[Tensor] = []
-        return self.text(tensors), *(content(tensor).digest for tensor in tensors)
+        return self.text(tensors), *map(identity, tensors)
 
     def _write(self, tensors: list[Tensor]) -> str:
         """The text of a mask that may hold tensors."""

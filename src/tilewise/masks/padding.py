@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.errors import ShapeError
 from tilewise.masks.arguments import integers
 from tilewise.masks.bands import Bands
+from tilewise.masks.bitmap import values
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, joint_extent
 
 
@@ -50,8 +50,8 @@ class Padding(Mask):
 
     def bounds(self, seqlen_k: int) -> tuple[ndarray, ndarray]:
         """The first key of each batch entry, or of all in arrays of one, and the one after the last, int64. ShapeError where they are no keys."""
-        start = np.array([0] if self.start is None else _values("Padding: start", self.start), np.int64)
-        lengths = None if self.lengths is None else np.array(_values("Padding: lengths", self.lengths), np.int64)
+        start = np.array([0] if self.start is None else _values(self.start), np.int64)
+        lengths = None if self.lengths is None else np.array(_values(self.lengths), np.int64)
         end = np.full_like(start, seqlen_k) if lengths is None else start + lengths
         start, end = np.broadcast_arrays(start, end)
         wrong = np.flatnonzero((start < 0) | (end < start) | (end > seqlen_k))
@@ -78,8 +78,7 @@ class Padding(Mask):
     def _key(self):
         if self.source is not None:
             return self.source
-        values = (None if given is None else tuple(_values(name, given)) for name, given in (("lengths", self.lengths), ("start", self.start)))
-        return "Padding", *values, self.inner.source
+        return "Padding", *(given if given is None else _values(given) for given in (self.lengths, self.start)), self.inner.source
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         """Of a mask for one batch entry."""
@@ -114,17 +113,5 @@ def _check(name: str, given) -> Tensor | tuple[int, ...]:
     return given
 
 
-_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version and address when it was read, its values)
-
-
-def _values(name: str, given: Tensor | tuple[int, ...]) -> tuple[int, ...]:
-    """What is given, read once, and again after torch's operators wrote to it."""
-    if not isinstance(given, Tensor):
-        return given
-    version = None if given.is_inference() else (given._version, given.data_ptr())
-    seen, found = _READ.get(given, (None, ()))
-    if version is None or seen != version:
-        found = tuple(integers(name, given, 1))
-        if version is not None:
-            _READ[given] = version, found
-    return found
+def _values(given: Tensor | tuple[int, ...]) -> tuple[int, ...]:
+    return values(given) if isinstance(given, Tensor) else given
