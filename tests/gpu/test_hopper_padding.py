@@ -101,7 +101,9 @@ def test_biases_of_every_broadcast(shape):
     assert (d_bias.double() - want).norm() <= allowed
 
 
-@pytest.mark.parametrize("options", [{}, {"seqused_k": [3, 2, 0, 150]}, {"slopes": 4}, {"slopes": 4, "bias": True, "seqused_k": [7, 0, 0, 199]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"seqused_k": [3, 2, 0, 150]}, {"slopes": 4}, {"slopes": 4, "bias": True, "seqused_k": [7, 0, 0, 199]}], ids=str
+)
 @pytest.mark.parametrize("dim", [64, 59])
 def test_packed_documents(dim, options):
     """A loop of calls over the documents."""
@@ -120,7 +122,9 @@ def test_packed_documents(dim, options):
         keys = slice(ends_k[d], ends_k[d + 1] if used is None else ends_k[d] + used[d])
         own = None if bias is None else bias[d : d + 1, :, : rows.stop - rows.start, : keys.stop - keys.start]
         tensors = {"q": q.detach()[None, rows], "k": k.detach()[None, keys], "v": v.detach()[None, keys]}
-        call = Call(**tensors, mask=Causal(), scale=dim**-0.5, bias=own, alibi_slopes=None if slopes is None else slopes[d : d + 1], grad=True)
+        call = Call(
+            **tensors, mask=Causal(), scale=dim**-0.5, bias=own, alibi_slopes=None if slopes is None else slopes[d : d + 1], grad=True
+        )
         tolerance.check_outputs(call, o.detach()[None, rows], lse.detach()[None, :, rows])
         tolerance.check_gradients(call, Gradients(dq[None, rows], dk[None, keys], dv[None, keys], None, None), d_o[None, rows])
 
