@@ -169,10 +169,6 @@ def attention_varlen(
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
     errors.check_size("cu_seqlens_k", "length", cu_seqlens_k.shape[0], cu_seqlens_q.shape[0], "cu_seqlens_q")
-    number = cu_seqlens_q.shape[0] - 1
-    if seqused_k is not None:
-        errors.check_tensor("seqused_k", seqused_k, ("documents",), INDEX_DTYPES)
-        errors.check_size("seqused_k", "documents", seqused_k.shape[0], number, "cu_seqlens_q")
     if isinstance(mask, Mapping):
         raise ValueError(
             "mask of packed documents must be one Mask for all heads, got a mapping of head ranges; call attention_varlen per range"
@@ -185,15 +181,14 @@ def attention_varlen(
         Full(),
         scale=scale,
         softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=None,
         sink=sink,
         dropout=(dropout_p, dropout_seed, dropout_offset),
         deterministic=deterministic,
         backend=backend,
-        documents=number,
-    )
-    given = documents(given._replace(row_max=return_max_logits), cu_seqlens_q, cu_seqlens_k, combine(causal, mask), seqused_k)
+    )._replace(row_max=return_max_logits)
+    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
     if out is not None:
         _check_out(out, given, packed=True)
     o, lse, row_max = operator.attend(given, None if out is None else out[None])
@@ -246,9 +241,8 @@ def operands(
     deterministic: bool,
     backend: str | None,
     bias: Tensor | None = None,
-    documents: int | None = None,
 ) -> operator.Operands:
-    """Check what is not q, k, v or the mask, and arrange everything for the operator; bias and slopes are those of so many packed `documents`."""
+    """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
     if scale is not None:
         most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max  # what it is computed in
@@ -260,14 +254,11 @@ def operands(
     if backend is not None and not isinstance(backend, str):
         raise ValueError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
     if bias is not None:
-        if documents is None:
-            errors.check_bias(bias, q, k.shape[1])
-        else:
-            errors.check_bias_of_documents(bias, q, documents)
-        bias = _spread(bias, k.shape[1] if documents is None else bias.shape[-1])
+        errors.check_bias(bias, q, k.shape[1])
+        bias = _spread(bias, k.shape[1])
     if alibi_slopes is not None:
-        errors.check_alibi(alibi_slopes, q, batch, heads_q, documents)
-        alibi_slopes = (alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]).float()
+        errors.check_alibi(alibi_slopes, q, batch, heads_q)
+        alibi_slopes = _by_entry(alibi_slopes)
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
@@ -289,7 +280,7 @@ def operands(
         deterministic=deterministic,
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         row_max=False,
-        by_document=documents is not None and (bias is not None or (alibi_slopes is not None and alibi_slopes.shape[0] != 1)),
+        by_document=False,
         backend=backend,
     )
 
@@ -309,20 +300,38 @@ def check_returns(return_lse: bool, return_max_logits: bool) -> None:
 
 
 def documents(
-    given: operator.Operands, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask, seqused_k: Tensor | None = None
+    given: operator.Operands,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    inner: Mask,
+    *,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> operator.Operands:
-    """The same tensors, which are packed sequences with `inner` for their mask, of which so many keys each are used."""
+    """The same tensors, which are packed sequences with `inner` for their mask, and what `attention_varlen` takes beside; checked, but cu_seqlens."""
+    q, number, grad = given.q, cu_seqlens_q.shape[0] - 1, given.grad
+    if bias is not None:
+        errors.check_bias_of_documents(bias, q, number)
+        bias = _spread(bias, bias.shape[-1])
+        grad = grad or (operator.gradients_on() and bias.requires_grad)
+    if alibi_slopes is not None:
+        errors.check_alibi(alibi_slopes, q, 1, q.shape[2], number)
+        alibi_slopes = _by_entry(alibi_slopes)
+    by_document = bias is not None or (alibi_slopes is not None and alibi_slopes.shape[0] != 1)
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    unread = given.by_document or seqused_k is not None or (cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda)
+    unread = by_document or seqused_k is not None or (cu_seqlens_q.is_cuda and cu_seqlens_k.is_cuda)
     used = ""
     if seqused_k is not None:
+        errors.check_tensor("seqused_k", seqused_k, ("documents",), INDEX_DTYPES)
+        errors.check_size("seqused_k", "documents", seqused_k.shape[0], number, "cu_seqlens_q")
         mask_tensors.append(seqused_k.to(cu_seqlens_k.device))
         used = ",seqused_k=#2"
     text = f"{'Unread' if unread else 'Documents'}(#0,#1,inner={inner.text(mask_tensors)}{used})"
-    diagonal, q = None, given.q
-    if given.alibi_slopes is not None and not given.by_document:
-        diagonal = _document_diagonal(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[1], q.device)
-    return given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal)
+    found = {"bias": bias, "alibi_slopes": alibi_slopes, "diagonal": None, "by_document": by_document, "grad": grad}
+    if alibi_slopes is not None and not by_document:
+        found["diagonal"] = _document_diagonal(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[1], q.device)
+    return given._replace(mask=text, mask_tensors=mask_tensors, **found)
 
 
 def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
@@ -369,6 +378,11 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tup
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
     return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
+
+
+def _by_entry(slopes: Tensor) -> Tensor:
+    """Checked slopes as (batch or 1, heads_q) fp32."""
+    return (slopes if slopes.dim() == 2 else slopes[None]).float()
 
 
 def _spread(bias: Tensor, seqlen_k: int) -> Tensor:

@@ -134,9 +134,9 @@ def _flash_attn_varlen_backward(
     """`_flash_attn_backward` of packed sequences; returns (heads, total_q) fp32."""
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v, packed=True)
-    number = cu_seqlens_q.shape[0] - 1
-    alone = _operands(q[None], k[None], v[None], Full(), given, dropout_p, rng_state, deterministic, documents=number)
-    packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask))
+    alone = given._replace(alibi_slopes=None)
+    alone = _operands(q[None], k[None], v[None], Full(), alone, dropout_p, rng_state, deterministic)
+    packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask), alibi_slopes=alibi_slopes)
     _backward(tuple(x[None] for x in (dout, out, softmax_lse)), tuple(x if x is None else x[None] for x in (dq, dk, dv)), packed)
     return (dout.float() * out.float()).sum(-1).transpose(0, 1)
 
@@ -165,17 +165,9 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
 
 
 def _operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask,
-    given: translate.Options,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    deterministic: bool,
-    documents: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool
 ):
-    """What the backward operator takes beside O, LSE and their gradients; of so many packed `documents`."""
+    """What the backward operator takes beside O, LSE and their gradients."""
     dropout = _dropout(dropout_p, rng_state)
     with torch.no_grad():
         found = api.operands(
@@ -190,7 +182,6 @@ def _operands(
             sink=None,
             deterministic=bool(deterministic),
             backend=None,
-            documents=documents,
         )
     return found._replace(grad=True)
 
