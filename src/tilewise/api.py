@@ -387,8 +387,11 @@ def _by_entry(slopes: Tensor) -> Tensor:
 
 def _spread(bias: Tensor, seqlen_k: int) -> Tensor:
     """A checked bias as (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): a view, whose gradient torch sums up to that of what was given."""
-    bias = bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
-    return bias.expand(-1, -1, -1, seqlen_k) if bias.shape[3] != seqlen_k else bias
+    if bias.dim() == 4 and bias.shape[3] == seqlen_k:
+        return bias
+    if not is_compiling():
+        errors.check_memory(bias=bias)  # of which there are no views
+    return bias[(None,) * (4 - bias.dim())].expand(-1, -1, -1, seqlen_k)
 
 
 def _last_dim_strided(x: Tensor) -> bool:

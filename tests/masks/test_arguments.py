@@ -62,11 +62,15 @@ BAD = [
     (lambda: Dense(torch.ones(2, 2, dtype=torch.bool).to_sparse()), ShapeError, r"torch.sparse_coo"),
     (lambda: Dense(torch.ones(2, dtype=torch.bool)), ShapeError, r"expected 2, 3 or 4 dimensions, .* got shape \(2,\)"),
     (lambda: Padding(), ValueError, r"lengths or start must be given, \(batch,\) integers"),
-    (lambda: Padding(torch.ones(2)), ShapeError, r"Padding: lengths must be \(batch,\) int32 or int64, got torch.float32 \(2,\)"),
+    (
+        lambda: Padding(torch.ones(2)),
+        ShapeError,
+        r"Padding: lengths must be a strided tensor \(batch,\) of int32 or int64, got torch.float32",
+    ),
     (
         lambda: Padding(start=torch.ones(2, 1, dtype=torch.int32)),
         ShapeError,
-        r"Padding: start must be \(batch,\).* got torch.int32 \(2, 1\)",
+        r"Padding: start must be .* got torch.int32 torch.strided \(2, 1\)",
     ),
     (lambda: Padding([1, 2.5]), ShapeError, r"Padding: lengths\[1\] must be an integer"),
     (lambda: Padding([1, 2], [1, 2, 3]), ShapeError, r"different batch sizes, \[2, 3\]"),

@@ -99,3 +99,11 @@ def test_lengths_may_change_in_a_compiled_call():
     for lengths in ([7, 3], [1, 5]):
         want = tw.attention(q, k, v, causal=True, mask=Padding(lengths))
         assert torch.equal(compiled(torch.tensor(lengths)), want)
+
+
+@pytest.mark.parametrize("given", [[3, 7], torch.tensor([3, 7])], ids=["list", "tensor"])
+def test_each_mapped_batch_has_the_same_padding(given):
+    q, k, v = torch.randn(3, 3, 2, 7, 2, 8, generator=torch.Generator().manual_seed(0))
+    found = torch.vmap(lambda q, k, v: tw.attention(q, k, v, causal=True, mask=Padding(given)))(q, k, v)
+    for n in range(3):
+        torch.testing.assert_close(found[n], tw.attention(q[n], k[n], v[n], causal=True, mask=Padding(given)))

@@ -255,10 +255,10 @@ class Transpose(Mask):
 
 def joint_extent(name: str, *extents: int) -> int:
     """The number of batch entries or heads that masks used together tell apart; 1 is the same for all. ShapeError where they disagree."""
-    given = {extent for extent in extents if extent != 1}
-    if len(given) > 1:
+    given = [extent for extent in extents if extent != 1]  # tensors, where torch.jit.trace looks on: they are equal, but hash apart
+    if any(extent != given[0] for extent in given[1:]):
         raise ShapeError(f"masks used together are made for different {name} sizes, {sorted(given)}; each must be that size or 1")
-    return given.pop() if given else 1
+    return given[0] if given else 1
 
 
 def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:

@@ -107,7 +107,8 @@ def _check(name: str, given) -> Tensor | tuple[int, ...]:
     if not isinstance(given, Tensor):
         return tuple(integers(name, given, 1))
     if given.dtype not in (torch.int32, torch.int64) or given.layout != torch.strided or given.is_nested or given.dim() != 1:
-        raise ShapeError(f"{name} must be (batch,) int32 or int64, got {given.dtype} {'nested' if given.is_nested else tuple(given.shape)}")
+        found = "nested" if given.is_nested else f"{given.layout} {tuple(given.shape)}"
+        raise ShapeError(f"{name} must be a strided tensor (batch,) of int32 or int64, got {given.dtype} {found}")
     if given.is_meta:
         raise ShapeError(f"{name} is on the meta device, which holds no values; pass a tensor on a real device")
     return given
