@@ -5,12 +5,13 @@ for documents take where these begin and end from tensors on the GPU, so nothing
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.tables import documents
-from tilewise.masks import Causal, Full, Mask, Padding, SlidingWindow, Unread
+from tilewise.masks import Causal, Documents, Full, Mask, Padding, SlidingWindow, Unread
 from tilewise.masks.mask import Combined
 from tilewise.problem import Call, Gradients
 
@@ -72,28 +73,48 @@ def _padding(mask: Mask) -> tuple[Padding, list[Mask]] | None:
     return None
 
 
-def _documents(call: Call) -> Unread | None:
+def _documents(call: Call) -> Documents | Unread | None:
+    if call.mask.source is not None:
+        return _listed(call.mask, call.batch, call.seqlen_q, call.seqlen_k)
     found = _padding(call.mask)
-    if found is None:
+    inner = None if found is None else _inner(*found, call.seqlen_k - call.seqlen_q)
+    if found is None or inner is None:
         return None
-    padding, others = found
+    return Unread(*_ends(found[0], call.batch, call.seqlen_q, call.seqlen_k, call.q.device), inner)
+
+
+@lru_cache(maxsize=256)
+def _listed(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int) -> Documents | None:
+    """Of lengths that the CPU has: found once, as are the tables that the GPU makes of it."""
+    found = _padding(mask)
+    inner = None if found is None else _inner(*found, seqlen_k - seqlen_q)
+    if found is None or inner is None:
+        return None
+    return Documents(*_ends(found[0], batch, seqlen_q, seqlen_k, torch.device("cpu")), inner)
+
+
+def _ends(padding: Padding, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of the documents, (3 batch + 1,) int32 each."""
+    new = {"device": device, "dtype": torch.int32}
+    start, lengths = (x if x is None else torch.as_tensor(x, **new) for x in (padding.start, padding.lengths))
+    counted = _counted(batch, **new)
+    queries, keys = counted * seqlen_q, counted * seqlen_k
+    first = keys[:-1] if start is None else keys[:-1] + start
+    last = keys[1:] if lengths is None else first + lengths
+    of_queries = torch.stack((queries[:-1], queries[:-1], queries[1:]), dim=1).flatten()
+    of_keys = torch.stack((keys[:-1], first, last), dim=1).flatten()
+    return torch.cat((of_queries, queries[-1:])), torch.cat((of_keys, keys[-1:]))
+
+
+def _inner(padding: Padding, others: list[Mask], corner: int) -> Mask | None:
+    """What the padding and all others allow, as a mask of each entry's own keys; None where that is no single band."""
     inner = padding.inner
     for other in others:
-        placed = _placed(other, padding, call.seqlen_k - call.seqlen_q)
+        placed = _placed(other, padding, corner)
         if placed is None:
             return None
         inner = inner & placed
-    if documents.offsets(inner) is None:
-        return None
-    new = {"device": call.q.device, "dtype": torch.int32}
-    start, lengths = (x if x is None or isinstance(x, Tensor) else torch.tensor(x, **new) for x in (padding.start, padding.lengths))
-    counted = _counted(call.batch, **new)
-    queries, keys = counted * call.seqlen_q, counted * call.seqlen_k
-    first = keys[:-1] if start is None else keys[:-1] + start.to(**new)
-    last = keys[1:] if lengths is None else first + lengths.to(**new)
-    of_queries = torch.stack((queries[:-1], queries[:-1], queries[1:]), dim=1).flatten()
-    of_keys = torch.stack((keys[:-1], first, last), dim=1).flatten()
-    return Unread(torch.cat((of_queries, queries[-1:])), torch.cat((of_keys, keys[-1:])), inner)
+    return None if documents.offsets(inner) is None else inner
 
 
 def _placed(mask: Mask, padding: Padding, corner: int) -> Mask | None:
