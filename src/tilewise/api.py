@@ -15,6 +15,7 @@ from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Full, Mask, PerHead
 from tilewise.runtime import operator, repeats, vmaps  # noqa: F401 (vmaps registers itself)
 from tilewise.runtime.explain import Explanation, describe
+from tilewise.runtime.plain import watched
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -38,6 +39,7 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
@@ -50,7 +52,8 @@ def attention(
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
         scale: multiplies the scores, a number of fp32 (fp64 for fp64 inputs); None is head_dim ** -0.5.
         softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
-        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), q's dtype or fp32; differentiable.
+        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), (heads_q or 1, seqlen_q or 1, seqlen_k or 1) or (seqlen_q or 1,
+            seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
@@ -61,6 +64,8 @@ def attention(
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
         return_max_logits: also return, last, each head's largest score, as QK-clip wants it (MuonClip, Kimi Team 2025).
+        out: where O is written, shaped and typed as it, its last dimension contiguous; returned in place of a new tensor. It must share no memory
+            with an input, and takes no part in a gradient.
 
     Returns:
         O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, and with `return_lse` LSE (batch, heads_q, seqlen_q), natural logarithm, fp32
@@ -76,7 +81,7 @@ def attention(
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
     tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
-    usual = return_max_logits is False
+    usual = return_max_logits is False and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
@@ -98,7 +103,9 @@ def attention(
     )
     if return_max_logits:
         given = given._replace(row_max=True)
-    o, lse, row_max = operator.attend(given)
+    if out is not None:
+        _check_out(out, given)
+    o, lse, row_max = operator.attend(given, out)
     if usual:
         repeats.remember(*tensors, options, given, beside)
     if return_max_logits:
@@ -119,7 +126,9 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
@@ -127,6 +136,7 @@ def attention_varlen(
     backend: str | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
@@ -136,9 +146,16 @@ def attention_varlen(
         q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
         cu_seqlens_q: (documents + 1,) int32 or int64, starting at 0, non-decreasing, ending at most at total_q.
         cu_seqlens_k: likewise for the keys. Tokens after the last document see nothing and are seen by none.
-        alibi_slopes: (heads_q,); distances count within the document.
+        bias: (documents or 1, heads_q or 1, max_seqlen_q or 1, max_seqlen_k or 1), or the last three or two of these: document d adds
+            `bias[d, :, i, j]` to the score of its query i and key j. max_seqlen_* are at least the longest document's; what lies beyond a document's
+            own lengths is not read, and has a gradient of 0.
+        alibi_slopes: (heads_q,) or (documents, heads_q); distances count within the document.
+        seqused_k: (documents,) int32 or int64, how many keys of each document there are, from its first on; the others are seen by nobody, and
+            masks are placed as if they were not there. None: all.
 
-    The other arguments are those of `attention`; random numbers of dropout count packed positions.
+    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, or slopes (documents, heads_q), each
+    document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document, whose index is added to
+    dropout_offset.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also
@@ -148,12 +165,11 @@ def attention_varlen(
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
     options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
-    beside = None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k
-    usual = cu_seqlens_q is not None and return_max_logits is False
+    tensors, beside = (q, k, v), (None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
+    usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
-    tensors = q, k, v
-    q, k, v, _ = autocast(q, k, v)
+    q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
@@ -170,17 +186,21 @@ def attention_varlen(
         Full(),
         scale=scale,
         softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=None,
         sink=sink,
         dropout=(dropout_p, dropout_seed, dropout_offset),
         deterministic=deterministic,
         backend=backend,
-    )
-    given = documents(given._replace(row_max=return_max_logits), cu_seqlens_q, cu_seqlens_k, combine(causal, mask))
-    o, lse, row_max = operator.attend(given)
+    )._replace(row_max=return_max_logits)
+    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
+    if out is not None:
+        _check_out(out, given, packed=True)
+    o, lse, row_max = operator.attend(given, None if out is None else out[None])
     if usual:
         repeats.remember(*tensors, options, given, beside)
-    o, lse = o.squeeze(0), lse.squeeze(0)  # whose gradients are views; those of o[0] would be copied into zeros
+    # squeezed, because gradients of that are views; those of o[0] would be copied into zeros
+    o, lse = o.squeeze(0) if out is None else out, lse.squeeze(0)
     if return_max_logits:
         largest = _largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
         return (o, lse, largest) if return_lse else (o, largest)
@@ -242,9 +262,10 @@ def operands(
         raise ValueError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
     if bias is not None:
         errors.check_bias(bias, q, k.shape[1])
+        bias = _spread(bias, k.shape[1])
     if alibi_slopes is not None:
         errors.check_alibi(alibi_slopes, q, batch, heads_q)
-        alibi_slopes = (alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]).float()
+        alibi_slopes = _by_entry(alibi_slopes)
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
@@ -266,8 +287,18 @@ def operands(
         deterministic=deterministic,
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         row_max=False,
+        by_document=False,
         backend=backend,
     )
+
+
+def _check_out(out: Tensor, given: operator.Operands, packed: bool = False) -> None:
+    """Refuse an `out` that O of these operands cannot be written to."""
+    shape = (*given.q.shape[packed:-1], given.v.shape[-1])
+    errors.check_out(out, shape, given.q, gradient=given.grad)
+    inputs = {name: x for name, x in operator.named(given).items() if x is not None}
+    if not operator.traced() and not watched((out, *inputs.values())):
+        errors.check_apart("out", out, inputs)
 
 
 def check_returns(return_lse: bool, return_max_logits: bool) -> None:
@@ -275,14 +306,39 @@ def check_returns(return_lse: bool, return_max_logits: bool) -> None:
     errors.check_flag("return_max_logits", return_max_logits)
 
 
-def documents(given: operator.Operands, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Mask) -> operator.Operands:
-    """The same tensors, which are packed sequences with `inner` for their mask."""
+def documents(
+    given: operator.Operands,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    inner: Mask,
+    *,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> operator.Operands:
+    """The same tensors, which are packed sequences with `inner` for their mask, and what `attention_varlen` takes beside; checked, but cu_seqlens."""
+    q, number, grad = given.q, cu_seqlens_q.shape[0] - 1, given.grad
+    if bias is not None:
+        errors.check_bias_of_documents(bias, q, number)
+        bias = _spread(bias, bias.shape[-1])
+        grad = grad or (operator.gradients_on() and bias.requires_grad)
+    if alibi_slopes is not None:
+        errors.check_alibi(alibi_slopes, q, 1, q.shape[2], number)
+        alibi_slopes = _by_entry(alibi_slopes)
+    by_document = bias is not None or (alibi_slopes is not None and alibi_slopes.shape[0] != 1)
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
-    name = "Unread" if _on_gpu(cu_seqlens_q, cu_seqlens_k) else "Documents"
-    text = f"{name}(#0,#1,inner={inner.text(mask_tensors)})"
-    q = given.q
-    diagonal = None if given.alibi_slopes is None else _document_diagonal(cu_seqlens_q, cu_seqlens_k, q.shape[1], q.device)
-    return given._replace(mask=text, mask_tensors=mask_tensors, diagonal=diagonal)
+    unread = by_document or seqused_k is not None or _on_gpu(cu_seqlens_q, cu_seqlens_k)
+    used = ""
+    if seqused_k is not None:
+        errors.check_tensor("seqused_k", seqused_k, ("documents",), INDEX_DTYPES)
+        errors.check_size("seqused_k", "documents", seqused_k.shape[0], number, "cu_seqlens_q")
+        mask_tensors.append(seqused_k.to(cu_seqlens_k.device))
+        used = ",seqused_k=#2"
+    text = f"{'Unread' if unread else 'Documents'}(#0,#1,inner={inner.text(mask_tensors)}{used})"
+    found = {"bias": bias, "alibi_slopes": alibi_slopes, "diagonal": None, "by_document": by_document, "grad": grad}
+    if alibi_slopes is not None and not by_document:
+        found["diagonal"] = _document_diagonal(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[1], q.device)
+    return given._replace(mask=text, mask_tensors=mask_tensors, **found)
 
 
 def _on_gpu(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
@@ -336,6 +392,20 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tup
     return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
 
 
+def _by_entry(slopes: Tensor) -> Tensor:
+    """Checked slopes as (batch or 1, heads_q) fp32."""
+    return (slopes if slopes.dim() == 2 else slopes[None]).float()
+
+
+def _spread(bias: Tensor, seqlen_k: int) -> Tensor:
+    """A checked bias as (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): a view, whose gradient torch sums up to that of what was given."""
+    if bias.dim() == 4 and bias.shape[3] == seqlen_k:
+        return bias
+    if not is_compiling():
+        errors.check_memory(bias=bias)  # of which there are no views
+    return bias[(None,) * (4 - bias.dim())].expand(-1, -1, -1, seqlen_k)
+
+
 def _last_dim_strided(x: Tensor) -> bool:
     return x.shape[-1] > 1 and x.stride(-1) != 1
 
@@ -346,9 +416,11 @@ def _dense(name: str, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> Tensor:
+def _document_diagonal(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None, total_q: int, device: torch.device) -> Tensor:
     """(total_q,) int64: for a query of document d, the end of its keys minus the end of its queries (see `Call.diagonal`)."""
     ends_q, ends_k = (cu[1:].to(device, torch.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
+    if seqused_k is not None:
+        ends_k = (cu_seqlens_k[:-1] + seqused_k.to(cu_seqlens_k.device)).to(device, torch.int64)
     if ends_q.shape[0] == 0:
         return ends_q.new_zeros(total_q)
     return (ends_k - ends_q)[_document_of(ends_q, total_q)]

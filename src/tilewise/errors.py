@@ -145,14 +145,82 @@ def check_flag(name: str, x: bool) -> None:
 
 
 def check_bias(bias: Tensor, q: Tensor, seqlen_k: int) -> None:
-    """bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), in q's dtype or fp32."""
-    check_tensor("bias", bias, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k"), memory=False)
-    check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
+    """bias of 2 to 4 dimensions that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), in q's dtype or fp32."""
+    check_bias_tensor(bias, q, ("batch or 1", "heads_q or 1", "seqlen_q or 1", "seqlen_k or 1"))
     batch, seqlen_q, heads_q, _ = q.shape
-    for axis, got, size in zip(("batch", "heads_q", "seqlen_q"), bias.shape, (batch, heads_q, seqlen_q), strict=False):
+    sizes = (("batch", batch), ("heads_q", heads_q), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
+    for got, (axis, size) in zip(bias.shape, sizes[4 - bias.dim() :], strict=True):
         if got != 1 and got != size:
             raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
-    check_size("bias", "seqlen_k", bias.shape[3], seqlen_k, "k")
+
+
+def check_bias_tensor(bias: Tensor, q: Tensor, axes: tuple[str, str, str, str]) -> None:
+    """Refuse a bias that has not the last 2, 3 or all of `axes`, or another dtype than q's or fp32; sizes are not looked at."""
+    dims = bias.dim() if isinstance(bias, Tensor) and bias.layout == torch.strided and not bias.is_nested else 4
+    if dims not in (2, 3, 4):
+        shape = tuple(bias.shape)
+        raise ShapeError(f"bias must have 2, 3 or 4 dimensions, the last of ({', '.join(axes)}), got {dims} with shape {shape}")
+    check_tensor("bias", bias, axes[4 - dims :], memory=False)
+    check_like("bias", bias, q, same_dtype=bias.dtype != torch.float32)
+
+
+def check_bias_of_documents(bias: Tensor, q: Tensor, documents: int) -> None:
+    """bias of packed documents, whose lengths are not known yet: the last 2 to 4 of (documents or 1, heads_q or 1, queries or 1, keys or 1)."""
+    check_bias_tensor(bias, q, ("documents or 1", "heads_q or 1", "max_seqlen_q or 1", "max_seqlen_k or 1"))
+    sizes = (("documents", documents), ("heads_q", q.shape[-2]))
+    for got, (axis, size) in zip(bias.shape[:-2], sizes[4 - bias.dim() :], strict=True):
+        if got != 1 and got != size:
+            raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool) -> None:
+    """Refuse an `out` of another shape, dtype or device than the result's, in which numbers share memory, or where a gradient is wanted."""
+    axes = ("batch", "seqlen_q", "heads_q", "head_dim_v") if len(shape) == 4 else ("total_q", "heads_q", "head_dim_v")
+    check_tensor("out", out, axes)
+    if gradient or out.requires_grad:
+        which = "an input requires grad" if gradient else "it requires grad itself"
+        raise ValueError(f"out takes no part in a gradient, but {which}; call under torch.no_grad(), or leave out= away")
+    if out.dtype != q.dtype or out.device != q.device or tuple(out.shape) != shape:
+        found = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        raise ShapeError(f"out must be {shape} {q.dtype} on {q.device}, as the result is, got {found}; allocate it with torch.empty")
+    reach, fits = 0, out.shape[-1] <= 1 or out.stride(-1) == 1
+    for step, size in sorted((step, size) for step, size in zip(out.stride(), out.shape, strict=True) if size > 1):
+        fits = fits and step > reach
+        reach += step * (size - 1)
+    if not fits:
+        raise ShapeError(
+            f"out has strides {tuple(out.stride())} for shape {shape}; its last dimension must be contiguous, and no two numbers may share memory"
+        )
+
+
+def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Refuse a tensor that is written to while it shares memory with one that is read; tensors that take turns in one buffer are apart."""
+    for other, y in others.items():
+        if x.device == y.device and _meet(x, y):
+            raise ShapeError(f"{name} shares memory with {other}, which is read while it is written; pass a tensor of its own")
+
+
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """Whether numbers of the two may lie at the same address."""
+    if not (x.numel() and y.numel()):
+        return False
+    whole = x.element_size() * max(x.stride()) * max(x.shape) + y.element_size() * max(y.stride()) * max(y.shape)
+    start = min(x.data_ptr(), y.data_ptr())
+    far = whole + abs(x.data_ptr() - y.data_ptr())
+    periods = {step * x.element_size() for step, size in zip(x.stride(), x.shape, strict=True) if size > 1}
+    return all(_slots_meet(_slot(x, start, period), _slot(y, start, period)) for period in (*periods, far))
+
+
+def _slot(x: Tensor, start: int, period: int) -> tuple[int, int] | None:
+    """The bytes [begin, end) that x takes of every `period` bytes from `start` on, as q takes of a projection's rows; None where it is irregular."""
+    steps = [(step * x.element_size(), size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    begin = (x.data_ptr() - start) % period
+    end = begin + x.element_size() + sum(step * (size - 1) for step, size in steps if step < period)
+    return None if end > period or any(step % period for step, _ in steps if step >= period) else (begin, end)
+
+
+def _slots_meet(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    return one is None or other is None or (one[0] < other[1] and other[0] < one[1])
 
 
 def check_no_grad(name: str, x: Tensor, reason: str) -> None:
@@ -166,14 +234,15 @@ def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
         raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
 
 
-def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int) -> None:
-    """alibi_slopes (heads_q,) or (batch, heads_q)."""
-    check_tensor("alibi_slopes", slopes, ("batch", "heads_q") if isinstance(slopes, Tensor) and slopes.dim() == 2 else ("heads_q",))
+def check_alibi(slopes: Tensor, q: Tensor, batch: int, heads_q: int, documents: int | None = None) -> None:
+    """alibi_slopes (heads_q,) or (batch, heads_q); of packed documents (documents, heads_q)."""
+    first, number = ("batch", batch) if documents is None else ("documents", documents)
+    check_tensor("alibi_slopes", slopes, (first, "heads_q") if isinstance(slopes, Tensor) and slopes.dim() == 2 else ("heads_q",))
     check_like("alibi_slopes", slopes, q, same_dtype=False)
     check_no_grad("alibi_slopes", slopes, "ALiBi slopes have no gradient here")
     check_size("alibi_slopes", "heads_q", slopes.shape[-1], heads_q, "q")
     if slopes.dim() == 2 and slopes.shape[0] != 1:
-        check_size("alibi_slopes", "batch", slopes.shape[0], batch, "q")
+        check_size("alibi_slopes", first, slopes.shape[0], number, "q" if documents is None else "cu_seqlens_q")
 
 
 def check_sink(sink: Tensor, q: Tensor, heads_q: int) -> None:

@@ -86,6 +86,7 @@ class Call:
     grad: bool = False
     out_dtype: torch.dtype | None = None  # of O, where it is not q's
     row_max: bool = False  # whether the forward also gives each row's largest score
+    out: Tensor | None = None  # shaped, typed and placed as O: a backend that can write O there returns it; others need not look
 
     @property
     def batch(self) -> int:

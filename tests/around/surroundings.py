@@ -71,6 +71,37 @@ def _varlen(q, k, v, cu_q, cu_k, slopes, sink) -> tuple[Tensor, ...]:
     return tw.attention_varlen(q, k, v, cu_q, cu_k, alibi_slopes=slopes, sink=sink, return_lse=True)
 
 
+def _of_documents() -> dict[str, Tensor]:
+    more = {"used": integers(3, 2, 5), "bias": normal(3, 4, 6, 6, seed=6), "slopes": normal(3, 4, seed=4).abs()}
+    return _packed() | more
+
+
+def _varlen_of_documents(q, k, v, cu_q, cu_k, slopes, sink, used, bias) -> tuple[Tensor, ...]:
+    return tw.attention_varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        causal=True,
+        bias=bias,
+        alibi_slopes=slopes,
+        sink=sink,
+        seqused_k=used,
+        return_lse=True,
+        dropout_p=0.25,
+        dropout_seed=7,
+    )
+
+
+def _padded() -> dict[str, Tensor]:
+    return qkv() | {"lengths": integers(3, 7), "start": integers(2, 0, dtype=torch.int64), "bias": normal(4, 5, 1, seed=3)}
+
+
+def _padding(q, k, v, lengths, start, bias) -> tuple[Tensor, ...]:
+    return tw.attention(q, k, v, causal=True, mask=tw.Padding(lengths, start), bias=bias, return_lse=True)
+
+
 def _with_largest(q, k, v) -> tuple[Tensor, ...]:
     """The largest scores have no gradient, so they come with what has one."""
     o, lse, largest = tw.attention(q, k, v, causal=True, return_lse=True, return_max_logits=True)
@@ -121,6 +152,8 @@ FUNCTIONS = {
     "attention, tiled": Function(_with_everything, partial(_everything, backend="tiled"), (*QKV, "bias", "sink")),
     "attention, seed drawn": Function(qkv, _seeded, QKV),
     "attention_varlen": Function(_packed, _varlen, (*QKV, "sink")),
+    "attention_varlen, every operand": Function(_of_documents, _varlen_of_documents, (*QKV, "sink", "bias")),
+    "attention, padding": Function(_padded, _padding, (*QKV, "bias")),
     "decode": Function(_cache, _decode),
     "decode, every operand": Function(_pages, _paged),
     "merge": Function(_parts, _merge, ("o", "other", "lse", "more")),

@@ -5,7 +5,13 @@ import torch
 from surroundings import FUNCTIONS, check_close, check_equal, of, plain
 from test_defaults import DEVICES, MODES, default_dtype
 
-FAST = ("attention", "attention, every operand", "decode, every operand")  # the others take the same ways
+FAST = (
+    "attention",
+    "attention, every operand",
+    "attention_varlen, every operand",
+    "attention, padding",
+    "decode, every operand",
+)  # the others take the same ways
 DRAWN = "attention, seed drawn"  # from the compiled program's generator
 
 

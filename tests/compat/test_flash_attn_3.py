@@ -81,10 +81,12 @@ def test_lengths_in_use(used_q, used_k, causal):
 
 def test_lengths_in_use_are_checked():
     q, k, v = (x[0] for x in qkv(1, 21, 21))
-    with pytest.raises(RuntimeError, match=r"seqused_k must be between 0 and the length of each sequence, \[9, 0, 12\], got \[9, 1, 3\]"):
+    with pytest.raises(RuntimeError, match=r"seqused_k\[1\] is 1; it must be between 0 and 0, the document's keys"):
         flash_attn_3.flash_attn_varlen_func(q, k, v, CU, CU, 12, 12, seqused_k=torch.tensor([9, 1, 3]))
     with pytest.raises(RuntimeError, match="seqused_q has sequences 2, but cu_seqlens_q has sequences 3"):
         flash_attn_3.flash_attn_varlen_func(q, k, v, CU, CU, 12, 12, seqused_q=torch.tensor([9, 0]))
+    with pytest.raises(RuntimeError, match=r"seqused_q must be between 0 and the length of each sequence, \[9, 0, 12\], got \[9, 0, 13\]"):
+        flash_attn_3.flash_attn_varlen_func(q, k, v, CU, CU, 12, 12, seqused_q=torch.tensor([9, 0, 13]))
 
 
 def test_empty_rows():

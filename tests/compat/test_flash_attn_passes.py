@@ -47,10 +47,16 @@ def test_sequences():
     call = call_of(q[None], k[None], v[None], tw.Documents(CU_Q, CU_K, inner=tw.Causal()), **fields)
     tolerance.check_outputs(call, o[None], lse[None])
     tolerance.check_gradients(call, Gradients(*(x[None] for x in grads), None, None), d_o[None])
-    with pytest.raises(
-        RuntimeError, match=r"alibi_slopes \(batch, heads\) is not supported in this pass; differentiate flash_attn_varlen_func"
-    ):
-        passes._flash_attn_varlen_backward(d_o, q, k, v, o, lse, *grads, CU_Q, CU_K, 13, 15, *tail(slopes.expand(2, 4)), False)
+    each = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    two = torch.stack((slopes, slopes.flip(0)))  # slopes of each sequence
+    o, lse, _, _ = passes._flash_attn_varlen_forward(q, k, v, CU_Q, CU_K, 13, 15, *tail(two))
+    passes._flash_attn_varlen_backward(d_o, q, k, v, o, lse, *each, CU_Q, CU_K, 13, 15, *tail(two), False)
+    torch.testing.assert_close(
+        [x[:7] for x in each[:1]] + [x[:9] for x in each[1:]], [x[:7] for x in grads[:1]] + [x[:9] for x in grads[1:]]
+    )
+    one = call_of(q[None, 7:], k[None, 9:], v[None, 9:], tw.Causal(), scale=0.3, alibi_slopes=two[1])
+    tolerance.check_outputs(one, o[None, 7:], lse[None, :, 7:])
+    tolerance.check_gradients(one, Gradients(each[0][None, 7:], each[1][None, 9:], each[2][None, 9:], None, None), d_o[None, 7:])
 
 
 def test_parts_of_the_keys_as_in_a_ring():

@@ -78,6 +78,9 @@ def test_random_trees(seed):
         cut = frame._replace(seqlen_k=keys)
         masks = read(function, cut, padding)
         assert torch.equal(as_said(masks, cut), want[:, :, :keys]), (masks, frame)
+        alone = hf_masks.padded(found, None if padding is None else padding.numpy(), cut)
+        if alone is not None:
+            assert torch.equal(alone.dense(*cut[:2])[:, 0], want[:, :, :keys]), (alone, frame)
         if len(masks) > 1:
             whole = hf_masks.folded(masks, *cut[:2]).dense(BATCH * cut.seqlen_q, BATCH * keys)
             assert torch.equal(whole, torch.block_diag(*want[:, :, :keys].int()).bool())
@@ -96,6 +99,22 @@ def test_the_trees_have_what_they_should():
         different += len(read(function, frame)) > 1
         cut += hf_masks.keys_seen(found, None, frame) < frame.seqlen_k
     assert kinds == set(hf_masks.CAPTURED) - {hf_masks.REMAPPED} and different > 10 and cut > 5
+
+
+def test_padding_at_the_ends_is_structure():
+    """One mask for the batch, where the entries differ by nothing else; on one side it says so, because a GPU then needs no tables."""
+    frame, tree = Frame(4, 6, 2), hf_masks.read(hf.sliding_window_causal_mask_function(3))
+    window = tw.SlidingWindow(2, 0)
+
+    def of(*rows: str) -> tw.Mask | None:
+        return hf_masks.padded(tree, np.array([[c == "x" for c in row] for row in rows]), frame)
+
+    assert of("xxxxxx", "xx----", "------") == window & tw.Padding([6, 2, 0])
+    assert of("xxxxxx", "--xxxx", "------") == window & tw.Padding(start=[0, 2, 6])
+    assert of("-xxx--", "--xxxx", "------") == window & tw.Padding([3, 4, 0], [1, 2, 6])
+    assert of("xx-xxx", "xxxxxx", "xxxxxx") is None and of("xxxx--", "xxxx--", "xxxx--") is None
+    by_sequence = hf_masks.read(hf.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1]] * 3)))
+    assert hf_masks.padded(by_sequence, np.array([[True] * 5 + [False], [True] * 6, [True] * 6]), frame) is None
 
 
 def positions(*lengths: int, start: int = 0) -> torch.Tensor:

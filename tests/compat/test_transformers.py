@@ -315,8 +315,9 @@ def test_masks_stay_structure(monkeypatch):
     both = tw.Documents([0, 5, 6, 21, 24, 30, 31, 45, 48], inner=causal)
     assert seen_masks("llama", inputs("llama", "packed"), monkeypatch) == {(both, (1, 2 * n), 2 * n)}
     assert seen_masks("bert", inputs("bert"), monkeypatch) == {(None, whole, n)}
-    ((mask, *shape),) = seen_masks("bert", inputs("bert", "right"), monkeypatch)
-    assert mask == tw.Slices([(0, n), (n, 2 * n)], [(0, n - 3), (n, 2 * n)], [0, 0]) and shape == [(1, 2 * n), 2 * n]
+    assert seen_masks("bert", inputs("bert", "right"), monkeypatch) == {(tw.Padding([n - 3, n]), whole, n)}
+    assert seen_masks("llama", inputs("llama", "right"), monkeypatch) == {(causal & tw.Padding([n - 3, n]), whole, n)}
+    assert seen_masks("llama", inputs("llama", "left"), monkeypatch) == {(causal & tw.Padding(start=[3, 0]), whole, n)}
 
 
 def test_a_static_cache_is_cut_to_what_it_holds(monkeypatch):

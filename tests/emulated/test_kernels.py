@@ -11,7 +11,7 @@ from emulator.machine import PACES
 from emulator.memory import Fault
 
 from tilewise.backends.hopper.backward import plan
-from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, Padding, PrefixLM, SlidingWindow
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
@@ -33,6 +33,7 @@ CASES = [
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
     Case(**ONE_HEAD | dict(head_dim=72, head_dim_v=40, mask=SlidingWindow(40, 3))),
+    Case(**ONE_HEAD | dict(batch=2, mask=Padding((130, 60)) & Causal())),  # packed documents: entries.py
 ]
 MOVED = (
     (Causal("top_left", -70), 300, 500),
@@ -44,6 +45,15 @@ MOVED = (
     (Documents((0, 100, 160), (0, 90, 300), inner=Causal(offset=-20)), 160, 300),
 )
 MORE = [
+    Case(**ONE_HEAD | dict(head_dim=67, head_dim_v=37, mask=SlidingWindow(40, 3))),  # padded to 72 and 40
+    *(
+        Case(**SMALL | dict(batch=2, seqlen_k=190, mask=mask, **changes))
+        for mask, changes in (
+            (Padding(None, (0, 100)) & SlidingWindow(30, 2), {"alibi": "h"}),
+            (Padding((0, 100), (50, 60), Causal()), {"sink": True, "head_dim": 59, "lse_grad": True}),
+            (Padding((50, 100), (50, 60)) & Causal(), {}),  # by tables
+        )
+    ),
     *(Case(**SMALL | dict(mask=mask, seqlen_q=m, seqlen_k=n, head_dim=d)) for d in (64, 128) for mask, m, n in MOVED),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),

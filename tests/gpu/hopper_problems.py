@@ -5,7 +5,7 @@ import torch
 
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.forward import call as forward
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.sm90.jit import why_not_here
 from tilewise.testing import conformance
 from tilewise.testing.cases import random_mask
@@ -92,6 +92,8 @@ def beyond_one_band(seqlen_q, seqlen_k):
         random_mask(seqlen_q, seqlen_k) & Causal(),
         Dense(sparse),
         Dense(sparse) - Full(),
+        Padding((seqlen_k, n // 2)) & Causal(),
+        Padding((seqlen_k - 1, n // 2), (1, n // 3)) & SlidingWindow(n // 3, 5),
     ]
 
 

@@ -12,6 +12,7 @@ from tilewise.masks import (
     Documents,
     FirstKeys,
     Full,
+    Padding,
     PerHead,
     PrefixLM,
     Slices,
@@ -22,8 +23,13 @@ from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.dense import Packed
 
 BAD = [
-    (lambda: SlidingWindow(-1, 0), ValueError, r"SlidingWindow: left must be an integer, 0 or more, or None for unbounded, got -1"),
-    (lambda: SlidingWindow(0, 1.5), ValueError, r"SlidingWindow: right .* got 1.5"),
+    (
+        lambda: SlidingWindow(-1, 0),
+        ValueError,
+        r"left -1 and right 0 leave no key; left \+ right must be 0 or more, and None is unbounded, not -1",
+    ),
+    (lambda: SlidingWindow(0, 1.5), ValueError, r"SlidingWindow: right must be an integer of at least -2\*\*29, or None .* got 1.5"),
+    (lambda: SlidingWindow(-(1 << 29), None, offset=5), ValueError, r"SlidingWindow: offset must be an integer between"),
     (lambda: SlidingWindow(True, 0), ValueError, r"left must be an integer"),
     (lambda: Causal(offset=1.0), ValueError, r"Causal: offset must be an integer between -2\*\*29 and 2\*\*29, got 1.0"),
     (lambda: SlidingWindow(1, 1, offset=1 << 30), ValueError, r"SlidingWindow: offset must be an integer between"),
@@ -54,7 +60,25 @@ BAD = [
     (lambda: Dense([[True]]), ShapeError, r"expected a bool tensor, got list; convert it with torch.as_tensor"),
     (lambda: Dense(torch.ones(2, 2)), ShapeError, r"expected a strided bool tensor, got torch.float32.*pass scores to add as bias="),
     (lambda: Dense(torch.ones(2, 2, dtype=torch.bool).to_sparse()), ShapeError, r"torch.sparse_coo"),
-    (lambda: Dense(torch.ones(2, 2, 2, dtype=torch.bool)), ShapeError, r"got shape \(2, 2, 2\)"),
+    (lambda: Dense(torch.ones(2, dtype=torch.bool)), ShapeError, r"expected 2, 3 or 4 dimensions, .* got shape \(2,\)"),
+    (lambda: Padding(), ValueError, r"lengths or start must be given, \(batch,\) integers"),
+    (
+        lambda: Padding(torch.ones(2)),
+        ShapeError,
+        r"Padding: lengths must be a strided tensor \(batch,\) of int32 or int64, got torch.float32",
+    ),
+    (
+        lambda: Padding(start=torch.ones(2, 1, dtype=torch.int32)),
+        ShapeError,
+        r"Padding: start must be .* got torch.int32 torch.strided \(2, 1\)",
+    ),
+    (lambda: Padding([1, 2.5]), ShapeError, r"Padding: lengths\[1\] must be an integer"),
+    (lambda: Padding([1, 2], [1, 2, 3]), ShapeError, r"different batch sizes, \[2, 3\]"),
+    (lambda: Padding([1, 2], inner=Dense(torch.ones(1, 1, dtype=torch.bool))), ValueError, r"Padding: inner must be a mask of bands"),
+    (lambda: Padding([1, 4], [0, 2]).planes(3, 5, batch=2), ShapeError, r"batch entry 1 has the keys 2 to 6 .* between 0 and seqlen_k 5"),
+    (lambda: Padding([1, -1]).planes(3, 5, batch=2), ShapeError, r"batch entry 1 has the keys 0 to -1"),
+    (lambda: Padding([1, 1]).planes(3, 5, batch=3), ShapeError, r"made for batch 2, the call has batch 3"),
+    (lambda: Documents([0, 2], inner=Padding(torch.ones(1, dtype=torch.int32))), ValueError, r"inner must be made of bands"),
     (
         lambda: Dense(torch.ones(2, 3, dtype=torch.bool)).resolve(3, 3),
         ShapeError,

@@ -22,6 +22,11 @@ def test_it_is_what_it_reads_as():
     assert ((unread & SlidingWindow(2, 0)).dense(45, 50) == (read & SlidingWindow(2, 0)).dense(45, 50)).all()
 
 
+def test_a_combined_mask_is_told_apart_by_what_its_tensors_hold():
+    one, other = (Unread(cu, cu, Full()) & SlidingWindow(2, 0) for cu in (torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9])))
+    assert one != other and not torch.equal(one.dense(9, 9), other.dense(9, 9))
+
+
 @pytest.mark.parametrize("wrong", [[1, 4], [0, 5, 4], [0, 51]])
 def test_bad_values_raise_as_those_of_documents(wrong):
     wrong = torch.tensor(wrong)

@@ -16,8 +16,8 @@ EDITS = {
         ("    bias: Tensor | None = None,\n    alibi", "    bias: Tensor | None = None,\n    warmth: Tensor | None = None,\n    alibi"),
         ("    usual = return_max_logits", "    usual = warmth is None and return_max_logits"),
         (
-            "o, lse, row_max = operator.attend(given)" + REMEMBER,
-            "o, lse, row_max = operator.attend(given._replace(warmth=warmth))" + REMEMBER,
+            "o, lse, row_max = operator.attend(given, out)" + REMEMBER,
+            "o, lse, row_max = operator.attend(given._replace(warmth=warmth), out)" + REMEMBER,
         ),
         ("        diagonal=None,\n", "        diagonal=None,\n        warmth=None,\n"),
     ],

@@ -24,6 +24,7 @@ def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
         "deterministic": False,
         "grad": True,
         "row_max": False,
+        "by_document": False,
         "mask": mask.text(tensors),
         "mask_tensors": tensors,
     }

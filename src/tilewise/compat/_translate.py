@@ -1,4 +1,4 @@
-"""The peers' arguments in tilewise's words: windows, scales, empty rows' LSE, head dims, lengths within packed sequences."""
+"""The peers' arguments in tilewise's words: windows, scales, empty rows' LSE, head dims of caches, lengths within packed sequences."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -89,36 +89,29 @@ def negative_infinity(lse: Tensor) -> Tensor:
 
 
 def padded(x: Tensor) -> Tensor:
-    """x with zeros behind its last dimension up to what the device's kernels load at once; they change neither scores nor other outputs."""
-    return x if _aligned(x) else torch.nn.functional.pad(x, (0, -x.shape[-1] % HEAD_DIM_MULTIPLE[x.device.type]))
+    """x with zeros behind its last dimension up to what the device's decoding kernels load at once; they change neither scores nor other outputs."""
+    multiple = HEAD_DIM_MULTIPLE.get(x.device.type, 1)
+    return x if x.shape[-1] % multiple == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % multiple))
 
 
-def _aligned(x: Tensor) -> bool:
-    return not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] % HEAD_DIM_MULTIPLE.get(x.device.type, 1) == 0
-
-
-def _ready(
+def _with_second_part(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, given: Options, axes: tuple[str, ...]
-) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """q, k, v as kernels want them: padded, and with `qv`, the scores' second part, beside q, and v beside k; as they are where nothing asks."""
-    if qv is None and _aligned(q) and _aligned(v):
-        return q, k, v, given  # the checks are the function's own
-    names = (*axes, "heads", "head_dim")
-    for name, x in (("q", q), ("k", k), ("v", v)) + ((("qv", qv),) if qv is not None else ()):
-        check_tensor(name, x, names, memory=False)
+) -> tuple[Tensor, Tensor, Options]:
+    """q and k, with `qv`, the scores' second part, beside q, and v beside k."""
+    if qv is None:
+        return q, k, given  # the checks are the function's own
+    for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        check_tensor(name, x, (*axes, "heads", "head_dim"), memory=False)
     given = with_scale(given, q, qv)
-    if qv is not None:
-        check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], "v")
-        q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], "v")
     check_size("k", "head_dim", k.shape[-1], q.shape[-1], "q")
-    return padded(q), padded(k), padded(v), given
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1), given
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, **more) -> tuple[Tensor, Tensor]:
     """`api.attention` of (batch, seqlen, heads, head_dim) and its LSE, with -inf for empty rows."""
-    one, two, three, given = _ready(q, k, v, qv, given, ("batch", "seqlen"))
-    o, lse = api.attention(one, two, three, **given.keywords(), **more, return_lse=True)
-    return o[..., : v.shape[-1]] if three is not v else o, lse
+    q, k, given = _with_second_part(q, k, v, qv, given, ("batch", "seqlen"))
+    return api.attention(q, k, v, **given.keywords(), **more, return_lse=True)
 
 
 class Packed(NamedTuple):
@@ -134,7 +127,7 @@ class Packed(NamedTuple):
         return cls(torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen, used)
 
     def check(self, name: str) -> None:
-        """Refuse lengths in use that are not within their sequences; without them there is nothing to check here."""
+        """Refuse lengths in use that are not within their sequences."""
         if self.used is None:
             return
         check_tensor(name, self.used, ("sequences",), api.INDEX_DTYPES)
@@ -149,32 +142,25 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """`api.attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
 
-    Slopes of ALiBi that differ by sequence take a call for each. Rows and keys that are not in use see and are seen by nothing.
+    Rows and keys that are not in use see and are seen by nothing.
     """
-    one, two, three, given = _ready(q, k, v, qv, given, ("total",))
-    slopes = given.alibi_slopes
-    apart = isinstance(slopes, Tensor) and slopes.dim() == 2
-    if of_q.used is None and of_k.used is None and not apart:
-        o, lse = api.attention_varlen(one, two, three, of_q.cu_seqlens, of_k.cu_seqlens, **given.keywords(), **more, return_lse=True)
-        return o[..., : v.shape[-1]] if three is not v else o, lse
-    for name, cu in (("cu_seqlens_q", of_q.cu_seqlens), ("cu_seqlens_k", of_k.cu_seqlens)):
-        check_tensor(name, cu, ("sequences + 1",), api.INDEX_DTYPES)
-    check_size("cu_seqlens_k", "length", of_k.cu_seqlens.shape[0], of_q.cu_seqlens.shape[0], "cu_seqlens_q")
-    of_q.check("seqused_q")
-    of_k.check("seqused_k")
-    cu_q, cu_k = _with_gaps(of_q, of_k)
-    if apart:
-        check_size("alibi_slopes", "batch", slopes.shape[0], of_q.cu_seqlens.shape[0] - 1, "cu_seqlens_q")
-        o, lse = _one_by_one(one, two, three, cu_q, cu_k, given, more)
-    else:
-        o, lse = api.attention_varlen(one, two, three, cu_q, cu_k, **given.keywords(), **more, return_lse=True)
-    return o[..., : v.shape[-1]] if three is not v else o, lse
+    q, k, given = _with_second_part(q, k, v, qv, given, ("total",))
+    options = given.keywords()
+    cu_q, cu_k, seqused_k = of_q.cu_seqlens, of_k.cu_seqlens, of_k.used
+    if of_q.used is not None:
+        for name, packed in (("q", of_q), ("k", of_k)):
+            check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, ("sequences + 1",), api.INDEX_DTYPES)
+            packed.check(f"seqused_{name}")
+        check_size("cu_seqlens_k", "length", cu_k.shape[0], cu_q.shape[0], "cu_seqlens_q")
+        cu_q, cu_k, seqused_k = *_with_gaps(of_q, of_k), None
+        slopes = given.alibi_slopes
+        if isinstance(slopes, Tensor) and slopes.dim() == 2:
+            options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
+    return api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:
     """cu_seqlens in which what is not in use lies in sequences of its own: three a sequence, its pairs in use, its other rows, its other keys."""
-    if of_q.used is None and of_k.used is None:
-        return of_q.cu_seqlens, of_k.cu_seqlens
 
     def bounds(packed: Packed, rows: bool) -> Tensor:
         starts, ends = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
@@ -182,20 +168,3 @@ def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:
         return torch.cat((torch.stack((starts, stop, ends if rows else stop), 1).flatten(), packed.cu_seqlens[-1:]))
 
     return bounds(of_q, True), bounds(of_k, False)
-
-
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, given: Options, more: dict) -> tuple[Tensor, Tensor]:
-    """A call for each sequence, with its own slopes of ALiBi."""
-    starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-    per = (
-        (len(starts_q) - 1) // given.alibi_slopes.shape[0] if given.alibi_slopes.shape[0] else 1
-    )  # sequences that share slopes: see _with_gaps
-    parts, options = [], given.keywords()
-    for n, (q0, q1, k0, k1) in enumerate(zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False)):
-        options["alibi_slopes"] = given.alibi_slopes[n // per]
-        parts.append(api.attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], **options, **more, return_lse=True))
-    rest = q.shape[0] - starts_q[-1]
-    o = [o[0] for o, _ in parts] + [q.new_zeros(rest, q.shape[1], v.shape[-1])]
-    lse = [lse[0] for _, lse in parts]
-    statistics = lse[0].dtype if lse else torch.float32
-    return torch.cat(o), torch.cat([*lse, torch.full((q.shape[1], rest), -torch.inf, dtype=statistics, device=q.device)], 1)

@@ -134,12 +134,9 @@ def _flash_attn_varlen_backward(
     """`_flash_attn_backward` of packed sequences; returns (heads, total_q) fp32."""
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v, packed=True)
-    if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        raise UnsupportedError(
-            "alibi_slopes (batch, heads) is not supported in this pass; differentiate flash_attn_varlen_func by autograd"
-        )
-    alone = _operands(q[None], k[None], v[None], Full(), given, dropout_p, rng_state, deterministic)
-    packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask))
+    alone = given._replace(alibi_slopes=None)
+    alone = _operands(q[None], k[None], v[None], Full(), alone, dropout_p, rng_state, deterministic)
+    packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask), alibi_slopes=alibi_slopes)
     _backward(tuple(x[None] for x in (dout, out, softmax_lse)), tuple(x if x is None else x[None] for x in (dq, dk, dv)), packed)
     return (dout.float() * out.float()).sum(-1).transpose(0, 1)
 
@@ -170,12 +167,13 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool
 ):
-    """What the backward operator takes beside O, LSE and their gradients; head dims padded as in the forward pass."""
-    given = translate.with_scale(given, q)
+    """What the backward operator takes beside O, LSE and their gradients."""
     dropout = _dropout(dropout_p, rng_state)
     with torch.no_grad():
         found = api.operands(
-            *map(translate.padded, (q, k, v)),
+            q,
+            k,
+            v,
             mask,
             dropout=(dropout_p, dropout.get("dropout_seed", 0), dropout.get("dropout_offset", 0)),
             scale=given.scale,
@@ -194,7 +192,7 @@ def _backward(passed: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor | None
     check_size("dout", "shape", dout.shape, out.shape, "out")
     with torch.no_grad():
         lse = translate.negative_infinity(lse)
-        found = operator.backward(translate.padded(out), lse, translate.padded(dout), None, False, *operands)
+        found = operator.backward(out, lse, dout, None, False, *operands)
         for gradient, into in zip(found, wanted, strict=False):
             if into is not None:
-                into.copy_(gradient[..., : into.shape[-1]])
+                into.copy_(gradient)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 from torch import Tensor
 
-from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, Slices, SlidingWindow
+from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, Padding, Slices, SlidingWindow
 
 MODULE = "transformers.masking_utils"
 MOST_BLOCKS = 4096  # rectangles of one mask; beyond, there is no structure to speak of
@@ -117,6 +117,26 @@ def by_row(tree: Node, padding: ndarray | None, batch: int, frame: Frame) -> lis
     return masks[:1] if all(mask == masks[0] for mask in masks) else masks
 
 
+def padded(tree: Node, padding: ndarray | None, frame: Frame) -> Mask | None:
+    """One mask for entries of a batch that differ by their padding alone, and have their tokens side by side; None for others."""
+    if padding is None or tree.depends_on_batch():
+        return None
+    seen = padding[:, frame.k_offset :][:, : frame.seqlen_k]
+    lengths, start, end = seen.sum(axis=1), seen.argmax(axis=1), frame.seqlen_k - seen[:, ::-1].argmax(axis=1)
+    start, end = np.where(lengths, start, 0), np.where(lengths, end, 0)
+    if (end - start != lengths).any() or (seen == seen[:1]).all():
+        return None
+    try:
+        mask = _row(tree, 0, frame)
+    except _NoStructure:
+        return None
+    if not start.any():
+        return _both(mask, Padding(lengths.tolist()))
+    start = np.where(lengths, start, frame.seqlen_k)
+    to_the_end = (start + lengths == frame.seqlen_k).all()
+    return _both(mask, Padding(None if to_the_end else lengths.tolist(), start.tolist()))
+
+
 def folded(masks: list[Mask], seqlen_q: int, seqlen_k: int) -> Mask:
     """The masks of the entries of a batch as one mask of their queries and keys laid end to end."""
     whole = [isinstance(mask, Documents) and (mask.cu_seqlens_q[-1], mask.cu_seqlens_k[-1]) == (seqlen_q, seqlen_k) for mask in masks]
@@ -141,14 +161,12 @@ def between(lo: int | None, hi: int | None, frame: Frame) -> Mask:
     for align, diagonal in aligned.items():
         if lo is None and hi == diagonal:
             return Causal(align)
-        if (lo is None or lo <= diagonal) and (hi is None or diagonal <= hi):
-            return SlidingWindow(None if lo is None else diagonal - lo, None if hi is None else hi - diagonal, align)
-    diagonal = aligned["bottom_right"]
-    if hi is None:  # from here on no window has the diagonal within it: say what is hidden
-        return Full() - SlidingWindow(None, lo - 1 - diagonal)
-    if lo is None:
-        return Full() - SlidingWindow(diagonal - hi - 1, None)
-    return between(lo, None, frame) & between(None, hi, frame)
+    if lo is not None and hi is not None and lo > hi:
+        return Full() - Full()
+    within = [align for align, diagonal in aligned.items() if (lo is None or lo <= diagonal) and (hi is None or diagonal <= hi)]
+    align = within[0] if within else "bottom_right"
+    diagonal = aligned[align]
+    return SlidingWindow(None if lo is None else diagonal - lo, None if hi is None else hi - diagonal, align)
 
 
 def _row(node: Node, row: int, frame: Frame, ends: list[int] | None = None) -> Mask:
@@ -209,10 +227,10 @@ def _band(nodes: list[Node], frame: Frame) -> Mask:
 def _inner(bounds: tuple[int | None, int | None]) -> Mask:
     """A band around the diagonal of each document."""
     lo, hi = bounds
-    if (lo is not None and lo > 0) or (hi is not None and hi < 0):
-        raise _NoStructure
     if lo is None:
         return Full() if hi is None else Causal() if hi == 0 else SlidingWindow(None, hi)
+    if hi is not None and lo > hi:
+        raise _NoStructure
     return SlidingWindow(-lo, hi)
 
 

@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
 def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], layer: str = LAYER) -> tuple[Mask | None, Tensor | None]:
     """torch's attn_mask for scores of `sizes` (..., heads_q, seqlen_q, seqlen_k), as the mask and the bias of `tilewise.attention`.
 
-    Views where there is one batch dimension, but for a bias that broadcasts over keys. Raises ShapeError where it does not broadcast.
+    Views where there is one batch dimension. Raises ShapeError where it does not broadcast.
     """
     if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose import takes a second: it has no numbers
         given = attn_mask.seq_len_q, attn_mask.seq_len_kv
@@ -111,9 +111,6 @@ def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], laye
     x, batch = attn_mask.reshape(shape), shape[:-3]
     if len(batch) > 1:  # which are one for tilewise
         x = x.expand(*(batch if all(size == 1 for size in batch) else sizes[:-3]), *shape[-3:]).flatten(0, -4)
-    if shape[-1] != sizes[-1]:
-        x = x.expand(*x.shape[:-1], sizes[-1])
-        x = x if attn_mask.dtype == torch.bool else x.contiguous()
     return (Dense(x), None) if attn_mask.dtype == torch.bool else (None, x)
 
 

@@ -205,6 +205,8 @@ def make_mask(
         return None
     frame = Frame(q_length, kv_length, int(q_offset), kv_offset)
     frame = frame._replace(seqlen_k=hf_masks.keys_seen(tree, seen, frame))
+    if (mask := hf_masks.padded(tree, seen, frame)) is not None:
+        return Pairs(mask, shape, frame.seqlen_k, False, bits)
     masks = hf_masks.by_row(tree, seen, batch_size, frame)
     if masks is None or (len(masks) > 1 and q_length < FOLDED_FROM):
         return Pairs(None, shape, kv_length, False, bits())

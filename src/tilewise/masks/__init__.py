@@ -16,6 +16,7 @@ from tilewise.masks.constructors import (
 )
 from tilewise.masks.dense import Dense
 from tilewise.masks.mask import Full, Mask, Plane
+from tilewise.masks.padding import Padding
 
 __all__ = [
     "Band",
@@ -28,6 +29,7 @@ __all__ = [
     "FirstKeys",
     "Full",
     "Mask",
+    "Padding",
     "PerHead",
     "Plane",
     "PrefixLM",

@@ -43,6 +43,23 @@ def check_offset(name: str, value: Any) -> int:
     return index(value)
 
 
+def window(left: Any, right: Any) -> tuple[int | None, int | None, int]:
+    """Checked bounds of a sliding window, None or 0 and more, and by how much the diagonal moves to make a negative one 0."""
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and (not is_integer(value) or value < -(1 << 29)):
+            raise ValueError(f"SlidingWindow: {name} must be an integer of at least -2**29, or None for unbounded, got {value!r}")
+    left, right = (None if value is None else index(value) for value in (left, right))
+    if left is not None and right is not None and left + right < 0:
+        raise ValueError(
+            f"SlidingWindow: left {left} and right {right} leave no key; left + right must be 0 or more, and None is unbounded, not -1"
+        )
+    if left is not None and left < 0:
+        return 0, None if right is None else right + left, -left
+    if right is not None and right < 0:
+        return None if left is None else left + right, 0, right
+    return left, right, 0
+
+
 def check_fits(name: str, end: int, length_name: str, lengths: ndarray) -> None:
     """ShapeError unless positions up to `end` exist in sequences of these lengths."""
     if (lengths < end).any():

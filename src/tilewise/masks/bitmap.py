@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -116,7 +117,7 @@ class Content(NamedTuple):
     digest: bytes
 
 
-_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version and address when it was read, Content)
+_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (its version and address when it was read, Content or integers)
 
 
 def content(tensor: Tensor) -> Content:
@@ -126,13 +127,32 @@ def content(tensor: Tensor) -> Content:
     """
     if tensor.is_meta:
         raise ShapeError("a mask tensor on the meta device has no values; pass one on a real device")
-    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
-    seen, found = _READ.get(tensor, (None, None))
-    if version is None or seen != version:
+
+    def read() -> Content:
         given = tensor.detach().cpu().numpy()
         given = given.reshape((1,) * (4 - given.ndim) + given.shape)
         bits = given.copy() if given.dtype == np.uint8 else _packed(given)
-        found = Content(bits, _digest(tensor, bits))
+        return Content(bits, _digest(tensor, bits))
+
+    return _once(tensor, read)
+
+
+def values(tensor: Tensor) -> tuple[int, ...]:
+    """The integers of an int32 or int64 tensor (n,), read as `content` reads."""
+    return _once(tensor, lambda: tuple(tensor.tolist()))
+
+
+def identity(tensor: Tensor) -> bytes | tuple[int, ...]:
+    """Equal for tensors that mean the same in a mask."""
+    return content(tensor).digest if tensor.dtype in (torch.bool, torch.uint8) else values(tensor)
+
+
+def _once(tensor: Tensor, read: Callable[[], Any]) -> Any:
+    """What `read` gives, kept until the tensor is written to."""
+    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    seen, found = _READ.get(tensor, (None, None))
+    if version is None or seen != version:
+        found = read()
         if version is not None:
             _READ[tensor] = (version, found)
     return found

@@ -7,19 +7,22 @@ Every mask here is made of bands: a handful of rectangles cut by diagonals (`ban
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges
+from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges, window
 from tilewise.masks.band_tables import INF, expand
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Recent
 from tilewise.masks.dense import Dense, Packed
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
+from tilewise.masks.padding import Padding
 from tilewise.masks.text import SHORT, evaluate
 
 LONG_BYTES = 32 << 20  # of masks with long texts
@@ -48,7 +51,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Query i sees key j iff p - left <= j <= p + right; its position p is as in `Causal`, and None is unbounded.
 
-    A window that excludes the query, such as the keys p - 9 .. p - 3: `SlidingWindow(6, 0, offset=-3)`.
+    A window that excludes the query's own position has a negative bound: the keys p - 9 .. p - 3 are `SlidingWindow(9, -3)`, which is
+    `SlidingWindow(6, 0, offset=-3)`, and reads so. left + right must not be negative.
     """
 
     left: int | None
@@ -57,10 +61,10 @@ class SlidingWindow(Mask):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_count(f"SlidingWindow: {name}", value, otherwise=", or None for unbounded"))
-        object.__setattr__(self, "offset", check_offset("SlidingWindow: offset", self.offset))
+        check_offset("SlidingWindow: offset", self.offset)
+        left, right, moved = window(self.left, self.right)
+        for name, value in (("left", left), ("right", right), ("offset", check_offset("SlidingWindow: offset", self.offset + moved))):
+            object.__setattr__(self, name, value)
         place = placed(self.align, self.offset)
         kind = "full" if self.left is None and self.right is None else "band"
         self._set(kind, f"SlidingWindow({self.left},{self.right}{',' if place else ''}{place})")
@@ -159,7 +163,7 @@ class Documents(Mask):
 def check_inner(inner: Mask) -> None:
     if not isinstance(inner, Mask):
         raise ValueError(f"Documents: inner must be a mask, got {type(inner).__name__} {inner!r}")
-    if inner.kind == "bitmap" or inner.extent != (1, 1):
+    if inner.kind == "bitmap" or inner.extent != (1, 1) or inner.source is None:
         raise ValueError(
             f"Documents: inner must be made of bands and be the same for every head, got {inner}; "
             "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
@@ -170,24 +174,56 @@ def check_inner(inner: Mask) -> None:
 class Unread(Mask):
     """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
 
+    seqused_k: (documents,), how many keys of each document there are to see; the others are seen by nobody. None: all.
+
     Reading them waits for their device. A backend that can leave them there calls `check`; for all others this is the mask that it reads as.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     inner: Mask
+    seqused_k: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_inner(self.inner)
         self._set("runs", None)
 
     def read(self) -> Documents:
-        """The mask with the values that the tensors hold now."""
-        return Documents(self.cu_seqlens_q, self.cu_seqlens_k, inner=self.inner)
+        """The mask with the values that the tensors hold now. Keys that are not used are documents without queries, after each of the others."""
+        self._check_used()
+        return Documents(*self.ends(), inner=self.inner)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens of `read`, where the tensors are: (documents + 1,), or (2 documents + 1,) each with `seqused_k`."""
+        if self.seqused_k is None:
+            return self.cu_seqlens_q, self.cu_seqlens_k
+        starts, used = self.cu_seqlens_k[:-1], self.seqused_k.to(self.cu_seqlens_k)
+        keys = torch.cat((torch.stack((starts, starts + used), dim=1).flatten(), self.cu_seqlens_k[-1:]))
+        return self.cu_seqlens_q.repeat_interleave(2)[1:], keys
+
+    def documents(self) -> list[tuple[int, int, int, int]]:
+        """(q0, q1, k0, k1) of each document, with the keys that are used."""
+        read, step = self.read(), 1 if self.seqused_k is None else 2
+        pairs = [*zip(pairwise(read.cu_seqlens_q), pairwise(read.cu_seqlens_k), strict=True)]
+        return [(*q, *k) for q, k in pairs[::step]]
 
     def check(self, seqlen_q: int, seqlen_k: int) -> None:
         """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
         check_lengths(self.cu_seqlens_q, self.cu_seqlens_k, seqlen_q, seqlen_k)
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raise ShapeError unless as many keys as are used are there; read once, and again after a write."""
+        if self.seqused_k is None:
+            return
+        version = _version(self.seqused_k), _version(self.cu_seqlens_k)
+        if None in version or _USED.get(self.seqused_k) != version:
+            ends, used = cu_seqlens("cu_seqlens_k", self.cu_seqlens_k), self.seqused_k.tolist()
+            lengths = [end - start for start, end in pairwise(ends)]
+            for document, (length, count) in enumerate(zip(lengths, used, strict=True)):
+                if not 0 <= count <= length:
+                    raise ShapeError(f"seqused_k[{document}] is {count}; it must be between 0 and {length}, the document's keys")
+            _USED[self.seqused_k] = version
 
     def planes(self, seqlen_q: int, seqlen_k: int, batch: int = 1, heads: int = 1) -> tuple[Plane, ...]:
         return self.read().planes(seqlen_q, seqlen_k, batch, heads)
@@ -197,7 +233,12 @@ class Unread(Mask):
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors += [self.cu_seqlens_q, self.cu_seqlens_k]
-        return f"Unread(#{len(tensors) - 2},#{len(tensors) - 1},{self.inner.source})"
+        used = ""
+        if self.seqused_k is not None:
+            tensors.append(self.seqused_k)
+            used = f",#{len(tensors) - 1}"
+        first = len(tensors) - 2 - bool(used)
+        return f"Unread(#{first},#{first + 1},{self.inner.source}{used})"
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         return self.read()._place(blocks, seqlen_q, seqlen_k)
@@ -213,11 +254,19 @@ def check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seq
 
 
 _ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
+_USED: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # seqused_k -> the versions and addresses of it and of cu_seqlens_k when it was right
+
+
+def _version(tensor: Tensor) -> tuple[int, int] | None:
+    """What changes when torch's operators write to the tensor; None where it counts no writes."""
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
 def _last(name: str, tensor: Tensor) -> int:
     """The last of checked cu_seqlens."""
-    version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    version = _version(tensor)
     seen, end = _ENDS.get(tensor, (None, 0))
     if version is None or seen != version:
         end = cu_seqlens(name, tensor)[-1]
@@ -324,6 +373,7 @@ CONSTRUCTORS = {
         Slices,
         Dense,
         Packed,
+        Padding,
         PerHead,
         Transpose,
         Unread,

@@ -11,12 +11,16 @@ from tilewise.masks.arguments import check_count
 from tilewise.masks.bitmap import Bitmap, content
 from tilewise.masks.mask import Mask, Plane
 
+FIRST_BIT = 0x80  # of a byte, as numpy.packbits orders them
+
 
 class _PairByPair(Mask):
-    """A mask that holds a tensor with leading dimensions (batch or 1, heads or 1), or none."""
+    """A mask that holds a tensor with leading dimensions (batch or 1, heads or 1), or fewer."""
 
     def _regions(self, tensor: Tensor, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         bits = content(tensor).bits
+        if tensor.dtype == torch.bool and tensor.shape[-1] != seqlen_k:  # one bit for all keys of a query
+            bits = np.where(bits & FIRST_BIT, np.packbits(np.ones(seqlen_k, bool)), 0).astype(np.uint8)
         bits = np.broadcast_to(bits, (*bits.shape[:2], seqlen_q, bits.shape[3]))
         return tuple(
             Plane(range(batch)[at_b], range(heads)[at_h], Bitmap(bits[b, h], seqlen_q, seqlen_k))
@@ -27,7 +31,7 @@ class _PairByPair(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(_PairByPair):
-    """A boolean tensor, true where visible: (seqlen_q or 1, seqlen_k), or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k).
+    """A boolean tensor, true where visible: (seqlen_q or 1, seqlen_k or 1), before it heads or 1, and before that batch or 1.
 
     It is read when it is first needed (a copy of one bit a pair is kept), again after torch's operators wrote to it, and compared by
     content. A tensor made under torch.inference_mode() counts no writes, so each call reads it. Writes that torch does not count, through
@@ -46,10 +50,10 @@ class Dense(_PairByPair):
                 "write mask > 0 (or == 0) to say what is visible, and pass scores to add as bias="
             )
         check_values("Dense", given)
-        if given.dim() not in (2, 4):
-            expected = "(seqlen_q or 1, seqlen_k) or (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)"
+        if given.dim() not in (2, 3, 4):
+            expected = "2, 3 or 4 dimensions, the last of (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)"
             raise ShapeError(f"Dense: expected {expected}, got shape {tuple(given.shape)}")
-        self._set("bitmap", None, (1, 1) if given.dim() == 2 else (given.shape[0], given.shape[1]))
+        self._set("bitmap", None, (given.shape[0] if given.dim() == 4 else 1, given.shape[-3] if given.dim() > 2 else 1))
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors.append(self.tensor)
@@ -57,7 +61,7 @@ class Dense(_PairByPair):
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         rows, keys = self.tensor.shape[-2:]
-        if rows not in (1, seqlen_q) or keys != seqlen_k:
+        if rows not in (1, seqlen_q) or keys not in (1, seqlen_k):
             raise ShapeError(f"Dense: the mask is {rows} x {keys}, the call has seqlen_q {seqlen_q} and seqlen_k {seqlen_k}")
         return self._regions(self.tensor, seqlen_q, seqlen_k, batch, heads)
 

@@ -18,7 +18,7 @@ from tilewise.errors import ShapeError
 from tilewise.masks.arguments import check_count
 from tilewise.masks.band_tables import INF, LONGEST, straight
 from tilewise.masks.bands import Band, Bands
-from tilewise.masks.bitmap import Bitmap, Recent, content
+from tilewise.masks.bitmap import Bitmap, Recent, identity
 
 KEPT = 256  # resolved masks that are kept of those of bands, and of those of bitmaps
 KEPT_BITMAP_BYTES, KEPT_BAND_BYTES = 1 << 30, 64 << 20  # and how many bytes of them
@@ -146,7 +146,7 @@ class Mask:
         if self.source is not None:
             return self.source
         tensors: list[Tensor] = []
-        return self.text(tensors), *(content(tensor).digest for tensor in tensors)
+        return self.text(tensors), *map(identity, tensors)
 
     def _write(self, tensors: list[Tensor]) -> str:
         """The text of a mask that may hold tensors."""
@@ -229,7 +229,8 @@ class Combined(Mask):
         planes = first.planes(seqlen_q, seqlen_k, batch, heads)
         for operation, right in steps:
             others = right.planes(seqlen_q, seqlen_k, batch, heads)
-            planes = tuple(plane for one in planes for two in others for plane in _overlap(operation, one, two))
+            made: dict[tuple[int, int], Bands | Bitmap] = {}  # by the two regions, which many planes may share
+            planes = tuple(plane for one in planes for two in others for plane in _overlap(operation, one, two, made))
         return planes
 
 
@@ -254,10 +255,10 @@ class Transpose(Mask):
 
 def joint_extent(name: str, *extents: int) -> int:
     """The number of batch entries or heads that masks used together tell apart; 1 is the same for all. ShapeError where they disagree."""
-    given = {extent for extent in extents if extent != 1}
-    if len(given) > 1:
+    given = [extent for extent in extents if extent != 1]  # tensors, where torch.jit.trace looks on: they are equal, but hash apart
+    if any(extent != given[0] for extent in given[1:]):
         raise ShapeError(f"masks used together are made for different {name} sizes, {sorted(given)}; each must be that size or 1")
-    return given.pop() if given else 1
+    return given[0] if given else 1
 
 
 def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:
@@ -266,15 +267,19 @@ def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:
     return first
 
 
-def _overlap(operation: str, one: Plane, two: Plane) -> list[Plane]:
+def _overlap(operation: str, one: Plane, two: Plane, made: dict) -> list[Plane]:
     """What `operation` gives where both planes apply; nothing where no batch entry and head has both."""
     where = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True)]
     if not all(where):
         return []
     regions = [one.region, two.region]
+    key = id(one.region), id(two.region)
+    if key in made:
+        return [Plane(*where, made[key])]
     if any(isinstance(region, Bitmap) for region in regions):
         regions = [region if isinstance(region, Bitmap) else Bitmap.of_bands(region) for region in regions]
-    return [Plane(*where, OPERATIONS[operation](*regions))]
+    made[key] = OPERATIONS[operation](*regions)
+    return [Plane(*where, made[key])]
 
 
 def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:

@@ -7,6 +7,7 @@ An absent optional output is an empty tensor, because a schema cannot return Non
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch._C._functorch import TransformType
 
 from tilewise import errors, masks
 from tilewise.problem import Call, Dropout
-from tilewise.runtime import saved
+from tilewise.runtime import by_document, saved
 from tilewise.runtime.dispatch import choose
 from tilewise.runtime.plain import mapped, watched
 from tilewise.tangents import has_tangent, watch
@@ -24,7 +25,8 @@ from tilewise.tangents import has_tangent, watch
 class Operands(NamedTuple):
     """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5.
 
-    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for.
+    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for; `by_document` that bias and
+    alibi_slopes are those of packed documents (runtime/by_document.py).
     """
 
     q: Tensor
@@ -43,6 +45,7 @@ class Operands(NamedTuple):
     deterministic: bool
     grad: bool
     row_max: bool
+    by_document: bool
     backend: str | None
 
 
@@ -75,20 +78,31 @@ def named(given: NamedTuple) -> dict[str, Tensor | None]:
     return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
 
 
-def _forward(*operands) -> tuple[Tensor, Tensor, Tensor | None]:
-    """O (batch, seqlen_q, heads_q, head_dim_v), LSE and, with `row_max`, the rows' largest scores, both (batch, heads_q, seqlen_q)."""
+def _forward(*operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O (batch, seqlen_q, heads_q, head_dim_v), LSE and, with `row_max`, the rows' largest scores, both (batch, heads_q, seqlen_q).
+
+    O is written into `out`, where that is given, and contiguous otherwise, as the fake kernels say.
+    """
     given = Operands(*operands)
     call = call_of(given)
-    o, lse, *largest = (x.contiguous() for x in choose(call.problem, given.backend).forward(call))  # as the fake kernels say
+    if out is not None:
+        call = replace(call, out=out)
+    o, *statistics = by_document.forward(call, given.backend) if given.by_document else choose(call.problem, given.backend).forward(call)
+    lse, *largest = (x.contiguous() for x in statistics)
+    o = o.contiguous() if out is None else o if o is out else out.copy_(o)
     return o, lse, largest[0] if largest else None
 
 
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
     given = Operands(*operands)
-    saved.check(*given[:3], o, lse, d_o, d_lse, (given.bias, given.alibi_slopes, given.sink, given.diagonal))
+    of_batch = (None, None) if given.by_document else (given.bias, given.alibi_slopes)
+    saved.check(*given[:3], o, lse, d_o, d_lse, (*of_batch, given.sink, given.diagonal))
     call = call_of(given)
-    grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
+    if given.by_document:
+        grads = by_document.backward(call, given.backend, o, lse, d_o, d_lse, bias_grad=bias_grad)
+    else:
+        grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
 
 
@@ -281,9 +295,17 @@ def gradients_on() -> bool:
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
 
 
-def attend(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
-    """O, LSE and the rows' largest scores (None or empty without `row_max`), by the shortest way that all who watch allow."""
+def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """O, LSE and the rows' largest scores (None or empty without `row_max`), by the shortest way that all who watch allow.
+
+    With `out`, which fits and takes no part in a gradient, O is written there.
+    """
     tensors = *operands[:TENSORS], *operands.mask_tensors
+    if out is not None:
+        if not traced() and not watched((*tensors, out)):
+            return _forward(*operands, out=out)
+        o, *statistics = attend(operands)
+        return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
         return forward(*operands)

@@ -209,7 +209,8 @@ def gradients(
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
     tensors, there = _tensors(q, k, v, beside)
-    if operator.traced() or given.dropout_p > 0.0 or given.diagonal is not None or given.row_max or not _plain(tensors):
+    long = given.dropout_p > 0.0 or given.diagonal is not None or given.by_document or given.row_max
+    if long or operator.traced() or not _plain(tensors):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change

@@ -10,6 +10,7 @@ from tilewise.runtime.operator import backward, forward
 from tilewise.runtime.plain import MAPPED, mapped
 
 FORWARD = (0, 1, 2)  # the operands of `forward` that have a batch dimension
+BY_ENTRY = "Padding("  # in the text of a mask that differs by batch entry, though it holds no tensor
 MOST_LEVELS = 64  # of vmaps within each other, torch's own bound
 BACKWARD = (0, 1, 2, 3, 5, 6, 7)  # those of `backward`: o, lse, d_o, d_lse, q, k, v
 
@@ -23,7 +24,7 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 def _vmap(op: Callable, batched: tuple[int, ...], size: int, in_dims: tuple, args: tuple):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
     others = (x for at, x in enumerate(args) if at not in batched)
-    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) for x in others):
+    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) or (isinstance(x, str) and BY_ENTRY in x) for x in others):
         folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
         batch = args[0].shape[0] if in_dims[0] is None else args[0].movedim(in_dims[0], 0).shape[1]
         results = tuple(y.reshape(size, batch, *y.shape[1:]) if y.dim() > 1 else y.expand(size, 0) for y in op(*folded))

@@ -20,6 +20,7 @@ from tilewise.masks import (
     FirstKeys,
     Full,
     Mask,
+    Padding,
     PerHead,
     PrefixLM,
     Slices,
@@ -180,7 +181,7 @@ def random_mask(seqlen_q: int, seqlen_k: int, batch: int | None = None, heads: i
 
 
 def masks(seqlen_q: int, seqlen_k: int) -> list[Mask]:
-    """Every kind of mask, for lengths of at least 16 and 4 query heads."""
+    """Every kind of mask, for batch 2, lengths of at least 16 and 4 query heads."""
     n = min(seqlen_q, seqlen_k)
     return [
         Full(),
@@ -202,6 +203,8 @@ def masks(seqlen_q: int, seqlen_k: int) -> list[Mask]:
         random_mask(seqlen_q, seqlen_k),
         random_mask(seqlen_q, seqlen_k, batch=2, heads=4),
         random_mask(seqlen_q, seqlen_k) & Causal(),
+        Padding((seqlen_k, n // 2)) & Causal(),
+        Padding((0, n // 2), (3, n // 3), SlidingWindow(n // 4, 2)) - FirstKeys(n // 2),
     ]
 
 

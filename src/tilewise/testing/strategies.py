@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from tilewise.masks import Causal, ChunkedCausal, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, ChunkedCausal, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing.cases import DTYPES, LAYOUTS, Case, random_mask
 
 LENGTHS = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65]), st.integers(0, 150))
@@ -43,6 +43,9 @@ def cases(draw, lengths=LENGTHS, head_dims=HEAD_DIMS, dtypes=tuple(DTYPES), drop
     mask = draw(band_masks(seqlen_q, seqlen_k))
     if draw(st.integers(0, 4)) == 0:
         mask = draw(st.sampled_from([random_mask(seqlen_q, seqlen_k), random_mask(seqlen_q, seqlen_k) & mask]))
+    if batch and draw(st.integers(0, 4)) == 0:
+        ends = [sorted(draw(st.integers(0, seqlen_k)) for _ in range(2)) for _ in range(batch)]
+        mask = mask & Padding([end - start for start, end in ends], draw(st.sampled_from([None, [start for start, _ in ends]])))
     if heads > 1 and draw(st.integers(0, 4)) == 0:
         mask = PerHead({(0, 1): mask, (1, heads): draw(band_masks(seqlen_q, seqlen_k, 0))})
     return Case(

@@ -73,7 +73,7 @@ class Cpu(Backend):
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
         batch, seqlen_q, heads_q, _ = call.q.shape
-        o = torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype, device=CPU)
+        o = call.out if call.out is not None else torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype, device=CPU)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=CPU)
         results = (o, lse, torch.empty_like(lse)) if call.row_max else (o, lse)
         if lse.numel() == 0:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tilewise.backends import Backend
-from tilewise.backends.hopper import coverage, forecast, packing, warmup
+from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
@@ -40,7 +40,7 @@ class Hopper(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
-        config = forward_plan.config_of(call)
+        config = forward_plan.config_of(coverage.launched(call))
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
@@ -50,6 +50,12 @@ class Hopper(Backend):
 
     def details(self, call: Call) -> list[str]:
         """The kernel's configuration and what may be expected of it, in sentences."""
+        if not widths.fits(call):
+            wider = widths.of_call(call)
+            dims = f"{call.head_dim} and {call.head_dim_v} to {wider.head_dim} and {wider.head_dim_v}"
+            return [f"padding: zeros behind head_dim and head_dim_v, from {dims}, in copies of q, k and v", *self.details(wider)]
+        if folded := entries.fold(call):
+            return ["padding: the entries of the batch are packed documents, whose lengths stay on the GPU", *self.details(folded)]
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
         gradients = backward.lines(call, machine.sms) if call.grad else []
         if packed is None:
@@ -60,17 +66,31 @@ class Hopper(Backend):
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
+        entries.check(call.mask, call.seqlen_k)
         if call.grad:
             backward.check(call)
-        return forward.forward(call)
+        fitting = widths.of_call(call)
+        folded = entries.fold(fitting)
+        o, *statistics = forward.forward(folded or fitting)
+        if folded:
+            o, statistics = entries.unfold(call, o), [entries.unfold_rows(call, x) for x in statistics]
+        return (o if fitting is call else o[..., : call.head_dim_v]), *statistics
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See backward/call.py."""
-        return backward.backward(call, o, lse, d_o, d_lse, bias_grad)
+        fitting = widths.of_call(call)
+        o, d_o = widths.padded(o), widths.padded(d_o)
+        if folded := entries.fold(fitting):
+            rows = (x.flatten(0, 1)[None] for x in (o, d_o))
+            o, d_o, lse, d_lse = *rows, *map(entries.fold_rows, (lse, d_lse))
+            found = entries.unfold_gradients(call, backward.backward(folded, o, lse, d_o, d_lse, bias_grad))
+        else:
+            found = backward.backward(fitting, o, lse, d_o, d_lse, bias_grad)
+        return found if fitting is call else widths.cut(call, found)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
-        return forward.repeat(call, self._gradients)
+        return forward.repeat(call, self._gradients) if coverage.launched(call) is call else None
 
     def _gradients(self, call: Call) -> Callable:
         """dQ, dK, dV, dBias and dSink of calls like this one, from (q, k, v, o, lse, dO, dLSE, `repeats.Beside`, bias_grad)."""

@@ -2,11 +2,11 @@
 
 import torch
 
+from tilewise.backends.hopper import entries, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
 from tilewise.problem import Call, Problem
-from tilewise.sm90 import jit
 
 
 def refused(problem: Problem) -> list[str]:
@@ -16,10 +16,9 @@ def refused(problem: Problem) -> list[str]:
     wrong = problem.mixed
     if problem.dtype not in (torch.bfloat16, torch.float16):
         wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
-    dims, multiple = (problem.head_dim, problem.head_dim_v), jit.BYTES // problem.dtype.itemsize
-    if tile_dims(*dims) is None or any(dim % multiple for dim in dims):
-        most = max(TILES)[0]
-        wrong.append(f"it takes head_dim and head_dim_v up to {most} that are multiples of {multiple}, not {dims[0]} and {dims[1]}")
+    dims = problem.head_dim, problem.head_dim_v
+    if tile_dims(*dims) is None:
+        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
     if problem.dropout:
         wrong.append("it has no dropout yet")
     if problem.grad:
@@ -27,6 +26,13 @@ def refused(problem: Problem) -> list[str]:
     return wrong
 
 
+def launched(call: Call) -> Call:
+    """The call that the kernels are given in place of this one; the same where they take it as it is."""
+    fitting = widths.of_call(call)
+    return entries.fold(fitting) or fitting
+
+
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
+    call = launched(call)
     return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]

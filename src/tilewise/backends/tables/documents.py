@@ -77,7 +77,7 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
         return find(*(on_device(ends, device) for ends in cu_seqlens), offsets(mask.inner), seqlen_q, seqlen_k, config)
 
     if isinstance(mask, Unread):
-        return look(mask.cu_seqlens_q, mask.cu_seqlens_k)
+        return look(*mask.ends())
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 
     def make():

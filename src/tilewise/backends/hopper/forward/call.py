@@ -28,7 +28,7 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
     """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by
     `config` in place of the call's own.
     """
-    o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
+    o = _output(call)
     statistics = _empty_statistics(call)
     packed = packing.pack(call)
     if packed is None:
@@ -39,6 +39,14 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
         for of_call, each in zip(statistics, of_packed, strict=True):
             packing.put_statistic(call, of_call, each)
     return o, *statistics
+
+
+def _output(call: Call) -> Tensor:
+    """The call's own, where the kernel can write there."""
+    out = call.out
+    if out is not None and jit.strided(out) and out.data_ptr() % jit.BYTES == 0 and packing.pack(call) is None:
+        return out
+    return torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
 
 
 def _compute(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None, *, config: Config | None) -> None:

@@ -1,0 +1,100 @@
+"""Packed documents with a bias, or slopes of ALiBi, of their own: within the operators, a call for each document.
+
+Document d is computed by its own lengths. Its random numbers of dropout count positions within it, and have d added to their offset, so that no two
+documents drop the same pairs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ShapeError
+from tilewise.masks import Full, Unread
+from tilewise.problem import Call, Gradients
+from tilewise.runtime.dispatch import choose
+
+
+class Piece(NamedTuple):
+    """One document's call, and what of the packed tensors it is; `bias` is the part of the packed call's bias, before it spreads over keys."""
+
+    call: Call
+    queries: slice
+    keys: slice
+    bias: tuple[slice, ...] | None
+
+
+def forward(call: Call, backend: str | None) -> tuple[Tensor, ...]:
+    """As `Backend.forward`, of packed documents: a call whose mask is `Unread`, alibi_slopes (documents or 1, heads_q) and bias (documents or 1,
+    heads_q or 1, queries or 1, keys or 1), by the place in a document, no smaller than the longest.
+    """
+    found = [choose(piece.call.problem, backend).forward(piece.call) for piece in _pieces(call)]
+    o, *statistics = zip(*found, strict=True)
+    return torch.cat(o, dim=1), *(torch.cat(each, dim=2) for each in statistics)
+
+
+def backward(
+    call: Call, backend: str | None, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False
+) -> Gradients:
+    """As `Backend.backward`, likewise. A bias or sink that several documents share has its gradient summed up in fp32."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
+    d_bias, d_sink = (None if x is None else _zeros(x) for x in (call.bias if bias_grad else None, call.sink))
+    for piece in _pieces(call):
+        rows = piece.queries
+        reaching = lse[:, :, rows], d_o[:, rows], None if d_lse is None else d_lse[:, :, rows]
+        wanted = bias_grad and piece.bias is not None
+        found = choose(piece.call.problem, backend).backward(piece.call, o[:, rows], *reaching, bias_grad=wanted)
+        dq[:, rows], dk[:, piece.keys], dv[:, piece.keys] = found[:3]
+        if wanted:
+            part = d_bias[piece.bias]
+            part += found.bias.to(d_bias.dtype).sum_to_size(part.shape)
+        if d_sink is not None:
+            d_sink += found.sink
+    like = call.bias, call.sink
+    return Gradients(dq, dk, dv, *(None if x is None else x.to(given.dtype) for x, given in zip((d_bias, d_sink), like, strict=True)))
+
+
+def _pieces(call: Call) -> Iterator[Piece]:
+    """The documents that have queries, and the queries after the last one, which see nothing."""
+    mask = call.mask
+    assert isinstance(mask, Unread)
+    mask.check(call.seqlen_q, call.seqlen_k)
+    last = 0
+    for number, (q0, q1, k0, k1) in enumerate(mask.documents()):
+        last = q1
+        if q0 < q1:
+            dropout = call.dropout and call.dropout._replace(offset=(call.dropout.offset + number) % 2**32)
+            bias = None if call.bias is None else _part(call.bias, number, q1 - q0, k1 - k0)
+            slopes = call.alibi_slopes
+            more = {
+                "mask": mask.inner,
+                "dropout": dropout,
+                "alibi_slopes": slopes if slopes is None or slopes.shape[0] == 1 else slopes[number : number + 1],
+                "bias": bias if bias is None else call.bias[bias].expand(-1, -1, -1, k1 - k0),
+            }
+            yield _piece(call, slice(q0, q1), slice(k0, k1), bias, more)
+    if last < call.seqlen_q or call.seqlen_q == 0:
+        yield _piece(call, slice(last, None), slice(0, 0), None, {"mask": Full(), "alibi_slopes": None, "bias": None, "dropout": None})
+
+
+def _piece(call: Call, queries: slice, keys: slice, bias: tuple[slice, ...] | None, more: dict) -> Piece:
+    q, k, v = call.q[:, queries], call.k[:, keys], call.v[:, keys]
+    return Piece(replace(call, q=q, k=k, v=v, diagonal=None, out=None, **more), queries, keys, bias)
+
+
+def _part(bias: Tensor, number: int, queries: int, keys: int) -> tuple[slice, ...]:
+    """Where document `number` has its bias."""
+    for axis, size, needed in (("queries", bias.shape[2], queries), ("keys", bias.shape[3], keys)):
+        if size != 1 and size < needed:
+            raise ShapeError(
+                f"bias is for documents of up to {size} {axis}, but document {number} has {needed}; its shape {tuple(bias.shape)} must be "
+                "(documents or 1, heads_q or 1, max_seqlen_q or 1, max_seqlen_k or 1)"
+            )
+    document = slice(0, 1) if bias.shape[0] == 1 else slice(number, number + 1)
+    return document, slice(None), slice(0, min(queries, bias.shape[2])), slice(0, min(keys, bias.shape[3]))
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
