@@ -17,7 +17,7 @@ from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, problem, run
 from tilewise.backends.cpu.planes import TILE_N, planes_of
 from tilewise.backends.cpu.repeat import Repeat
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.problem import Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Cpu"]
 
@@ -129,12 +129,10 @@ class Cpu(Backend):
         d_bias = None if d_bias is None else d_bias.to(call.bias.dtype)
         return Gradients(dq, dk, dv, d_bias, None if d_sink is None else d_sink.to(call.sink.dtype))
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths, page_table: Tensor | None = None, **options
-    ) -> tuple[Tensor, Tensor]:
-        """A few new queries against a cache, plain or paged, read in place; see `cache.decode`."""
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
         found = library()
-        return decode(found, self._isa(found), q, k_cache, v_cache, lengths, page_table, **options)
+        return decode(found, self._isa(found), call)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))
