@@ -84,9 +84,9 @@ def decode(
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
             there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked.
 
-    The other arguments are those of `attention`. What traces, exports or maps the call sees the operators `tilewise::append`, which writes the caches, and
-    `tilewise::decode`; torch.vmap runs the latter entry by entry. A dense mask, one that differs by head, and what the device's backend does not cover
-    take a general path, sequence by sequence, which is slow and on a GPU reads the lengths on the host.
+    The other arguments are those of `attention`. What traces, exports or maps the call sees the operators `tilewise::append`, which writes the
+    caches, and `tilewise::decode`; torch.vmap runs the latter entry by entry. A dense mask, one that differs by head, and what the device's backend
+    does not cover take a general path, sequence by sequence, which is slow and on a GPU reads the lengths on the host.
 
     Returns:
         O as q with head_dim_v, and with `return_lse` LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q).

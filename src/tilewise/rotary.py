@@ -14,7 +14,7 @@ from tilewise.errors import ShapeError, check_size, check_tensor
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
     """x (..., heads, head_dim) rotated by the rows of the tables at `positions` (...), integers.
 
-    On a GPU positions are clamped to the tables; elsewhere ShapeError for those beyond.
+    On the CPU ShapeError for positions beyond the tables; elsewhere they are clamped.
     """
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, ("seqlen_rotary", "rotary_dim / 2"))
@@ -22,9 +22,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleav
     half, dim = cos.shape[1], x.shape[-1]
     if 2 * half > dim:
         raise ShapeError(f"cos has rotary_dim / 2 = {half}, but x has head_dim {dim}; rotary_dim must not be larger than head_dim")
-    if not is_compiling() and not x.is_cuda and positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+    if (
+        not is_compiling()
+        and x.device.type == "cpu"
+        and positions.numel()
+        and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]
+    ):
         raise ShapeError(f"cos and sin have {cos.shape[0]} positions, but x reaches position {int(positions.max())}; make longer tables")
-    if x.is_cuda:
+    if x.device.type != "cpu":
         positions = positions.clamp(0, max(cos.shape[0] - 1, 0))  # their values are not read, and must not fault
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     c, s = (table[positions][..., None, :].to(wide) for table in (cos, sin))

@@ -34,7 +34,10 @@ class Cache:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, batch: int, cache_seqlens: int | Tensor | None, **places: Tensor | None) -> "Cache":
-        """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all. batch_idx of pages chooses the table's rows."""
+        """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all.
+
+        batch_idx of pages chooses the table's rows.
+        """
         for name, x in (("k_cache", k), ("v_cache", v)):
             check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"))
         check_size("v_cache", "shape before head_dim", v.shape[:3], k.shape[:3], "k_cache")

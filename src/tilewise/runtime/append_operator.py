@@ -1,9 +1,10 @@
 """The torch.library operator `tilewise::append`: new keys and values written into a cache, plain or paged, where their sequences end.
 
-It writes the caches and nothing else. On the CPU it checks values first, and writes nothing where one is wrong; on a GPU it reads none, and tokens that
-have no place (beyond the capacity, on a page that does not exist) are not written.
+It writes the caches and nothing else. On the CPU it checks values first, and writes nothing where one is wrong; on a GPU it reads none, and tokens
+that have no place (beyond the capacity, on a page that does not exist) are not written.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def _check(given: Operands) -> None:
         new = [given.k.shape[1]] * len(lengths)
     else:
         bounds = values.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.k.shape[0])
-        new = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        new = [b - a for a, b in pairwise(bounds)]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
     values.check_lengths(ends, given.k_cache, given.page_table, new)
     if given.page_table is not None:

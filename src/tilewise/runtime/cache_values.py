@@ -4,6 +4,7 @@ On the CPU they are always checked; on a GPU reading them would wait for it, so 
 """
 
 import os
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def check_padding(leftpad: Tensor, lengths: list[int]) -> None:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The bounds of packed sequences, which start at 0, do not decrease and end within `total` tokens."""
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > total or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] > total or any(a > b for a, b in pairwise(bounds)):
         raise ShapeError(f"{name} must start at 0, not decrease and end at most at the {total} tokens that are given, got {bounds}")
     return bounds
 

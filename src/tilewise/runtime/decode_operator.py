@@ -1,9 +1,10 @@
 """The torch.library operator `tilewise::decode`: schema, fake kernel, what it refuses, and what it does when it runs.
 
-As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number), whose
-values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
+As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number),
+whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -163,7 +164,7 @@ def _check(given: Operands) -> int | None:
     if given.cu_seqlens_q is None:
         return None
     bounds = values.check_cu_seqlens("cu_seqlens_q", given.cu_seqlens_q, given.q.shape[0])
-    return max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
+    return max((b - a for a, b in pairwise(bounds)), default=0)
 
 
 def _call(given: Operands, most_queries: int | None) -> DecodeCall:

@@ -1,11 +1,12 @@
 """Decoding: the newest queries of each sequence against its cached keys and values, plain or paged, read where they lie.
 
-The keys of a split are 1,024 whatever else is in the batch, so that a sequence's bits are its own; `DecodeCall.split` and `shared_prefix` ask for nothing
-more here.
+The keys of a split are 1,024 whatever else is in the batch, so that a sequence's bits are its own; `DecodeCall.split` and `shared_prefix` ask for
+nothing more here.
 """
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def decode(library: Library, isa: int, call: DecodeCall) -> tuple[Tensor, Tensor
     queries = [seqlen_q] * batch
     if call.cu_seqlens_q is not None:
         bounds = call.cu_seqlens_q.tolist()
-        queries = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        queries = [b - a for a, b in pairwise(bounds)]
         o[bounds[-1] :], lse[:, bounds[-1] :] = 0.0, -torch.inf
         args.cu_seqlens_q = _address(call.cu_seqlens_q, keep)
     _add_planes(args, call.mask, queries, lengths.tolist(), keep)
