@@ -49,7 +49,16 @@ def run(given: Operands) -> None:
     if ops.traced():
         operator(*given)
     elif plain.watched(given[:TENSORS]):
-        errors.check_local(dict(zip(Operands._fields, given[:TENSORS], strict=False)), function="append")
+        tensors = dict(zip(Operands._fields, given[:TENSORS], strict=False))
+        errors.check_local(tensors, function="append")
+        if ops.transforms() or plain.mapped(tensors.values()):
+            raise errors.UnsupportedError(
+                "append writes its caches in place, which torch.vmap, torch.func.functionalize and derivatives of torch.func do not follow through "
+                "an operator; call it outside of them, or let torch.compile trace it"
+            )
+        for name in ("k_cache", "v_cache"):
+            if tensors[name].is_neg():
+                raise errors.ShapeError(f"{name} is a view that means the negatives of what it holds; append to {name}.resolve_neg()")
         operator(*given)
     else:
         _append(given)
