@@ -6,6 +6,7 @@ On the CPU they are always checked; on a GPU reading them would wait for it, so 
 import os
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,13 +37,14 @@ def check_lengths(lengths: list[int], k_cache: Tensor, page_table: Tensor | None
 
 def check_pages(page_table: Tensor, lengths: list[int], n_pages: int, page_size: int, first: list[int] | None = None) -> None:
     """Refuse a page that does not exist among those of a sequence's tokens, from its `first` on; the other entries may be anything."""
-    for b, length in enumerate(lengths):
-        start = 0 if first is None else first[b]
-        if length <= start:
-            continue
-        row = page_table[b, start // page_size : pages(length, page_size)]
-        if ((row < 0) | (row >= n_pages)).any():
-            raise ShapeError(f"page_table[{b}] names pages {row.tolist()}, but k_cache has pages 0..{n_pages - 1}")
+    table, size = page_table.numpy(force=True), max(page_size, 1)
+    starts = np.zeros(len(lengths), dtype=np.int64) if first is None else np.asarray(first) // size
+    ends = -(-np.asarray(lengths, dtype=np.int64) // size)
+    column = np.arange(table.shape[1])
+    wrong = ((table < 0) | (table >= n_pages)) & (column >= starts[:, None]) & (column < ends[:, None])
+    for b in wrong.any(1).nonzero()[0][:1]:
+        row = table[b, starts[b] : ends[b]].tolist()
+        raise ShapeError(f"page_table[{b}] names pages {row}, but k_cache has pages 0..{n_pages - 1}")
 
 
 def check_rows(cache_batch_idx: Tensor, n_rows: int) -> None:

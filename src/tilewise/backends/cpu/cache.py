@@ -77,6 +77,7 @@ def _address(x: Tensor, keep: list) -> int:
 def _add_planes(args: abi.Args, mask: Mask, queries: Sequence[int], lengths: Sequence[int], keep: list) -> None:
     """One plane a sequence. Causal and window masks are written down directly: their lengths change with every token."""
     batch = len(lengths)
+    index = np.repeat(np.arange(batch, dtype=np.int32), args.heads_q)
     window = _window(mask)
     planes = (abi.PlaneArg * batch)()
     if window is not None:
@@ -86,13 +87,12 @@ def _add_planes(args: abi.Args, mask: Mask, queries: Sequence[int], lengths: Seq
         table[:, 4] = -INF if window[0] is None else ends - rows - min(window[0], INF // 2)
         table[:, 5] = INF if window[1] is None else ends - rows + min(window[1], INF // 2)
         address, step = table.ctypes.data, table.strides[0]
-        for b in range(batch):
-            planes[b].bands, planes[b].n_bands = address + b * step, 1
+        for b, plane in enumerate(planes):
+            plane.bands, plane.n_bands = address + b * step, 1
         keep.append(table)
     else:
         for b, (rows, length) in enumerate(zip(queries, lengths, strict=True)):
             planes[b] = table_of(mask.resolve(rows, length), keep)
-    index = np.repeat(np.arange(batch, dtype=np.int32), args.heads_q)
     args.planes, args.plane_of = ctypes.addressof(planes), index.ctypes.data
     keep += [planes, index]
 
