@@ -5,19 +5,15 @@ nothing more here.
 """
 
 import ctypes
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, add_per_head, add_workspace, plain, rows, set_tensor
 from tilewise.backends.cpu.native import Library, run
-from tilewise.backends.cpu.planes import table_of
-from tilewise.masks import Causal, Full, Mask, SlidingWindow
-from tilewise.masks.band_tables import INF
+from tilewise.backends.cpu.planes import planes_of_sequences
 from tilewise.problem import DecodeCall
 
 
@@ -46,7 +42,10 @@ def decode(library: Library, isa: int, call: DecodeCall) -> tuple[Tensor, Tensor
         queries = [b - a for a, b in pairwise(bounds)]
         o[bounds[-1] :], lse[:, bounds[-1] :] = 0.0, -torch.inf
         args.cu_seqlens_q = _address(call.cu_seqlens_q, keep)
-    _add_planes(args, call.mask, queries, lengths.tolist(), keep)
+    planes = planes_of_sequences(call.mask, np.asarray(queries), lengths.numpy(), keep)
+    index = np.repeat(np.arange(batch, dtype=np.int32), heads_q)
+    args.planes, args.plane_of = ctypes.addressof(planes), index.ctypes.data
+    keep.append(index)
     add_per_head(args, call.alibi_slopes, call.sink, keep)
     if call.page_table is not None:
         args.page_table, args.page_size = _address(call.page_table, keep), k_cache.shape[1]
@@ -72,35 +71,3 @@ def _address(x: Tensor, keep: list) -> int:
     x = x.contiguous()
     keep.append(x)
     return x.data_ptr()
-
-
-def _add_planes(args: abi.Args, mask: Mask, queries: Sequence[int], lengths: Sequence[int], keep: list) -> None:
-    """One plane a sequence. Causal and window masks are written down directly: their lengths change with every token."""
-    batch = len(lengths)
-    index = np.repeat(np.arange(batch, dtype=np.int32), args.heads_q)
-    window = _window(mask)
-    planes = (abi.PlaneArg * batch)()
-    if window is not None:
-        rows, ends = np.asarray(queries, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-        table = np.zeros((batch, 6), dtype=np.int64)
-        table[:, 1], table[:, 3] = rows, ends
-        table[:, 4] = -INF if window[0] is None else ends - rows - min(window[0], INF // 2)
-        table[:, 5] = INF if window[1] is None else ends - rows + min(window[1], INF // 2)
-        address, step = table.ctypes.data, table.strides[0]
-        for b, plane in enumerate(planes):
-            plane.bands, plane.n_bands = address + b * step, 1
-        keep.append(table)
-    else:
-        for b, (rows, length) in enumerate(zip(queries, lengths, strict=True)):
-            planes[b] = table_of(mask.resolve(rows, length), keep)
-    args.planes, args.plane_of = ctypes.addressof(planes), index.ctypes.data
-    keep += [planes, index]
-
-
-def _window(mask: Mask) -> tuple[int | None, int | None] | None:
-    """(left, right) of a mask that is a bottom-right window, causal and full included; None for others."""
-    if isinstance(mask, Full):
-        return None, None
-    if isinstance(mask, Causal | SlidingWindow) and mask.align == "bottom_right" and mask.offset == 0:
-        return (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
-    return None

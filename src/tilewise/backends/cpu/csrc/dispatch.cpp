@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "threads.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -143,10 +144,10 @@ int tw_decode(const tw_args* a) {
   return kernels ? kernels->decode(*a) : TW_BAD_ISA;
 }
 
-int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse) {
-  tw_args a = *prepared;
-  a.threads = threads;
-  a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.lse = lse;
+namespace {
+
+// A forward by either way; decode's workspace is had for the call.
+int run_forward(tw_args& a, bool few) {
   if (!few) return tw_forward(&a);
   void* workspace = nullptr;
   if (posix_memalign(&workspace, 64, (size_t)tw_decode_workspace(&a) + 64) != 0) return TW_NO_MEMORY;
@@ -154,6 +155,75 @@ int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, cons
   const int status = tw_decode(&a);
   free(workspace);
   return status;
+}
+
+// Packed documents, each a call of its own, whose LSE and largest scores are (heads_q, its rows) and are then put among the others'.
+struct DocumentCalls {
+  const tw_args& packed;
+  const int64_t* bounds;
+  const tw_plane* planes;
+  const uint8_t* few;
+  const int64_t* order;
+  int* status;
+
+  const void* from(const tw_tensor& t, int64_t row) const { return (const char*)t.data + row * t.seq * (packed.dtype == TW_FP32 ? 4 : 2); }
+  double pairs(int64_t d) const { return (double)(bounds[4 * d + 1] - bounds[4 * d]) * (double)(bounds[4 * d + 3] - bounds[4 * d + 2] + 16); }
+
+  void run(int64_t d, int threads) const {
+    const int64_t *b = bounds + 4 * d, rows = b[1] - b[0], heads = packed.heads_q;
+    if (rows == 0) return;
+    float* statistics = (float*)malloc((size_t)(2 * heads * rows) * sizeof(float));
+    if (!statistics) return fail(TW_NO_MEMORY);
+    tw_args a = packed;
+    a.threads = threads;
+    a.seqlen_q = rows, a.seqlen_k = b[3] - b[2];
+    a.planes = planes + d, a.plane_of = nullptr, a.diagonal = nullptr;
+    a.q.data = from(a.q, b[0]), a.o.data = from(a.o, b[0]), a.k.data = from(a.k, b[2]), a.v.data = from(a.v, b[2]);
+    a.lse = statistics;
+    if (a.row_max) a.row_max = statistics + heads * rows;
+    if (const int failed = run_forward(a, few[d])) fail(failed);
+    for (int64_t h = 0; h < heads; h++) {
+      memcpy(packed.lse + h * packed.seqlen_q + b[0], a.lse + h * rows, (size_t)rows * sizeof(float));
+      if (a.row_max) memcpy(packed.row_max + h * packed.seqlen_q + b[0], a.row_max + h * rows, (size_t)rows * sizeof(float));
+    }
+    free(statistics);
+  }
+  void fail(int why) const { __atomic_store_n(status, why, __ATOMIC_RELAXED); }
+};
+
+void run_document(const void* context, int64_t item, char*) {
+  const DocumentCalls& calls = *(const DocumentCalls*)context;
+  calls.run(calls.order[item], 1);
+}
+
+}  // namespace
+
+int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few) {
+  int status = TW_OK;
+  int64_t* order = (int64_t*)malloc((size_t)(documents + 1) * sizeof(int64_t));
+  if (!order) return TW_NO_MEMORY;
+  DocumentCalls calls = {*args, bounds, planes, few, order, &status};
+  double all = 0;
+  for (int64_t d = 0; d < documents; d++) all += calls.pairs(d);
+  // Documents that would leave other threads waiting are shared out among all; the others go to a thread each.
+  int64_t small = 0;
+  for (int64_t d = 0; d < documents; d++) {
+    if (args->threads > 1 && calls.pairs(d) * 8 * args->threads > all) calls.run(d, args->threads);
+    else order[small++] = d;
+  }
+  const double work = all * (double)args->heads_q * (double)(args->head_dim + args->head_dim_v);
+  const int threads = 1 + work / (1 << 20) < args->threads ? (int)(1 + work / (1 << 20)) : args->threads;
+  const tw_phase phase = {run_document, small, false};
+  const int ran = tw_run(&phase, 1, threads, 64, &calls);
+  free(order);
+  return status ? status : ran;
+}
+
+int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse) {
+  tw_args a = *prepared;
+  a.threads = threads;
+  a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.lse = lse;
+  return run_forward(a, few);
 }
 
 int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,

@@ -112,6 +112,9 @@ TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q
 // Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
 TW_EXPORT int tw_repeat_backward(const tw_args* args, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
                                  const void* d_o, void* dq, void* dk, void* dv, void* workspace);
+// tw_forward, or tw_decode where few[d], of each packed document d of `args` (batch 1) as if it were called alone, so that it has the bits of that. Row d
+// of `bounds` is its queries and keys, q0 q1 k0 k1 (int64), and planes[d] its mask, in its own rows and keys. lse and row_max are given.
+TW_EXPORT int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few);
 TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
 TW_EXPORT int tw_backward(const tw_args* args);
 TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);
