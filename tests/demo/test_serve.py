@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tilewise.demo import serve
 from tilewise.demo.model import GPTConfig, build, tilewise_attention
-from tilewise.demo.serve import Pages, Request, Server, ServeOptions, generate
+from tilewise.demo.serve import Pages, Request, ServeOptions, Server, generate
 
 CONFIG = GPTConfig(layers=2, heads_q=4, heads_k=2, head_dim=16, context=64)
 WAYS = {
@@ -33,7 +33,7 @@ def test_texts_equal_plain_generation(way):
     assert [request.tokens for request in requests] == [generate(model, prompt, 24) for prompt in given]
     assert requests[-1].reused >= 20
     if options.branches:
-        assert server.guessed > server.right > 10 and server.rounds < 24 * len(given) / options.running
+        assert server.guessed > server.right > 10 and server.rounds < 24 * 2  # two waves of requests
     assert len(server.pages.free) + len(server.pages.idle) == server.k_cache.shape[1] and not +server.pages.readers
 
 

@@ -28,8 +28,8 @@ PREFIX, MOST_OWN = 96, 40  # bytes that all prompts of the demo begin with, and 
 class ServeOptions:
     """What `tilewise demo --serve` runs."""
 
-    requests: int = 12
-    new: int = 64  # tokens to generate for each
+    requests: int = 8
+    new: int = 48  # tokens to generate for each
     running: int = 4  # requests at once
     page_size: int = 16
     chunk: int = 48  # tokens of a prompt in one round

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "threads.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -157,18 +156,40 @@ int run_forward(tw_args& a, bool few) {
   return status;
 }
 
+// A document and the work that it is.
+struct Document {
+  int64_t number;
+  double work;
+};
+int most_work_first(const void* a, const void* b) {
+  const double x = ((const Document*)a)->work, y = ((const Document*)b)->work;
+  return x > y ? -1 : x < y ? 1 : ((const Document*)a)->number < ((const Document*)b)->number ? -1 : 1;
+}
+
+// How long `threads` take for documents that are theirs alone, each thread the next one as soon as it is free.
+double time_apart(const Document* documents, int64_t n, int threads) {
+  constexpr int kMost = 256;
+  double busy[kMost] = {0}, last = 0;
+  const int bins = threads < kMost ? threads : kMost;
+  for (int64_t d = 0; d < n; d++) {
+    int first = 0;
+    for (int t = 1; t < bins; t++) first = busy[t] < busy[first] ? t : first;
+    busy[first] += documents[d].work;
+    last = busy[first] > last ? busy[first] : last;
+  }
+  return last;
+}
+
 // Packed documents, each a call of its own, whose LSE and largest scores are (heads_q, its rows) and are then put among the others'.
 struct DocumentCalls {
   const tw_args& packed;
   const int64_t* bounds;
   const tw_plane* planes;
   const uint8_t* few;
-  const int64_t* order;
+  const struct Document* order;
   int* status;
 
   const void* from(const tw_tensor& t, int64_t row) const { return (const char*)t.data + row * t.seq * (packed.dtype == TW_FP32 ? 4 : 2); }
-  double pairs(int64_t d) const { return (double)(bounds[4 * d + 1] - bounds[4 * d]) * (double)(bounds[4 * d + 3] - bounds[4 * d + 2] + 16); }
-
   void run(int64_t d, int threads) const {
     const int64_t *b = bounds + 4 * d, rows = b[1] - b[0], heads = packed.heads_q;
     if (rows == 0) return;
@@ -193,27 +214,34 @@ struct DocumentCalls {
 
 void run_document(const void* context, int64_t item, char*) {
   const DocumentCalls& calls = *(const DocumentCalls*)context;
-  calls.run(calls.order[item], 1);
+  calls.run(calls.order[item].number, 1);
 }
 
 }  // namespace
 
 int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few) {
   int status = TW_OK;
-  int64_t* order = (int64_t*)malloc((size_t)(documents + 1) * sizeof(int64_t));
+  Document* order = (Document*)malloc((size_t)(documents + 1) * sizeof(Document));
   if (!order) return TW_NO_MEMORY;
-  DocumentCalls calls = {*args, bounds, planes, few, order, &status};
   double all = 0;
-  for (int64_t d = 0; d < documents; d++) all += calls.pairs(d);
-  // Documents that would leave other threads waiting are shared out among all; the others go to a thread each.
-  int64_t small = 0;
   for (int64_t d = 0; d < documents; d++) {
-    if (args->threads > 1 && calls.pairs(d) * 8 * args->threads > all) calls.run(d, args->threads);
-    else order[small++] = d;
+    const int64_t* b = bounds + 4 * d;
+    order[d] = {d, (double)(b[1] - b[0]) * (double)(b[3] - b[2] + 16)};  // 16: a row is packed and stored
+    all += order[d].work;
   }
+  qsort(order, (size_t)documents, sizeof(Document), most_work_first);
   const double work = all * (double)args->heads_q * (double)(args->head_dim + args->head_dim_v);
   const int threads = 1 + work / (1 << 20) < args->threads ? (int)(1 + work / (1 << 20)) : args->threads;
-  const tw_phase phase = {run_document, small, false};
+  // The largest are shared out among all threads, as many of them as it takes until the others, a thread each, leave nobody waiting for 3 % of the time.
+  int64_t shared = 0;
+  double rest = all;
+  while (threads > 1 && shared < documents && time_apart(order + shared, documents - shared, threads) * threads > rest + 0.03 * all) {
+    const int64_t more = shared / 2 + 1;
+    for (int64_t end = shared + more < documents ? shared + more : documents; shared < end; shared++) rest -= order[shared].work;
+  }
+  const DocumentCalls calls = {*args, bounds, planes, few, order + shared, &status};
+  for (int64_t d = 0; d < shared; d++) calls.run(order[d].number, args->threads);
+  const tw_phase phase = {run_document, documents - shared, true};
   const int ran = tw_run(&phase, 1, threads, 64, &calls);
   free(order);
   return status ? status : ran;
