@@ -51,8 +51,8 @@ class Backend(Protocol):
         """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own.
 
         O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
-        A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is read
-        on the host, unless it is there.
+        A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
+        read on the host, unless it is there.
         """
         return None
 
