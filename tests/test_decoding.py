@@ -223,6 +223,18 @@ def test_a_sequence_has_its_bits_whatever_else_is_in_the_batch(layout):
     assert torch.equal(packed, o.flatten(0, 1)) and torch.equal(packed_lse, lse.transpose(0, 1).flatten(1))
 
 
+def test_many_queries_have_their_bits_too():
+    """A piece of a prompt between single tokens, and alone."""
+    cache, counts = Cache("pages", torch.bfloat16, (500, 30, 1200)), (90, 1, 40)
+    bounds, q = torch.tensor((0, *counts)).cumsum(0, dtype=torch.int32), randn(131, HEADS[0], DIMS[0], seed=5, dtype=torch.bfloat16)
+    o, lse = tw.decode(q, cache.k, cache.v, cu_seqlens_q=bounds, return_lse=True, **cache.words)
+    for b in range(3):
+        rows, some = slice(*bounds[b : b + 2].tolist()), {name: x[b : b + 1] for name, x in cache.words.items()}
+        hold(o[rows], lse[:, rows], q[rows], *cache.sequence(b), tw.Causal())
+        alone, alone_lse = tw.decode(q[None, rows], cache.k, cache.v, return_lse=True, **some)
+        assert torch.equal(alone[0], o[rows]) and torch.equal(alone_lse[0], lse[:, rows])
+
+
 def test_page_size_layout_and_index_types_change_no_bit():
     plain, pages, rows = Cache("plain"), Cache("pages", index=torch.int64), Cache("rows", index=torch.int64)
     q = randn(len(LENGTHS), 3, HEADS[0], DIMS[0], seed=5)

@@ -68,10 +68,6 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     return bounds
 
 
-def pages(length: int, page_size: int) -> int:
-    return -(-length // page_size) if page_size else 0
-
-
 def sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) int64: the packed sequence that each token is in, the last one for tokens beyond all."""
     ends = cu_seqlens[1:].to(torch.int64)

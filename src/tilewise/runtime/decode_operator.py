@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tilewise import errors, masks, tangents
+from tilewise.backends.sequences import one_by_one
 from tilewise.problem import Call, DecodeCall
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
 from tilewise.runtime import plain, vmaps
 from tilewise.runtime.dispatch import choose
-from tilewise.runtime.sequences import one_by_one
 
 NO_GRADIENT = "decode is for inference and has no gradient"
 INT32 = 2**31 - 1
@@ -108,7 +108,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)
     found = backend.decode(call) if call.mask.kind != "bitmap" and call.mask.extent == (1, 1) else None
-    o, lse = found or one_by_one(given.backend, call)
+    o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 

@@ -159,7 +159,7 @@ class Cpu(Backend):
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
         """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
         found = library()
-        return decode(found, self._isa(found), call)
+        return decode(found, self._isa(found), call, self.forward)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))

@@ -3,19 +3,19 @@
 It serves every mask and every backend, reads lengths on the host and gathers pages, so it is slow, and on a GPU it waits for it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tilewise.masks import Dense, Mask
 from tilewise.masks.mask import Combined
 from tilewise.problem import Call, DecodeCall
-from tilewise.runtime.cache_values import capacity_of, pages
-from tilewise.runtime.dispatch import choose
 
 
-def one_by_one(backend: str | None, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """O and LSE as `Backend.decode` gives them. Lengths and bounds that do not fit are clamped."""
-    capacity = capacity_of(call.k_cache, call.page_table)
+def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """O and LSE as `Backend.decode` gives them, by the `forward` of a backend. Lengths and bounds that do not fit are clamped."""
+    capacity = call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     lengths = call.seqlens.clamp(0, capacity).tolist()
     packed = call.cu_seqlens_q is not None
     rows = call.q.flatten(0, 1) if not packed else call.q
@@ -27,14 +27,13 @@ def one_by_one(backend: str | None, call: DecodeCall) -> tuple[Tensor, Tensor]:
     lse = torch.full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=statistics, device=rows.device)
     for b, length in enumerate(lengths):
         start, end = bounds[b], max(bounds[b], bounds[b + 1])
-        each = _sequence(call, b, rows[None, start:end], length)
-        o[start:end], lse[:, start:end] = (x[0] for x in choose(each.problem, backend).forward(each)[:2])
+        o[start:end], lse[:, start:end] = (x[0] for x in forward(sequence(call, b, rows[None, start:end], length))[:2])
     if packed:
         return o, lse
     return o.view(*call.q.shape[:3], -1), lse.view(rows.shape[1], *call.q.shape[:2]).transpose(0, 1)
 
 
-def _sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
+def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
     """Sequence b as a call of its own: q (1, queries, heads_q, head_dim)."""
     slopes = call.alibi_slopes
     return Call(
@@ -52,7 +51,7 @@ def _sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
 def _keys(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
     """(1, length, heads_k, dim): the tokens of sequence b; pages and entries that do not exist are read as others."""
     if call.page_table is not None:
-        numbers = call.page_table[b, : pages(length, cache.shape[1])].long().clamp(0, max(cache.shape[0] - 1, 0))
+        numbers = call.page_table[b, : -(-length // max(cache.shape[1], 1))].long().clamp(0, max(cache.shape[0] - 1, 0))
         return cache[numbers].flatten(0, 1)[None, :length]
     entry = b if call.cache_batch_idx is None else min(max(int(call.cache_batch_idx[b]), 0), cache.shape[0] - 1)
     return cache[entry : entry + 1, :length]
