@@ -9,7 +9,7 @@ import tilewise as tw
 from tilewise import ShapeError
 from tilewise.problem import Call
 from tilewise.runtime import append_operator, cache_values, decode_operator
-from tilewise.testing import tolerance
+from tilewise.testing import poison, tolerance
 
 HEADS, DIMS, PAGE = (6, 2), (40, 24), 7
 LENGTHS, QUERIES = (130, 0, 5, 1100, 33), (3, 1, 2, 17, 0)
@@ -292,6 +292,69 @@ def test_masks_of_the_general_path():
             )
             visible = visible & (shown[b, :, :, :n] if isinstance(mask, tw.Dense) else tw.PerHead(mask).dense(count, n))
             hold(o[rows], lse[:, rows], q[rows], *cache.sequence(b), tw.Dense(visible))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fresh_memory_is_never_read(packed):
+    cache = Cache("pages", lengths=(1500, 0, 40))
+    q = randn(3, 2, HEADS[0], DIMS[0])
+    words = cache.words | {
+        "sink": randn(HEADS[0], seed=6),
+        "tree": torch.eye(2, dtype=torch.bool)[None],
+        "leftpad": torch.tensor([9, 0, 1]),
+    }
+    if packed:
+        q, words["cu_seqlens_q"] = q.flatten(0, 1), torch.tensor([0, 1, 1, 5])
+    expected = tw.decode(q, cache.k, cache.v, return_lse=True, **words)
+    with poison.memory():
+        got = tw.decode(q, cache.k, cache.v, return_lse=True, **words)
+    assert all(map(torch.equal, got, expected)) and got[0].isfinite().all()
+
+
+def test_random_replays_of_one_program_equal_fresh_calls():
+    """Lengths grow and start again, tables are dealt anew, in the tensors that the program was made with."""
+    torch._dynamo.reset()
+    generator, page, width = torch.Generator().manual_seed(0), 4, 6
+    pool_k, pool_v = (torch.full((20, page, HEADS[1], dim), math.nan) for dim in DIMS)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.full((3, width), -1, dtype=torch.int32)
+    program = torch.compile(
+        lambda q, k, v: tw.decode(q, pool_k, pool_v, k=k, v=v, cache_seqlens=lengths, page_table=table), fullgraph=True, backend="eager"
+    )
+    kept: list[list] = [[], [], []]
+    for step in range(60):
+        for b in range(3):
+            if step == 0 or len(kept[b]) == page * width or torch.rand(1, generator=generator) < 0.05:  # a new sequence
+                kept[b] = []
+                free = [
+                    p for p in torch.randperm(20, generator=generator).tolist() if p not in table[torch.arange(3) != b].flatten().tolist()
+                ]
+                table[b] = torch.tensor(free[:width], dtype=torch.int32)
+        lengths.copy_(torch.tensor([len(each) for each in kept]))
+        q, k, v = (torch.randn(3, 1, h, d, generator=generator) for h, d in ((HEADS[0], DIMS[0]), (HEADS[1], DIMS[0]), (HEADS[1], DIMS[1])))
+        o = program(q, k, v)
+        for b in range(3):
+            kept[b].append((k[b], v[b]))
+            keys, values = (torch.cat(x)[None] for x in zip(*kept[b], strict=True))
+            assert torch.equal(o[b : b + 1], tw.decode(q[b : b + 1], keys, values))
+
+
+def test_appending_under_autocast_and_export():
+    q, k = randn(2, 1, 4, 8), randn(2, 1, 2, 8, seed=1)
+    caches = [randn(2, 9, 2, 8, seed=seed) for seed in (2, 3)]
+    words = {"k": k, "v": k, "cache_seqlens": torch.tensor([3, 5])}
+    with torch.autocast("cpu", torch.bfloat16):
+        o = tw.decode(q, *caches, **words)
+    assert torch.equal(caches[0][0, 3], k[0, 0]) and torch.equal(caches[1][1, 5], k[1, 0])
+    low = [x.bfloat16() for x in (q, *caches)]
+    assert torch.equal(o, tw.decode(*low, cache_seqlens=words["cache_seqlens"] + 1))
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k_cache, v_cache):
+            return tw.decode(q, k_cache, v_cache, **words)
+
+    one, two = ([x.clone() for x in caches] for _ in range(2))
+    program = torch.export.export(Step(), (q, *caches)).module()
+    assert torch.equal(program(q, *one), Step()(q, *two)) and all(map(torch.equal, one, two))
 
 
 def test_out_is_written_and_returned():

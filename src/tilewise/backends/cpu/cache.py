@@ -25,8 +25,8 @@ MANY_QUERIES = (
 def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor] | None:
     """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head.
 
-    Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values: what
-    lies beyond a sequence's length, or on a page that it does not reach, is never read.
+    Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values:
+    what lies beyond a sequence's length, or on a page that it does not reach, is never read.
     """
     if call.mask.kind == "bitmap" or call.mask.extent != (1, 1):
         return None
