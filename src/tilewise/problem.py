@@ -143,28 +143,7 @@ class Call:
         )
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=4096)
-def _problem(*fields) -> Problem:
-    """The same object for the same fields: making one takes 3 us, finding it a tenth of that."""
-    return Problem(**dict(zip(Problem.__dataclass_fields__, fields, strict=True)))
-
-
-class Gradients(NamedTuple):
-    """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    sink: Tensor | None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeCall:
     """Attention of the newest tokens against a cache; all tensors on one device, nothing read on the host."""
 
@@ -185,3 +164,24 @@ class DecodeCall:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # (batch or 1, heads_q) fp32
     sink: Tensor | None = None  # (heads_q,) fp32
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=4096)
+def _problem(*fields) -> Problem:
+    """The same object for the same fields: making one takes 3 us, finding it a tenth of that."""
+    return Problem(**dict(zip(Problem.__dataclass_fields__, fields, strict=True)))
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
