@@ -167,12 +167,13 @@ def test_pages_are_read(name):
     pages = [normal(6, 4, 2, 8, seed=seed) for seed in (1, 2)]
     table, used = torch.tensor([[3, 1, 0], [5, 0, 2]], dtype=torch.int32), (9, 5)
     q = normal(1, 4, 2, 8)
-    bias = made(name, q_seqinfo=sequences(1, 3), k_seqinfo=slots((0, 12), used, 24), block_tables=table, page_size=4)
+    bias = made(name, q_seqinfo=sequences(2, 2), k_seqinfo=slots((0, 12), used, 24), block_tables=table, page_size=4)
     got = memory_efficient_attention(q, *(x.flatten(0, 1)[None] for x in pages), bias)
     for n, length in enumerate(used):
         k, v = (x[table[n].long()].flatten(0, 1)[None, :length] for x in pages)
-        rows = (slice(0, 1), slice(1, 4))[n]
-        torch.testing.assert_close(got[:, rows], tw.attention(q[:, rows], k, v, causal=causal), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(
+            got[:, 2 * n : 2 * n + 2], tw.attention(q[:, 2 * n : 2 * n + 2], k, v, causal=causal), atol=1e-12, rtol=1e-12
+        )
 
 
 def test_the_signature_is_xformers():
@@ -228,9 +229,9 @@ REFUSED = {
         r"attn_bias has \(1, 3\) \(groups, heads\), expected \(1, 2\) or 1",
     ),
     "uneven pages": (
-        lambda: memory_efficient_attention(X.expand(2, -1, -1, -1), X, X, made("PagedBlockDiagonalPaddedKeysMask", **UNEVEN)),
+        lambda: memory_efficient_attention(X, X, X, made("PagedBlockDiagonalPaddedKeysMask", **UNEVEN)),
         UnsupportedError,
-        r"needs packed queries, with batch 1, got batch 2; flatten them",
+        r"needs batch 1 and as many queries in every sequence, got batch 1 and \[5, 7\] queries",
     ),
     "overlapping windows": (
         lambda: memory_efficient_attention(

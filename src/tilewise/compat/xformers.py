@@ -195,17 +195,17 @@ PAGED: dict[str, bool] = {  # and whether causal
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, causal: bool, p: float, scale: float | None) -> Tensor:
-    """Packed queries (1, total, heads, head_dim) against pages (1, pages * page_size, heads_k, head_dim)."""
-    kind = type(attn_bias).__name__
+    """Packed queries (1, total, heads, head_dim), as many for each sequence, against pages (1, pages * page_size, heads_k, head_dim)."""
+    kind, tables = type(attn_bias).__name__, attn_bias.block_tables
+    lengths = {b - a for a, b in pairwise(attn_bias.q_seqinfo.seqstart_py)}
     if p > 0.0:
         raise UnsupportedError(f"{LAYER}: p must be 0 with {kind}, got {p}; a cache is read without dropout")
-    if query.shape[0] != 1:
+    if len(lengths) != 1 or query.shape[0] != 1:
         raise UnsupportedError(
-            f"{LAYER}: {kind} needs packed queries, with batch 1, got batch {query.shape[0]}; flatten them: query.flatten(0, 1)[None]"
+            f"{LAYER}: {kind} needs batch 1 and as many queries in every sequence, got batch {query.shape[0]} and {sorted(lengths)} queries; call "
+            "with sequences of one length at a time"
         )
     pages = (x.squeeze(0).unflatten(0, (-1, attn_bias.page_size)) for x in (key, value))
-    starts, seqlens, tables = (
-        x.to(query.device) for x in (attn_bias.q_seqinfo.seqstart, attn_bias.k_seqinfo.seqlen, attn_bias.block_tables)
-    )
-    o = decode(query.squeeze(0), *pages, cu_seqlens_q=starts, cache_seqlens=seqlens, page_table=tables, causal=causal, scale=scale)
-    return o[None]
+    q = query.squeeze(0).unflatten(0, (tables.shape[0], -1))
+    seqlens = attn_bias.k_seqinfo.seqlen.to(query.device)
+    return decode(q, *pages, cache_seqlens=seqlens, page_table=tables, causal=causal, scale=scale).flatten(0, 1)[None]
