@@ -1,7 +1,7 @@
 """tilewise: exact attention that never stores the score matrix. Shapes are (batch, seqlen, heads, head_dim)."""
 
 from tilewise.api import attention, attention_varlen, explain
-from tilewise.decoding import decode
+from tilewise.decoding import append, decode
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import (
     Band,
@@ -38,6 +38,7 @@ __all__ = [
     "Slices",
     "SlidingWindow",
     "UnsupportedError",
+    "append",
     "attention",
     "attention_varlen",
     "decode",

@@ -1,10 +1,14 @@
-"""Attention of a few new tokens against a key/value cache, plain or paged: the contract and its checks; runtime/decode_operator.py does the work."""
+"""Attention of the newest tokens against a key/value cache, plain or paged: the contract and its checks.
+
+runtime/decode_operator.py and runtime/append_operator.py do the work. Nothing here reads a tensor's values.
+"""
 
 import torch
 from torch import Tensor
 
 from tilewise.api import INDEX_DTYPES, autocast, combine, operands
 from tilewise.errors import (
+    DTYPES,
     ShapeError,
     UnsupportedError,
     check_flag,
@@ -17,8 +21,7 @@ from tilewise.errors import (
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
-from tilewise.runtime import decode_operator
-from tilewise.runtime.decode_operator import NO_GRADIENT
+from tilewise.runtime import append_operator, decode_operator
 
 
 def decode(
@@ -28,127 +31,352 @@ def decode(
     *,
     cache_seqlens: Tensor | int | None = None,
     page_table: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    tree: Tensor | None = None,
+    shared_prefix: int = 0,
+    split: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    interleaved: bool = False,
     causal: bool = True,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
+    check: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens against a cache that already holds their keys and values.
+    """Attention of the newest tokens of each sequence against its cache, to which k and v, where given, are first appended in place.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence.
+        q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence. With cu_seqlens_q (total_q, heads_q,
+            head_dim).
         k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim).
         v_cache: likewise, with head_dim_v.
-        cache_seqlens: tokens in the cache, (batch,) int32 or int64 or one int for all; None where every sequence fills its capacity.
-            What lies beyond is never read.
-        page_table: (batch, max_pages) int32 or int64: page p of sequence b holds its tokens p * page_size onwards. Entries that
-            cache_seqlens does not reach may hold anything.
+        cache_seqlens: tokens in the cache before k and v are appended, (batch,) int32 (best) or int64, or one int for all; None where every sequence
+            fills its capacity. What lies beyond is never read.
+        page_table: (batch, max_pages) int32 (best) or int64: page p of sequence b holds its tokens p * page_size onwards. Sequences may share pages.
+            Entries that a sequence's tokens do not reach may hold anything.
+        k, v: (batch, new, heads_k, head_dim) and head_dim_v: written at positions cache_seqlens onwards, as by `append`, and attended. With
+            cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a sequence as it has queries. cache_seqlens is not advanced.
+        cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
+            speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0.
+        cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
+        leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
+        tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.
+            Positions are places in the cache, for masks, ALiBi and rotary alike: with rotary tables that follow the tree's depth, rotate before.
+        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once.
+            Results do not hang on it.
+        split: keys of one piece. With it a sequence's bits do not depend on what else is in the batch; on the CPU they never do.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
+        interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
         mask: as in `attention`, aligned to each sequence's own length; a Dense mask stands alone and spans the capacity,
-            (batch or 1, heads or 1, seqlen_q or 1, capacity).
+            (batch or 1, heads or 1, seqlen_q or 1, capacity), with cu_seqlens_q for every query alike.
+        out: where to write O; it is returned.
+        check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
+            there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked.
 
-    The other arguments are those of `attention`. What traces, exports or maps the call sees one operator, `tilewise::decode`, which reads lengths and
-    pages when it runs; torch.vmap runs it entry by entry.
+    The other arguments are those of `attention`. What traces, exports or maps the call sees the operators `tilewise::append`, which writes the
+    caches, and `tilewise::decode`; torch.vmap runs the latter entry by entry. A dense mask, one that differs by head, and what the device's backend
+    does not cover take a general path, sequence by sequence, which is slow and on a GPU reads the lengths on the host.
 
     Returns:
-        O (batch, seqlen_q, heads_q, head_dim_v), and with `return_lse` LSE (batch, heads_q, seqlen_q).
+        O as q with head_dim_v, and with `return_lse` LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q).
 
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
     """
+    packed = cu_seqlens_q is not None
+    check_tensor("q", q, ("total_q", "heads_q", "head_dim") if packed else ("batch", "seqlen_q", "heads_q", "head_dim"))
+    for name, flag in (("return_lse", return_lse), ("interleaved", interleaved), ("check", check)):
+        check_flag(name, flag)
+    _check_caches(k_cache, v_cache, paged=page_table is not None)
+    _check_rotary(rotary_cos, rotary_sin, q)
+    batch = _batch_of_queries(q, cu_seqlens_q)
+    capacity = _capacity(k_cache, page_table, cache_batch_idx, batch)
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("leftpad", leftpad)):
+        if x is not None:
+            _check_indices(name, x, batch, k_cache)
+    _check_counts(shared_prefix, split)
+    if tree is not None:
+        _check_tree(tree, batch, q)
+    if (k is None) != (v is None):
+        raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
+    seqlens, length = _lengths(cache_seqlens, batch, k_cache)
+    caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
-    _check(q, k_cache, v_cache, alibi_slopes, sink, paged=page_table is not None)
-    check_flag("return_lse", return_lse)
-    capacity = _capacity(k_cache, page_table, q.shape[0])
+    _check(q, k_cache, v_cache, alibi_slopes, sink)
     combined = combine(causal, mask)
     if combined.kind == "bitmap":
-        _check_dense(mask, q.shape[0], capacity)
+        _check_dense(mask, batch, capacity, packed)
     given = operands(
-        q,
+        q[None] if packed else q,
         k_cache,
         v_cache,
         combined,
         dropout=(0.0, None, 0),
         scale=scale,
         softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=None if packed else alibi_slopes,
         sink=sink,
         deterministic=False,
         backend=backend,
     )
-    seqlens, length = _lengths(cache_seqlens, q.shape[0])
+    slopes = _packed_slopes(alibi_slopes, q, batch) if packed else given.alibi_slopes
+    if out is not None:
+        _check_out(out, (*q.shape[:-1], v_cache.shape[3]), q)
+    if k is not None and v is not None:
+        if seqlens is None and length is None:
+            raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
+        seqlens = _as_tensor(seqlens, length, batch, k_cache)
+        cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
+        places = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens": cu_seqlens}
+        turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": interleaved}
+        append(*caches, k, v, cache_seqlens=seqlens, **places, **turn, check=check)
+        seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()), None
+        if caches[0].dtype != q.dtype:  # autocast's copies are of the caches as they were
+            _, k_cache, v_cache, _ = autocast(q, *caches)
+            given = given._replace(k=k_cache, v=v_cache)
     o, lse = decode_operator.run(
         decode_operator.Operands(
-            given.q,
-            given.k,
-            given.v,
-            seqlens,
-            page_table,
-            given.alibi_slopes,
-            sink,
-            given.mask_tensors,
-            given.mask,
-            length,
-            given.scale,
-            given.softcap,
-            backend,
+            q=given.q.squeeze(0) if packed else given.q,
+            k_cache=given.k,
+            v_cache=given.v,
+            cache_seqlens=seqlens,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            cache_batch_idx=cache_batch_idx,
+            leftpad=leftpad,
+            tree=tree,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            alibi_slopes=slopes,
+            sink=sink,
+            mask_tensors=given.mask_tensors,
+            mask=given.mask,
+            length=length,
+            shared_prefix=shared_prefix,
+            split=split,
+            interleaved=interleaved,
+            scale=given.scale,
+            softcap=given.softcap,
+            backend=backend,
+            check=check,
         )
     )
+    o = o if out is None else out.copy_(o)
     return (o, lse) if return_lse else o
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None, paged: bool) -> None:
-    """The tensors that attention reads: their shapes and dtypes, and that nobody asks for a gradient."""
-    check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_first: Tensor | None = None,
+    interleaved: bool = False,
+    check: bool = False,
+) -> None:
+    """Write new keys and values into a cache, in place, behind the tokens that each sequence has there.
+
+    Args:
+        k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page that is written to must be one sequence's alone.
+        k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype, or with cu_seqlens packed, (total_new, heads_k, ...).
+        cache_seqlens: tokens in the cache before, (batch,) int32 (best) or int64, or one int for all; it is not advanced.
+        cu_seqlens: (batch + 1,) int32 (best) or int64: sequence b owns the new tokens cu_seqlens[b]:cu_seqlens[b + 1].
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): token i of a sequence's new ones is rotated to position cache_seqlens + i.
+        rotary_first: (batch,) int32 or int64: the position of the first new token, in place of cache_seqlens.
+        interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
+
+    What traces the call sees the operator `tilewise::append`. On a GPU tokens that have no place (beyond the capacity, on a page that does not exist)
+    are not written; on the CPU, and with `check`, they are an error, and nothing is written.
+
+    Raises:
+        ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
+    """
+    for name, flag in (("interleaved", interleaved), ("check", check)):
+        check_flag(name, flag)
+    _check_caches(k_cache, v_cache, paged=page_table is not None)
+    axes = ("batch", "new") if cu_seqlens is None else ("total_new",)
+    for name, x, cache, dim in (("k", k, k_cache, "head_dim"), ("v", v, v_cache, "head_dim_v")):
+        check_tensor(name, x, (*axes, "heads_k", dim))
+        check_like(name, x, cache, other=f"{name}_cache")
+        check_size(name, "heads_k", x.shape[-2], cache.shape[-2], f"{name}_cache")
+        check_size(name, dim, x.shape[-1], cache.shape[-1], f"{name}_cache")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        check_no_grad(name, x, append_operator.NO_GRADIENT)
+        check_no_tangent(name, x, append_operator.NO_GRADIENT)
+    for axis, got, expected in zip(axes, v.shape, k.shape, strict=False):
+        check_size("v", axis, got, expected, "k")
+    if cu_seqlens is not None:
+        _check_cu_seqlens("cu_seqlens", cu_seqlens, k_cache)
+    batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _capacity(k_cache, page_table, cache_batch_idx, batch, other="k")
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("rotary_first", rotary_first)):
+        if x is not None:
+            _check_indices(name, x, batch, k_cache, other="k")
+    _check_rotary(rotary_cos, rotary_sin, k)
+    if cache_seqlens is None:
+        raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
+    seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
+    tensors = page_table, cache_batch_idx, cu_seqlens, rotary_cos, rotary_sin, rotary_first
+    append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *tensors, interleaved, check))
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     lead = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, x, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
         check_tensor(name, x, (*lead, "heads_k", dim))
+    check_like("v_cache", v_cache, k_cache, other="k_cache")
+    for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
+        check_size("v_cache", axis, got, expected, "k_cache")
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+    """That q and the caches fit each other, and that nobody asks for a gradient."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_like(name, x, q)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("alibi_slopes", alibi_slopes), ("sink", sink)):
         if isinstance(x, Tensor):
-            check_no_grad(name, x, NO_GRADIENT)
-            check_no_tangent(name, x, NO_GRADIENT)
-    check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[3], "q")
-    for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
-        check_size("v_cache", axis, got, expected, "k_cache")
-    check_heads(q.shape[2], k_cache.shape[2])
-    check_head_dim(q.shape[3], v_cache.shape[3])
+            check_no_grad(name, x, decode_operator.NO_GRADIENT)
+            check_no_tangent(name, x, decode_operator.NO_GRADIENT)
+    check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[-1], "q")
+    check_heads(q.shape[-2], k_cache.shape[2])
+    check_head_dim(q.shape[-1], v_cache.shape[3])
 
 
-def _check_dense(mask: Mask, batch: int, capacity: int) -> None:
+def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
     """A mask that holds a dense tensor: nothing else, and over the whole capacity."""
     if not isinstance(mask, Dense):
         raise UnsupportedError(
             "decode takes a Dense mask alone, or a mask without one; write the whole mask as one Dense (causal= still applies)"
         )
-    entries, keys = mask.tensor.shape[0] if mask.tensor.dim() == 4 else 1, mask.tensor.shape[-1]
+    entries, (rows, keys) = mask.tensor.shape[0] if mask.tensor.dim() == 4 else 1, mask.tensor.shape[-2:]
     if (entries != 1 and entries != batch) or keys != capacity:
         raise ShapeError(
             f"mask has batch {entries} and {keys} keys, but q has batch {batch} and the cache holds {capacity} tokens "
             "a sequence; a Dense mask needs batch 1 or q's, and the whole capacity"
         )
+    if packed and rows != 1:
+        raise ShapeError(
+            f"mask has {rows} queries, but with cu_seqlens_q a Dense mask must have 1, for every query alike; use tree= or a mask"
+        )
 
 
-def _capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:
+def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    if cu_seqlens_q is None:
+        return q.shape[0]
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, like: Tensor) -> None:
+    check_tensor(name, cu_seqlens, ("batch + 1",), INDEX_DTYPES)
+    _check_device(name, cu_seqlens, like)
+    if cu_seqlens.shape[0] == 0:
+        raise ShapeError(f"{name} must have batch + 1 entries, of which the first is 0, got none")
+
+
+def _check_indices(name: str, x: Tensor, batch: int, like: Tensor, other: str = "q") -> None:
+    """(batch,) integers."""
+    check_tensor(name, x, ("batch",), INDEX_DTYPES)
+    check_size(name, "batch", x.shape[0], batch, other)
+    _check_device(name, x, like)
+
+
+def _check_device(name: str, x: Tensor, like: Tensor) -> None:
+    """Index tensors lie where they are used, so that nobody waits for them."""
+    check_like(name, x, like, same_dtype=False, other="k_cache")
+
+
+def _check_tree(tree: Tensor, batch: int, q: Tensor) -> None:
+    check_tensor("tree", tree, ("batch or 1", "new", "new"), (torch.bool,))
+    check_like("tree", tree, q, same_dtype=False)
+    if tree.shape[0] != 1 and tree.shape[0] != batch:
+        raise ShapeError(f"tree has batch {tree.shape[0]}, but q has batch {batch}; it needs q's, or 1 for all sequences alike")
+    check_size("tree", "tokens that see", tree.shape[1], tree.shape[2], "its last dimension")
+
+
+def _check_counts(shared_prefix: int, split: int | None) -> None:
+    for name, x, least, otherwise in (("shared_prefix", shared_prefix, 0, ""), ("split", 1 if split is None else split, 1, " or None")):
+        if isinstance(x, bool) or not isinstance(x, int | torch.SymInt) or x < least:
+            raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {x!r}")
+
+
+def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ShapeError("rotary_cos and rotary_sin must both be given, or neither")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_tensor(name, table, ("seqlen_rotary", "rotary_dim / 2"))
+        check_like(name, table, x, same_dtype=False)
+    check_size("rotary_sin", "shape", sin.shape, cos.shape, "rotary_cos")
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ShapeError(f"rotary_cos has rotary_dim / 2 = {cos.shape[1]}, but head_dim is {x.shape[-1]}; rotary_dim must not be larger")
+
+
+def _packed_slopes(slopes: Tensor | None, q: Tensor, batch: int) -> Tensor | None:
+    """ALiBi slopes (batch or 1, heads_q) fp32 of packed queries."""
+    if slopes is None:
+        return None
+    check_tensor("alibi_slopes", slopes, ("batch", "heads_q") if isinstance(slopes, Tensor) and slopes.dim() == 2 else ("heads_q",), DTYPES)
+    check_like("alibi_slopes", slopes, q, same_dtype=False)
+    check_size("alibi_slopes", "heads_q", slopes.shape[-1], q.shape[1], "q")
+    slopes = (slopes if slopes.dim() == 2 else slopes[None]).float()
+    if slopes.shape[0] != 1:
+        check_size("alibi_slopes", "batch", slopes.shape[0], batch, "cu_seqlens_q")
+    return slopes
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    check_tensor("out", out, tuple(map(str, shape)))
+    check_like("out", out, q)
+    check_size("out", "shape", tuple(out.shape), shape, "O")
+    check_no_grad("out", out, decode_operator.NO_GRADIENT)
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Tensor | None, batch: int, other: str = "q") -> int:
     """Tokens that one sequence's cache can hold."""
     if page_table is None:
-        check_size("k_cache", "batch", k_cache.shape[0], batch, "q")
+        if cache_batch_idx is None:
+            check_size("k_cache", "batch", k_cache.shape[0], batch, other)
         return k_cache.shape[1]
+    if cache_batch_idx is not None:
+        raise ShapeError("cache_batch_idx and page_table exclude each other; choose the table's rows: page_table[cache_batch_idx]")
     check_tensor("page_table", page_table, ("batch", "max_pages"), INDEX_DTYPES)
-    check_size("page_table", "batch", page_table.shape[0], batch, "q")
+    check_size("page_table", "batch", page_table.shape[0], batch, other)
+    _check_device("page_table", page_table, k_cache)
     return page_table.shape[1] * k_cache.shape[1]
 
 
-def _lengths(cache_seqlens: Tensor | int | None, batch: int) -> tuple[Tensor | None, int | None]:
+def _lengths(cache_seqlens: Tensor | int | None, batch: int, like: Tensor, other: str = "q") -> tuple[Tensor | None, int | None]:
     """cache_seqlens as the operator takes it: as a tensor, or as one number for all."""
     if isinstance(cache_seqlens, Tensor):
-        check_tensor("cache_seqlens", cache_seqlens, ("batch",), INDEX_DTYPES)
-        check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
+        _check_indices("cache_seqlens", cache_seqlens, batch, like, other)
         return cache_seqlens, None
     if cache_seqlens is not None and (isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt)):
         raise ShapeError(f"cache_seqlens must be an integer tensor (batch,), an int or None, got {type(cache_seqlens).__name__}")
     return None, cache_seqlens
+
+
+def _as_tensor(seqlens: Tensor | None, length: int | None, batch: int, like: Tensor) -> Tensor:
+    if seqlens is not None or length is None:
+        assert seqlens is not None
+        return seqlens
+    return torch.full((batch,), length, dtype=torch.int32, device=like.device)

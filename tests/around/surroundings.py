@@ -135,6 +135,32 @@ def _paged(q, k, v, lengths, pages, slopes, sink, shown) -> tuple[Tensor, ...]:
     return tw.decode(q, k, v, cache_seqlens=lengths, page_table=pages, alibi_slopes=slopes, sink=sink, **options)
 
 
+def _entries() -> dict[str, Tensor]:
+    """Two sequences of 1 and 3 queries, in a cache of three entries of 7 tokens."""
+    tree = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.bool, device="cpu")
+    index = {"cu": integers(0, 1, 4), "lengths": integers(7, 5), "entries": integers(2, 0), "leftpad": integers(1, 0)}
+    k, v = normal(2, 3, 7, 2, 8, seed=1).unbind(0)
+    return {"q": normal(4, 4, 8), "k": k, "v": v, "tree": tree, "cos": normal(9, 2, seed=2), "sin": normal(9, 2, seed=3)} | index
+
+
+def _packed_decode(q, k, v, cu, lengths, entries, leftpad, tree, cos, sin) -> tuple[Tensor, ...]:
+    places = {"cu_seqlens_q": cu, "cache_seqlens": lengths, "cache_batch_idx": entries, "leftpad": leftpad}
+    return tw.decode(q, k, v, tree=tree, rotary_cos=cos, rotary_sin=sin, return_lse=True, **places)
+
+
+def _new() -> dict[str, Tensor]:
+    """One and two new tokens for two sequences, in 5 pages of 3 tokens."""
+    k_cache, v_cache = normal(2, 5, 3, 2, 8, seed=1).unbind(0)
+    more = {"cu": integers(0, 1, 3), "lengths": integers(3, 2), "pages": integers(4, 0, 1, 3).view(2, 2)}
+    new = {"k": normal(3, 2, 8, seed=4), "v": normal(3, 2, 8, seed=5), "cos": normal(9, 2, seed=2), "sin": normal(9, 2, seed=3)}
+    return {"k_cache": k_cache.clone(), "v_cache": v_cache.clone()} | new | more
+
+
+def _append(k_cache, v_cache, k, v, cu, lengths, pages, cos, sin) -> tuple[Tensor, ...]:
+    tw.append(k_cache, v_cache, k, v, cache_seqlens=lengths, cu_seqlens=cu, page_table=pages, rotary_cos=cos, rotary_sin=sin)
+    return k_cache, v_cache
+
+
 def _parts() -> dict[str, Tensor]:
     return {"o": normal(2, 5, 4, 8), "other": normal(2, 5, 4, 8, seed=1), "lse": normal(2, 4, 5, seed=2), "more": normal(2, 4, 5, seed=3)}
 
@@ -156,6 +182,8 @@ FUNCTIONS = {
     "attention, padding": Function(_padded, _padding, (*QKV, "bias")),
     "decode": Function(_cache, _decode),
     "decode, every operand": Function(_pages, _paged),
+    "decode, packed": Function(_entries, _packed_decode),
+    "append": Function(_new, _append),
     "merge": Function(_parts, _merge, ("o", "other", "lse", "more")),
 }
 

@@ -111,8 +111,12 @@ for (name, operand), x in OPERANDS.items():
         CELLS[f"wrapper, gradients; {where}"] = partial(gradients_beside, name, operand, Wrapper)
         CELLS[f"negated, gradients; {where}"] = partial(gradients_beside, name, operand, negated)
     if x.is_floating_point():
-        CELLS[f"negated; {where}"] = partial(like_the_plain_one, name, operand, negated)
-        CELLS[f"zeros; {where}"] = partial(like_the_plain_one, name, operand, zeros)
+        if operand.endswith("_cache"):  # which is written
+            CELLS[f"negated; {where}"] = partial(refused, name, operand, negated, f"append to {operand}.resolve_neg()")
+            CELLS[f"zeros; {where}"] = partial(refused, name, operand, zeros, "ZeroTensors are immutable")
+        else:
+            CELLS[f"negated; {where}"] = partial(like_the_plain_one, name, operand, negated)
+            CELLS[f"zeros; {where}"] = partial(like_the_plain_one, name, operand, zeros)
         CELLS[f"mkldnn; {where}"] = partial(refused, name, operand, lambda x: x.to_mkldnn(), "layout")
     for kind, (make, *words) in WORDS.items():
         if not (kind == "nested" and operand == "shown"):

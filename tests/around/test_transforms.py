@@ -104,7 +104,7 @@ def test_the_older_vmap_of_the_forward(call):
     check_close([got], [torch.stack([call(*each) for each in zip(*tensors, strict=True)])])
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != DRAWN])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in (DRAWN, "append")])
 def test_vmap(name):
     """Over each tensor alone that has a batch of values."""
     function = FUNCTIONS[name]
@@ -134,7 +134,17 @@ def test_make_fx(name):
     check_equal([y.detach() for y in make_fx(run)(x)(x + 1)], [y.detach() for y in run(x + 1)])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transforms_of_what_is_written_in_place_are_refused():
+    tensors = FUNCTIONS["append"].make()
+    keys, words = list(tensors), "append writes its caches in place, which torch.vmap, torch.func.functionalize .* do not follow"
+    run = lambda *x: FUNCTIONS["append"].call(**dict(zip(keys, x, strict=True)))  # noqa: E731
+    many = [torch.stack([x, x]) for x in tensors.values()]
+    for call in (lambda: torch.func.functionalize(run)(*tensors.values()), lambda: torch.vmap(run)(*many)):
+        with pytest.raises(tw.UnsupportedError, match=words):
+            call()
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "append"])
 def test_functionalize(name):
     function, tensors = FUNCTIONS[name], FUNCTIONS[name].make()
     keys = list(tensors)

@@ -13,7 +13,7 @@ import tilewise
 from tilewise import bench, compat
 from tilewise.backends.reference import Reference
 from tilewise.cli import grammar
-from tilewise.demo import job, pictures, sweep
+from tilewise.demo import job, pictures, serve, sweep
 from tilewise.demo.place import CPU
 from tilewise.errors import UnsupportedError
 from tilewise.runtime import dispatch
@@ -175,6 +175,14 @@ def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):
     assert "for the [abacus] of 12 rods" in capsys.readouterr().out
     monkeypatch.setattr(type(chosen), "describe", lambda self: "")
     assert f"backend: {chosen.name}\n" in job.explain(config, 1, CPU)
+
+
+def test_demo_serve_says_by_its_exit_code_whether_texts_agree(monkeypatch):
+    given = []
+    for same in (True, False):
+        monkeypatch.setattr(serve, "run", lambda options, console, same=same: (given.append(options), same)[1])
+        assert grammar.main(["demo", "--serve", "--device", "cpu", "--seed", "7"]) == (0 if same else 1)
+    assert given[0] == serve.ServeOptions(device=torch.device("cpu"), seed=7)
 
 
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):

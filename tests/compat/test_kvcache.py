@@ -222,14 +222,14 @@ TURN = {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}
 WRONG = {
     "full": (
         call(**NEW, cache_seqlens=8),
-        r"cache_seqlens\[0\] is 9 with the new tokens, but the cache holds 8 tokens a sequence; make it larger",
+        r"cache_seqlens\[0\] is 9 with the new tokens, but the cache holds between 0 and 8 tokens a sequence; make it larger",
     ),
-    "long": (call(cache_seqlens=torch.tensor([3, 9])), r"cache_seqlens\[1\] is 9, but the cache holds 8"),
+    "long": (call(cache_seqlens=torch.tensor([3, 9])), r"cache_seqlens\[1\] is 9, but the cache holds between 0 and 8"),
     "pages": (call(cache_seqlens=9, block_table=TABLE), r"cache_seqlens\[0\] is 9, .* block_table has 1 pages of 8 tokens a sequence"),
     "no page": (call(cache_seqlens=3, block_table=TABLE + 2), r"block_table"),
     "no page to write": (
         call(**NEW, cache_seqlens=3, block_table=TABLE - 1),
-        r"block_table names pages \[-1\], but k_cache has pages 0..1",
+        r"block_table\[0\] names pages \[-1\], but k_cache has pages 0..1",
     ),
     "row": (call(cache_batch_idx=torch.tensor([0, 2])), r"cache_batch_idx must be between 0 and 1, got \[0, 2\]"),
     "pad": (

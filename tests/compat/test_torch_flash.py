@@ -158,7 +158,7 @@ def test_varlen_attn_reads_pages(on_cpu):
     keys, values = (normal(6, 8, 2, 16, dtype=torch.float32, seed=seed) for seed in (1, 2))
     table, used = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32), torch.tensor([9, 16], dtype=torch.int32)
     q = normal(4, 4, 16, dtype=torch.float32)
-    cu_q = torch.tensor([0, 2, 4], dtype=torch.int32)
+    cu_q = torch.tensor([0, 1, 4], dtype=torch.int32)
     options = {
         "window_size": (-1, 0),
         "enable_gqa": True,
@@ -166,14 +166,15 @@ def test_varlen_attn_reads_pages(on_cpu):
         "block_table": table,
         "return_aux": varlen.AuxRequest(lse=True),
     }
-    o, lse = varlen.varlen_attn(q, keys, values, cu_q, None, 2, 16, **options)
+    o, lse = varlen.varlen_attn(q, keys, values, cu_q, None, 3, 16, **options)
     for n in range(2):
         k, v = (x[table[n].long()].flatten(0, 1)[None, : used[n]] for x in (keys, values))
-        want, want_lse = tw.attention(q[None, 2 * n : 2 * n + 2], k, v, causal=True, return_lse=True)
-        torch.testing.assert_close(o[2 * n : 2 * n + 2], want[0])
-        torch.testing.assert_close(lse[:, 2 * n : 2 * n + 2], want_lse[0])
-    with pytest.raises(UnsupportedError, match="as many queries in every sequence, got 4 queries for 2 sequences of at most 3"):
-        varlen.varlen_attn(q, keys, values, cu_q, None, 3, 16, **options)
+        rows = slice(*cu_q[n : n + 2].tolist())
+        want, want_lse = tw.attention(q[None, rows], k, v, causal=True, return_lse=True)
+        torch.testing.assert_close(o[rows], want[0])
+        torch.testing.assert_close(lse[:, rows], want_lse[0])
+    with pytest.raises(UnsupportedError, match="block_table needs cum_seq_q, .* and seqused_k, how many keys each has; got None"):
+        varlen.varlen_attn(q, keys, values, cu_q, None, 3, 16, **(options | {"seqused_k": None}))
 
 
 def test_the_dense_form_has_windows_and_alibi():

@@ -32,10 +32,9 @@ def pages(inputs):
 
 
 def operands(q, k, v, **fields):
-    absent = dict.fromkeys(("cache_seqlens", "page_table", "alibi_slopes", "sink", "length", "scale", "backend"))
-    return tuple(
-        Operands(**({"q": q, "k_cache": k, "v_cache": v, "mask_tensors": [], "mask": "Causal()", "softcap": 0.0} | absent | fields))
-    )
+    present = {"q": q, "k_cache": k, "v_cache": v, "mask_tensors": [], "mask": "Causal()", "softcap": 0.0}
+    present |= {"shared_prefix": 0, "interleaved": False, "check": False}
+    return tuple(Operands(**(dict.fromkeys(Operands._fields) | present | fields)))
 
 
 OPCHECKS = {

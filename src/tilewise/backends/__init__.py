@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.problem import Call, DecodeCall, Gradients, Problem
 
 
 class Repeat(Protocol):
@@ -60,13 +60,12 @@ class Backend(Protocol):
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
         raise NotImplementedError
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Sequence[int], page_table: Tensor | None = None, **options
-    ) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of a few queries against a cache, plain or paged, read in place; None where each sequence has to be a call of its own.
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own.
 
-        q (batch, seqlen_q, heads_q, head_dim); k_cache, v_cache (batch or pages, seqlen or page size, heads_k, head_dim); lengths: tokens of each
-        sequence; page_table (batch, pages) on the CPU. options: mask, scale, softcap, alibi_slopes, sink, as in `Call`.
+        O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
+        A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
+        read on the host, unless it is there.
         """
         return None
 

@@ -31,11 +31,13 @@ def require(device: torch.device) -> None:
 
 
 def demo(options: Namespace) -> int:
-    from tilewise.demo import job
+    from tilewise.demo import job, serve
 
-    require_writable(options.out)
     if options.device is not None:
         require(options.device)
+    if options.serve:
+        return OK if serve.run(serve.ServeOptions(device=options.device, seed=options.seed), console_for_tables()) else FAILED
+    require_writable(options.out)
     names = ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
     same = job.run(job.options(**{name: getattr(options, name) for name in names}), console_for_tables())
     return OK if same else FAILED

@@ -1,4 +1,4 @@
-"""Key/value caches as the peers' functions describe them: appending in place, rotary positions, and their slots as pages for `decode`."""
+"""Key/value caches as the peers' functions describe them, in the words of `decode` and `append`: rows, pages, padding, rotary positions."""
 
 from dataclasses import dataclass, replace
 
@@ -8,8 +8,11 @@ from torch.compiler import is_compiling
 
 from tilewise import decoding
 from tilewise.compat import _translate as translate
-from tilewise.compat.rotary import rotated, sequence_of
 from tilewise.errors import ShapeError, check_like, check_size, check_tensor
+from tilewise.masks import SlidingWindow
+from tilewise.rotary import rotated
+from tilewise.runtime import cache_values as values
+from tilewise.runtime.cache_values import sequence_of
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -19,7 +22,7 @@ class Cache:
     """k (rows, capacity, heads_k, head_dim) and v likewise, or pages of them where there is a page table.
 
     lengths (batch,): the tokens that each sequence has, counted from its row's begin; those before leftpad (batch,) are none.
-    batch_idx (batch,): the row of each sequence, of the page table where there is one. page_table (batch, max_pages): the pages of each sequence.
+    batch_idx (batch,): the row of each sequence. page_table (batch, max_pages): the pages of each sequence.
     """
 
     k: Tensor
@@ -31,7 +34,10 @@ class Cache:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, batch: int, cache_seqlens: int | Tensor | None, **places: Tensor | None) -> "Cache":
-        """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all."""
+        """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all.
+
+        batch_idx of pages chooses the table's rows.
+        """
         for name, x in (("k_cache", k), ("v_cache", v)):
             check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"))
         check_size("v_cache", "shape before head_dim", v.shape[:3], k.shape[:3], "k_cache")
@@ -42,90 +48,43 @@ class Cache:
                 check_tensor(label, x, ("batch", "max_pages") if name == "page_table" else ("batch",), INDEX_DTYPES)
                 if name != "page_table" or rows is None:
                     check_size(label, "batch", x.shape[0], batch, "q")
-        if table is None and places.get("batch_idx") is None:
+        if table is None and rows is None:
             check_size("k_cache", "batch", k.shape[0], batch, "q")
-        capacity = k.shape[1] * (1 if table is None else table.shape[1])
+        if table is not None and rows is not None:
+            if not is_compiling() and values.wanted(rows.device, False):
+                values.check_rows(rows, table.shape[0])
+            places |= {"page_table": table[rows.long()], "batch_idx": None}
+        capacity = values.capacity_of(k, table)
         if cache_seqlens is None or isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((batch,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=k.device)
         check_tensor("cache_seqlens", cache_seqlens, ("batch",), INDEX_DTYPES)
         check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
-        cache = cls(k=k, v=v, lengths=cache_seqlens, **places)
-        cache.check()
-        if table is not None and rows is not None:
-            cache = replace(cache, page_table=table[rows.long()], batch_idx=None)
-        return cache
+        return cls(k=k, v=v, lengths=cache_seqlens, **places)
 
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
-
-    def check(self, more: int | Tensor = 0) -> None:
-        """Refuse lengths (plus `more` new tokens) that the cache does not hold, and rows that it does not have; reads them."""
-        if is_compiling():
-            return
-        for b, length in enumerate((self.lengths + more).tolist()):
-            if not 0 <= length <= self.capacity:
-                pages = (
-                    ""
-                    if self.page_table is None
-                    else f", for page_table has {self.page_table.shape[1]} pages of {self.k.shape[1]} tokens a sequence"
-                )
-                new = " with the new tokens" if isinstance(more, Tensor) or more else ""
-                raise ShapeError(
-                    f"cache_seqlens[{b}] is {length}{new}, but the cache holds {self.capacity} tokens a sequence{pages}; make it larger"
-                )
-        rows = self.k.shape[0] if self.page_table is None else self.page_table.shape[0]
-        for name, x, most in (("batch_idx", self.batch_idx, rows - 1), ("leftpad", self.leftpad, self.capacity)):
-            if x is not None and bool(((x < 0) | (x > most)).any()):
-                raise ShapeError(f"cache_{name} must be between 0 and {most}, got {x.tolist()}")
-        if self.leftpad is not None and bool((self.leftpad > self.lengths + more).any()):
-            raise ShapeError(
-                f"cache_leftpad {self.leftpad.tolist()} is beyond the lengths of the sequences, {(self.lengths + more).tolist()}"
-            )
-
-    def _slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.page_table is None:
-            return owner if self.batch_idx is None else self.batch_idx[owner].long(), positions
-        return self.page_table[owner, positions // self.k.shape[1]].long(), positions % self.k.shape[1]
-
-    def slots(self, owner: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Row or page, and place in it, of the tokens at these positions of sequences `owner`; pages that do not exist are refused."""
-        pages, places = self._slots(owner, positions)
-        if self.page_table is not None and not is_compiling() and bool(((pages < 0) | (pages >= self.k.shape[0])).any()):
-            raise ShapeError(f"page_table names pages {pages.unique().tolist()}, but k_cache has pages 0..{self.k.shape[0] - 1}")
-        return pages, places
-
-    def append(self, k: Tensor, v: Tensor, owner: Tensor, positions: Tensor) -> None:
-        """Write k, v (tokens, heads_k, head_dim) where their sequences' positions are."""
-        for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
-            check_like(name, new, cache, other=f"{name}_cache")
-            check_size(name, "(heads_k, head_dim)", new.shape[-2:], cache.shape[-2:], f"{name}_cache")
-        slots = self.slots(owner, positions)
-        self.k.index_put_(slots, k)
-        self.v.index_put_(slots, v)
-
-    def grown(self, more: int | Tensor) -> "Cache":
-        return replace(self, lengths=self.lengths + more)
+    def places(self) -> dict[str, Tensor | None]:
+        """Where the tokens lie, in the words of `decode` and `append`."""
+        return {"cache_seqlens": self.lengths, "page_table": self.page_table, "cache_batch_idx": self.batch_idx}
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of the tokens that are there, k and v (total, heads_k, head_dim), and their cu_seqlens."""
+        """Copies of the tokens that are there, k and v (total, heads_k, head_dim), and their cu_seqlens. Reads lengths, pages and rows."""
+        if not is_compiling():
+            lengths = self.lengths.tolist()
+            values.check_lengths(lengths, self.k, self.page_table)
+            if self.page_table is not None:
+                values.check_pages(self.page_table, lengths, *self.k.shape[:2])
+            if self.batch_idx is not None:
+                values.check_rows(self.batch_idx, self.k.shape[0])
+            if self.leftpad is not None:
+                values.check_padding(self.leftpad, lengths)
         first = torch.zeros_like(self.lengths) if self.leftpad is None else self.leftpad
         cu_seqlens = torch.nn.functional.pad((self.lengths - first).cumsum(0, dtype=torch.int32), (1, 0))
         owner = sequence_of(cu_seqlens, int(cu_seqlens[-1]))
         positions = torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) - cu_seqlens[owner] + first[owner]
-        slots = self.slots(owner, positions)
+        if self.page_table is None:
+            slots = owner if self.batch_idx is None else self.batch_idx[owner].long(), positions
+        else:
+            slots = self.page_table[owner, positions // self.k.shape[1]].long(), positions % self.k.shape[1]
         return self.k[slots], self.v[slots], cu_seqlens
-
-    def pages(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """k, v, lengths and page table for `decode`: rows are pages as long as the capacity, padded rows pages of one token."""
-        if self.leftpad is None:
-            table = self.page_table if self.batch_idx is None else self.batch_idx[:, None]
-            return self.k, self.v, self.lengths, table
-        owner = torch.arange(self.lengths.shape[0], dtype=torch.int64, device=self.k.device)[:, None]
-        places = torch.arange(self.capacity, dtype=torch.int64, device=self.k.device) + self.leftpad[:, None]
-        rows, places = self._slots(owner, places.clamp(max=self.capacity - 1))
-        table = rows * self.k.shape[1] + places
-        return self.k.flatten(0, 1)[:, None], self.v.flatten(0, 1)[:, None], self.lengths - self.leftpad, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +114,10 @@ class Rotary:
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotated(x, self.cos, self.sin, positions, interleaved=self.interleaved)
 
+    def of_keys(self) -> dict[str, Tensor | bool | None]:
+        """The tables in the words of `append`."""
+        return {"rotary_cos": self.cos, "rotary_sin": self.sin, "rotary_first": self.first, "interleaved": self.interleaved}
+
 
 @torch.no_grad()
 def attend(
@@ -175,37 +138,26 @@ def attend(
     """
     check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim"))
     check_like("k_cache", cache.k, q)
-    first = cache.lengths.to(torch.int64) if rotary is None or rotary.first is None else rotary.first.to(torch.int64)
-    if rotary is not None:
-        owner, places = _tokens(q, cu_seqlens_q)
-        q = rotary.turn(q, first[owner] + (places if given.local else 0))
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
-    if k is not None:
-        for name, x in (("k", k), ("v", v)):
-            check_tensor(
-                name,
-                x,
-                ("batch", "seqlen_new", "heads_k", "head_dim") if cu_seqlens_k_new is None else ("total_new", "heads_k", "head_dim"),
-            )
-            if cu_seqlens_k_new is None:
-                check_size(name, "batch", x.shape[0], cache.lengths.shape[0], "cache_seqlens")
-        more = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
-        cache.check(more)
-        owner, places = _tokens(k, cu_seqlens_k_new)
-        new = k if rotary is None else rotary.turn(k, first[owner] + places)
-        positions = cache.lengths[owner] + places
-        if cu_seqlens_k_new is None:
-            new, v, owner, positions = new.flatten(0, 1), v.flatten(0, 1), owner.flatten(), positions.flatten()
-        cache.append(new, v, owner, positions)
-        cache = cache.grown(more)
-    if cu_seqlens_q is not None or qv is not None:
+    if rotary is not None:
+        first = (cache.lengths if rotary.first is None else rotary.first).to(torch.int64)
+        owner, place = _tokens(q, cu_seqlens_q)
+        q = rotary.turn(q, first[owner] + (place if given.local else 0))
+    if k is not None and v is not None:
+        turn = {} if rotary is None else rotary.of_keys()
+        decoding.append(cache.k, cache.v, k, v, **cache.places(), cu_seqlens=cu_seqlens_k_new, **turn)
+        cache = replace(cache, lengths=cache.lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()))
+    from_padding = (
+        cache.leftpad is not None and given.mask is not None and not isinstance(given.mask, SlidingWindow)
+    )  # chunks count from there
+    if qv is not None or from_padding:
         return _attend_packed(q, cache, given, qv, cu_seqlens_q)
     given = translate.with_scale(given, q)
-    keys, values, lengths, table = cache.pages()
-    one, two, three = map(translate.padded, (q, keys, values))
-    o, lse = decoding.decode(one, two, three, cache_seqlens=lengths, page_table=table, **given.keywords(), return_lse=True)
-    return o[..., : values.shape[-1]], lse
+    one, two, three = map(translate.padded, (q, cache.k, cache.v))
+    words = cache.places() | given.keywords()
+    o, lse = decoding.decode(one, two, three, **words, leftpad=cache.leftpad, cu_seqlens_q=cu_seqlens_q, return_lse=True)
+    return o[..., : cache.v.shape[-1]], lse
 
 
 def _tokens(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

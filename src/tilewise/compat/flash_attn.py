@@ -180,7 +180,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _results(found, return_attn_probs)
 
 
-@answers(**PAGES)
+@answers(**PAGES, leftpad="cache_leftpad")
 def flash_attn_with_kvcache(
     q,
     k_cache,

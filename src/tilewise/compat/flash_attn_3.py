@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale")
+@answers(scale="softmax_scale", leftpad="cache_leftpad")
 def flash_attn_with_kvcache(
     q,
     k_cache,

@@ -1,15 +1,12 @@
-"""`flash_attn.layers.rotary`: rotary position embedding (Su et al., "RoFormer", 2021) of queries and keys before attention, in plain torch.
-
-Tables `cos`, `sin` are (seqlen_rotary, rotary_dim / 2). Pairs of dimensions are (d, d + rotary_dim / 2), or with `interleaved` (2 d, 2 d + 1); what
-lies beyond rotary_dim passes through. Sums are made in fp32 (fp64 for fp64) and rounded once to x's dtype.
-"""
+"""`flash_attn.layers.rotary`: rotary position embedding of queries and keys before attention (tilewise/rotary.py)."""
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from tilewise.compat._refusals import answers
 from tilewise.errors import ShapeError, UnsupportedError, check_size, check_tensor
+from tilewise.rotary import rotated
+from tilewise.runtime.cache_values import sequence_of
 
 __all__ = ["RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
 
@@ -126,26 +123,6 @@ def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, T
     return qkv.split((num_heads_q, heads_k, heads_k), 2)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> Tensor:
-    """x (..., heads, head_dim) rotated by the rows of the tables at `positions` (...)."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, ("seqlen_rotary", "rotary_dim / 2"))
-    check_size("sin", "shape", sin.shape, cos.shape, "cos")
-    half, dim = cos.shape[1], x.shape[-1]
-    if 2 * half > dim:
-        raise ShapeError(f"cos has rotary_dim / 2 = {half}, but x has head_dim {dim}; rotary_dim must not be larger than head_dim")
-    if not is_compiling() and not x.is_cuda and positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-        raise ShapeError(f"cos and sin have {cos.shape[0]} positions, but x reaches position {int(positions.max())}; make longer tables")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    c, s = (table[positions][..., None, :].to(wide) for table in (cos, sin))
-    turned = x[..., : 2 * half].to(wide)
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    pair = a * c - b * s, a * s + b * c
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    turned = turned.to(x.dtype)
-    return turned if 2 * half == dim else torch.cat((turned, x[..., 2 * half :]), -1)
-
-
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The position of every token of x: (batch, seqlen), or (total,) of packed sequences."""
     check_tensor("x", x, ("total", "heads", "head_dim") if cu_seqlens is not None else ("batch", "seqlen", "heads", "head_dim"))
@@ -159,13 +136,6 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
     owner = sequence_of(cu_seqlens, x.shape[0])
     first = offsets.to(x.device)[owner] if isinstance(offsets, Tensor) else offsets
     return first + torch.arange(x.shape[0], dtype=torch.int64, device=x.device) - cu_seqlens.to(x.device, torch.int64)[owner]
-
-
-def sequence_of(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(total,) int64: the packed sequence that each token is in, the last one for tokens beyond all."""
-    ends = cu_seqlens[1:].to(torch.int64)
-    owner = torch.searchsorted(ends, torch.arange(total, dtype=torch.int64, device=ends.device), right=True)
-    return owner.clamp(max=max(ends.shape[0] - 1, 0))
 
 
 def _write(x: Tensor, new: Tensor, inplace: bool) -> Tensor:

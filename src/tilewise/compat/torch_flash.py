@@ -157,7 +157,7 @@ def _flash_attention_forward(
     mask = _window(is_causal, window_size_left, window_size_right)
     with torch.no_grad():
         if block_table is not None:
-            o, lse = _paged(query, key, value, cum_seq_q, max_q, mask, scale, seqused_k, alibi_slopes, block_table)
+            o, lse = _paged(query, key, value, cum_seq_q, mask, scale, seqused_k, alibi_slopes, block_table)
         elif cum_seq_q is None:
             if seqused_k is not None:
                 raise UnsupportedError(
@@ -279,26 +279,22 @@ def _paged(
     key: Tensor,
     value: Tensor,
     cum_seq_q: Tensor | None,
-    max_q: int,
     mask: Mask,
     scale: float | None,
     seqused_k: Tensor | None,
     alibi_slopes: Tensor | None,
     block_table: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """O and LSE of packed queries against pages (pages, page_size, heads_k, head_dim), where each sequence has max_q queries."""
-    batch = block_table.shape[0]
-    if cum_seq_q is None or seqused_k is None or query.shape[0] != batch * max_q:
-        found = f"{query.shape[0]} queries for {batch} sequences of at most {max_q}"
+    """O and LSE of packed queries against pages (pages, page_size, heads_k, head_dim)."""
+    if cum_seq_q is None or seqused_k is None:
         raise UnsupportedError(
-            f"{LAYER}: block_table needs cum_seq_q, seqused_k and as many queries in every sequence, got {found}; call with sequences of one length "
-            "at a time, or gather the pages and leave block_table out"
+            f"{LAYER}: block_table needs cum_seq_q, which queries are each sequence's, and seqused_k, how many keys each has; got None"
         )
-    q = query.view(batch, max_q, *query.shape[1:])
-    o, lse = decode(
-        q,
+    return decode(
+        query,
         key,
         value,
+        cu_seqlens_q=cum_seq_q,
         cache_seqlens=seqused_k,
         page_table=block_table,
         causal=False,
@@ -307,4 +303,3 @@ def _paged(
         alibi_slopes=alibi_slopes,
         return_lse=True,
     )
-    return o.flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -1,26 +1,26 @@
 """The torch.library operator `tilewise::decode`: schema, fake kernel, what it refuses, and what it does when it runs.
 
 As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number),
-whose values are read and checked when the operator runs, never when it is traced.
+whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
-from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise import errors, masks, tangents
-from tilewise.backends import Backend
-from tilewise.errors import ShapeError
-from tilewise.masks import Dense, Mask
-from tilewise.masks.mask import Combined
-from tilewise.problem import Call
+from tilewise.backends.sequences import one_by_one
+from tilewise.problem import Call, DecodeCall
+from tilewise.rotary import rotated
+from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
 from tilewise.runtime import plain, vmaps
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "decode is for inference and has no gradient"
+INT32 = 2**31 - 1
 
 
 class Operands(NamedTuple):
@@ -28,6 +28,7 @@ class Operands(NamedTuple):
 
     Tensors as in `decoding.decode`, but alibi_slopes (batch or 1, heads_q) fp32. `length` is the number of tokens of every sequence where it is
     known as a number; without it and without cache_seqlens all sequences fill their capacity. In `mask`, #i stands for mask_tensors[i].
+    Lengths count the new tokens, which are in the caches already.
     """
 
     q: Tensor
@@ -35,19 +36,30 @@ class Operands(NamedTuple):
     v_cache: Tensor
     cache_seqlens: Tensor | None
     page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad: Tensor | None
+    tree: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
     mask_tensors: list[Tensor]
     mask: str
     length: int | None
+    shared_prefix: int
+    split: int | None
+    interleaved: bool
     scale: float | None
     softcap: float
     backend: str | None
+    check: bool
 
 
 SCHEMA = (
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? alibi_slopes, Tensor? sink, "
-    "Tensor[] mask_tensors, str mask, SymInt? length, float? scale, float softcap, str? backend"
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
+    "Tensor? leftpad, Tensor? tree, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor[] mask_tensors, str mask, "
+    "SymInt? length, SymInt shared_prefix, SymInt? split, bool interleaved, float? scale, float softcap, str? backend, bool check"
 )
 TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
 
@@ -77,27 +89,26 @@ def _refuse_tangents(*operands) -> None:
 
 
 def _compute(given: Operands) -> tuple[Tensor, Tensor]:
-    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q)."""
-    lengths = _lengths(given)
-    table = None if given.page_table is None else _checked_pages(given.page_table, lengths, *given.k_cache.shape[:2])
-    call = Call(
-        q=given.q,
-        k=given.k_cache,
-        v=given.v_cache,
-        mask=masks.parse(given.mask, given.mask_tensors),
-        scale=given.q.shape[3] ** -0.5 if given.scale is None else given.scale,
-        softcap=given.softcap,
-        alibi_slopes=given.alibi_slopes,
-        sink=given.sink,
+    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q), or (total_q, heads_q, head_dim_v) and (heads_q, total_q)."""
+    checked = values.wanted(given.q.device, given.check)
+    call = _call(given, _check(given) if checked else None)
+    q = call.q if call.cu_seqlens_q is None else call.q[None]
+    alike = Call(
+        q=q,
+        k=call.k_cache,
+        v=call.v_cache,
+        mask=call.mask,
+        scale=call.scale,
+        softcap=call.softcap,
+        alibi_slopes=call.alibi_slopes,
+        sink=call.sink,
     )
-    backend = choose(call.problem, given.backend)
-    if not lengths:
-        return _empty(call.q, call.v)
-    in_place = None
-    if call.mask.kind != "bitmap" and call.mask.extent == (1, 1):
-        changes = {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
-        in_place = backend.decode(call.q, call.k, call.v, lengths, table, mask=call.mask, scale=call.scale, **changes)
-    o, lse = in_place or _one_by_one(backend, call, lengths, table)
+    backend = choose(alike.problem, given.backend)
+    if call.seqlens.shape[0] == 0:
+        o, lse = _empty(call.q, call.v_cache)
+        return o.zero_(), lse.fill_(-torch.inf)
+    found = backend.decode(call) if call.mask.kind != "bitmap" and call.mask.extent == (1, 1) else None
+    o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
@@ -128,60 +139,79 @@ tangents.watch(operator, "decode", _refuse_tangents)
 
 def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     """O and LSE, unwritten."""
-    batch, seqlen_q, heads_q, _ = q.shape
+    *rows, heads_q, _ = q.shape
+    shape = (heads_q, *rows) if len(rows) == 1 else (rows[0], heads_q, rows[1])
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((batch, seqlen_q, heads_q, v_cache.shape[3])), q.new_empty((batch, heads_q, seqlen_q), dtype=statistics)
+    return q.new_empty((*rows, heads_q, v_cache.shape[3])), q.new_empty(shape, dtype=statistics)
 
 
-def _lengths(given: Operands) -> list[int]:
-    """The tokens of each sequence. ShapeError where there are more than its cache holds."""
-    batch = given.q.shape[0]
-    capacity = given.k_cache.shape[1] * (1 if given.page_table is None else given.page_table.shape[1])
-    one = capacity if given.length is None else given.length
-    lengths = [one] * batch if given.cache_seqlens is None else given.cache_seqlens.tolist()
-    for b, length in enumerate(lengths):
-        if not 0 <= length <= capacity:
-            raise ShapeError(f"cache_seqlens[{b}] is {length}, but the cache holds between 0 and {capacity} tokens a sequence")
-    return lengths
+def _batch(given: Operands) -> int:
+    return given.q.shape[0] if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
 
 
-def _checked_pages(page_table: Tensor, lengths: list[int], n_pages: int, page_size: int) -> Tensor:
-    """The page table on the CPU. ShapeError where a page that a sequence reaches does not exist; the others may be anything."""
-    table = page_table.cpu()
-    for b, length in enumerate(lengths):
-        row = table[b, : _pages(length, page_size)]
-        if ((row < 0) | (row >= n_pages)).any():
-            raise ShapeError(f"page_table[{b}] names pages {row.tolist()}, but k_cache has pages 0..{n_pages - 1}")
-    return table
+def _check(given: Operands) -> int | None:
+    """ShapeError for values that the caches do not have. The most queries of a sequence, where they are packed."""
+    capacity = values.capacity_of(given.k_cache, given.page_table)
+    lengths = [capacity if given.length is None else given.length] * _batch(given)
+    lengths = lengths if given.cache_seqlens is None else given.cache_seqlens.tolist()
+    values.check_lengths(lengths, given.k_cache, given.page_table)
+    if given.page_table is not None:
+        values.check_pages(given.page_table, lengths, *given.k_cache.shape[:2])
+    if given.cache_batch_idx is not None:
+        values.check_rows(given.cache_batch_idx, given.k_cache.shape[0])
+    if given.leftpad is not None:
+        values.check_padding(given.leftpad, lengths)
+    if given.cu_seqlens_q is None:
+        return None
+    bounds = values.check_cu_seqlens("cu_seqlens_q", given.cu_seqlens_q, given.q.shape[0])
+    return max((b - a for a, b in pairwise(bounds)), default=0)
 
 
-def _pages(length: int, page_size: int) -> int:
-    return -(-length // page_size) if page_size else 0
+def _call(given: Operands, most_queries: int | None) -> DecodeCall:
+    """The call as backends take it. Nothing is read on the host but what a dense mask holds."""
+    q, device = given.q, given.q.device
+    capacity = values.capacity_of(given.k_cache, given.page_table)
+    if given.cache_seqlens is None:
+        length = capacity if given.length is None else min(max(given.length, 0), capacity)
+        seqlens = torch.full((_batch(given),), length, dtype=torch.int32, device=device)
+    else:
+        seqlens = _int32(given.cache_seqlens)
+    if given.rotary_cos is not None and given.rotary_sin is not None:
+        q = rotated(q, given.rotary_cos, given.rotary_sin, _positions(q, seqlens, given.cu_seqlens_q), interleaved=given.interleaved)
+    return DecodeCall(
+        q=q,
+        k_cache=given.k_cache,
+        v_cache=given.v_cache,
+        seqlens=seqlens,
+        page_table=_int32(given.page_table),
+        cu_seqlens_q=_int32(given.cu_seqlens_q),
+        max_seqlen_q=q.shape[0 if given.cu_seqlens_q is not None else 1] if most_queries is None else most_queries,
+        cache_batch_idx=_int32(given.cache_batch_idx),
+        leftpad=_int32(given.leftpad),
+        tree=given.tree,
+        shared_prefix=min(given.shared_prefix, capacity),
+        split=given.split,
+        mask=masks.parse(given.mask, given.mask_tensors),
+        scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
+        softcap=given.softcap,
+        alibi_slopes=given.alibi_slopes,
+        sink=given.sink,
+    )
 
 
-def _one_by_one(backend: Backend, call: Call, lengths: list[int], table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The plain path: a call of the backend for each sequence."""
-
-    def sequence(cache: Tensor, b: int) -> Tensor:
-        rows = cache[b] if table is None else cache[table[b, : _pages(lengths[b], cache.shape[1])].to(cache.device)].flatten(0, 1)
-        return rows[None, : lengths[b]]
-
-    parts = []
-    for b, length in enumerate(lengths):
-        slopes = call.alibi_slopes if call.alibi_slopes is None or call.alibi_slopes.shape[0] == 1 else call.alibi_slopes[b : b + 1]
-        k, v, mask = sequence(call.k, b), sequence(call.v, b), _of_sequence(call.mask, b, length)
-        parts.append(backend.forward(replace(call, q=call.q[b : b + 1], k=k, v=v, mask=mask, alibi_slopes=slopes)))
-    o, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-    return o, lse
+def _int32(x: Tensor | None) -> Tensor | None:
+    """x in int32; what does not fit stays as far out of every range."""
+    return x if x is None or x.dtype == torch.int32 else x.clamp(-INT32, INT32).to(torch.int32)
 
 
-def _of_sequence(mask: Mask, b: int, length: int) -> Mask:
-    """The mask of one sequence: a dense one, alone or with Causal, spans the capacity and may differ by sequence; it is cut to what is there."""
-    match mask:
-        case Dense(tensor=shown):
-            shown = shown if shown.dim() == 4 else shown[None, None]
-            at = min(b, shown.shape[0] - 1)
-            return Dense(shown[at : at + 1, ..., :length])
-        case Combined(operation="&", left=Dense() as dense, right=right):
-            return _of_sequence(dense, b, length) & right
-    return mask
+def _positions(q: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """The position of each query in its sequence, whose last tokens they are: (batch, seqlen_q), or (total_q,). None is below 0."""
+    on = {"dtype": torch.int64, "device": q.device}
+    lengths = seqlens.to(torch.int64)
+    if cu_seqlens_q is None:
+        return (lengths[:, None] - q.shape[1] + torch.arange(q.shape[1], **on)).clamp(min=0)
+    if lengths.shape[0] == 0:
+        return torch.zeros(q.shape[0], **on)
+    owner = values.sequence_of(cu_seqlens_q, q.shape[0])
+    place = torch.arange(q.shape[0], **on) - cu_seqlens_q[1:].to(torch.int64)[owner]
+    return torch.where(place < 0, lengths[owner] + place, 0).clamp(min=0)

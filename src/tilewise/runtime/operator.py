@@ -280,7 +280,7 @@ class _Backward(torch.autograd.Function):
         refuse_forward_mode()
 
 
-def _transforms() -> set:
+def transforms() -> set:
     """The kinds of torch.func's transforms that are active."""
     return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
 
@@ -311,8 +311,8 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
         return forward(*operands)
     if watched(tensors):
         errors.check_local(named(operands))
-        if TransformType.Functionalize in (transforms := _transforms()):
-            if operands.grad or transforms & {TransformType.Grad, TransformType.Jvp}:
+        if TransformType.Functionalize in (active := transforms()):
+            if operands.grad or active & {TransformType.Grad, TransformType.Jvp}:
                 raise errors.UnsupportedError(
                     "attention has no derivative under torch.func.functionalize, because torch gives an autograd.Function none; "
                     "leave functionalize out, or trace with torch.compile"

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tilewise.backends.cpu import Cpu
-from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Full, PrefixLM, SlidingWindow
-from tilewise.problem import Call
+from tilewise.problem import Call, DecodeCall
 from tilewise.testing import tolerance
 
 MASKS = (None, Full(), SlidingWindow(70, 0), PrefixLM(3) & SlidingWindow(40, 0), Causal(align="top_left"))
@@ -40,8 +39,15 @@ def _sequence(cache, pages, b, n):
     return rows[None, :n]
 
 
+def _decode(q, k, v, lengths, pages=None, mask=None, **options):
+    given = {"cu_seqlens_q": None, "cache_batch_idx": None, "leftpad": None, "tree": None, "shared_prefix": 0, "split": None} | options
+    seqlens, table = torch.tensor(lengths, dtype=torch.int32), None if pages is None else pages.int()
+    call = DecodeCall(q, k, v, seqlens, table, max_seqlen_q=q.shape[1], mask=mask or Causal(), scale=0.2, **given)
+    return Cpu().decode(call)
+
+
 def _check(q, k, v, lengths, pages, mask, **options):
-    o, lse = Cpu().decode(q, k, v, lengths, pages, mask=mask, scale=0.2, **options)
+    o, lse = _decode(q, k, v, lengths, pages, mask, **options)
     for b, n in enumerate(lengths):
         call = Call(q=q[b : b + 1], k=_sequence(k, pages, b, n), v=_sequence(v, pages, b, n), mask=mask or Causal(), scale=0.2, **options)
         tolerance.check_outputs(call, o[b : b + 1], lse[b : b + 1])
@@ -64,10 +70,10 @@ def test_features():
 
 def test_empty_sequences_and_batches():
     q, k, v, _ = _inputs(torch.float32, [0, 4])
-    o, lse = Cpu().decode(q, k, v, [0, 4], scale=0.2)
+    o, lse = _decode(q, k, v, [0, 4])
     assert torch.equal(o[0], torch.zeros_like(o[0])) and (lse[0] == -math.inf).all()
     assert lse[1].isfinite().all()
-    o, lse = Cpu().decode(q[:0], k[:0], v[:0], [], scale=0.2)
+    o, lse = _decode(q[:0], k[:0], v[:0], [])
     assert o.shape == (0, 1, 6, 24) and lse.shape == (0, 6, 1)
 
 
@@ -78,7 +84,6 @@ def test_many_heads_side_by_side():
     _check(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, lengths, None, None)
 
 
-def test_dense_masks_are_refused():
+def test_dense_masks_are_left_to_the_general_path():
     q, k, v, _ = _inputs(torch.float32, [4])
-    with pytest.raises(UnsupportedError, match="masks made of bands"):
-        Cpu().decode(q, k, v, [4], mask=Dense(torch.ones(1, 4, dtype=torch.bool)), scale=1.0)
+    assert _decode(q, k, v, [4], mask=Dense(torch.ones(1, 4, dtype=torch.bool))) is None

@@ -6,18 +6,23 @@ Threads are torch's own, as many as torch.get_num_threads() says, and results do
 """
 
 import ctypes
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from tilewise.backends import Backend
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
-from tilewise.backends.cpu.native import Library, library, problem, run
-from tilewise.backends.cpu.planes import TILE_N, planes_of
+from tilewise.backends.cpu.documents import bounds_of, documents_of
+from tilewise.backends.cpu.native import Library, failure, library, problem, run
+from tilewise.backends.cpu.planes import TILE_N, planes_of, planes_of_sequences
 from tilewise.backends.cpu.repeat import Repeat
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.masks import Documents, Full
+from tilewise.problem import Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Cpu"]
 
@@ -26,6 +31,7 @@ __all__ = ["Cpu"]
 FEW_QUERIES, FEW_QUERIES_NARROW, NUMBERS_A_PAIR = 8, 4, 64
 REPEAT_BYTES = 64 << 10  # a call whose mask has larger tables takes so long that a short way saves nothing, and many such calls much memory
 NARROW = ("avx2", "generic")
+Lengths = TypeVar("Lengths", int, ndarray)
 
 
 class Cpu(Backend):
@@ -78,19 +84,40 @@ class Cpu(Backend):
         results = (o, lse, torch.empty_like(lse)) if call.row_max else (o, lse)
         if lse.numel() == 0:
             return results
-        found = library()
-        args, keep = arguments_of(call, self._isa(found))
+        found, documents = library(), documents_of(call)
+        alone = call if documents is None else replace(call, mask=Full(), diagonal=None)  # each document has its own mask and diagonal
+        args, keep = arguments_of(alone, self._isa(found))
         set_tensor(args.o, o)
         args.lse = lse.data_ptr()
         if call.row_max:
             args.row_max = results[2].data_ptr()
-        if self._few_queries(call, found):
+        if documents is not None:
+            self._forward_documents(documents, call, args, results)
+        elif self._few_queries(call, found):
             keep.append(add_workspace(args, found.functions.tw_decode_workspace))
             run(found.functions.tw_decode, args)
         else:
             run(found.functions.tw_forward, args)
         del keep
         return results
+
+    def _forward_documents(self, mask: Documents, call: Call, args: abi.Args, results: tuple[Tensor, ...]) -> None:
+        """The forward of packed documents, each as if it were alone, into `results`; tokens behind the last one see nothing."""
+        found, bounds, keep = library(), bounds_of(mask), []
+        queries, keys = bounds[:, 1] - bounds[:, 0], bounds[:, 3] - bounds[:, 2]
+        few = few_queries(queries, keys, call.head_dim + call.head_dim_v, self._most_few(found))
+        planes = planes_of_sequences(mask.inner, queries, keys, keep)
+        end = int(bounds[-1, 1]) if len(bounds) else 0
+        (o, lse, *row_max), nothing = results, -torch.inf if call.sink is None else call.sink.detach().float()[:, None]
+        o[:, end:], lse[..., end:] = 0.0, nothing
+        for largest in row_max:
+            largest[..., end:] = -torch.inf
+        status = found.functions.tw_forward_documents(
+            ctypes.byref(args), len(bounds), bounds.ctypes.data, ctypes.addressof(planes), few.ctypes.data
+        )
+        del keep
+        if status:
+            raise failure(status)
 
     def repeat(self, call: Call) -> Repeat | None:
         """`forward` and `backward` for more calls that differ in nothing but what tensors hold; None where there is no shorter way."""
@@ -128,23 +155,27 @@ class Cpu(Backend):
         d_bias = None if d_bias is None else d_bias.to(call.bias.dtype)
         return Gradients(dq, dk, dv, d_bias, None if d_sink is None else d_sink.to(call.sink.dtype))
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths, page_table: Tensor | None = None, **options
-    ) -> tuple[Tensor, Tensor]:
-        """A few new queries against a cache, plain or paged, read in place; see `cache.decode`."""
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
         found = library()
-        return decode(found, self._isa(found), q, k_cache, v_cache, lengths, page_table, **options)
+        return decode(found, self._isa(found), call, self.forward)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))
 
     def _few_queries(self, call: Call, found: Library) -> bool:
         """Whether lanes of a panel would stay so empty that the rows of a head are better computed key by key."""
-        most = FEW_QUERIES_NARROW if (self._forced or found.isa) in NARROW else FEW_QUERIES
-        read = call.seqlen_k * (call.head_dim + call.head_dim_v)
-        few = call.seqlen_q == 1 or (call.seqlen_q <= most and read >= NUMBERS_A_PAIR * call.seqlen_q**2)
+        few = few_queries(call.seqlen_q, call.seqlen_k, call.head_dim + call.head_dim_v, self._most_few(found))
         return few and call.dropout is None and call.mask.kind != "bitmap"
+
+    def _most_few(self, found: Library) -> int:
+        return FEW_QUERIES_NARROW if (self._forced or found.isa) in NARROW else FEW_QUERIES
 
     @property
     def _forced(self) -> str | None:
         return None if self.isa == "auto" else self.isa
+
+
+def few_queries(queries: Lengths, keys: Lengths, numbers: int, most: int) -> Lengths:
+    """Which calls leave lanes of a panel so empty that the rows of a head are better computed key by key; `numbers` of K and V a key."""
+    return (queries == 1) | ((queries <= most) & (keys * numbers >= NUMBERS_A_PAIR * queries**2))

@@ -5,7 +5,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 NAME = "libtilewise_cpu.so"  # of the compiled kernel
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
@@ -81,6 +81,12 @@ class Args(ctypes.Structure):
         ("page_table", c_void_p),
         ("page_size", c_int64),
         ("page_table_stride", c_int64),
+        ("cu_seqlens_q", c_void_p),
+        ("cache_batch_idx", c_void_p),
+        ("leftpad", c_void_p),
+        ("tree", c_void_p),
+        ("tree_batch", c_int64),
+        ("tree_new", c_int64),
         ("workspace", c_void_p),
     ]
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from tilewise.backends.cpu import abi
+from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.masks.band_tables import INF, expand
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Bitmap
@@ -65,6 +66,38 @@ def _many(planes: tuple[Plane, ...], batch: int, heads_q: int) -> Planes:
     for plane in planes:
         index[plane.batch.start : plane.batch.stop, plane.heads.start : plane.heads.stop] = order[id(plane.region)]
     return Planes(ctypes.addressof(table), _address(index, kept), [table, planes, *kept])
+
+
+def planes_of_sequences(mask: Mask, queries: ndarray, keys: ndarray, keep: list) -> ctypes.Array:
+    """One plane for each sequence of so many queries and keys.
+
+    Causal and window masks are written down directly, as lengths change with every token.
+    """
+    planes = (abi.PlaneArg * len(queries))()
+    if (sides := _window(mask)) is None:
+        for n, (rows, length) in enumerate(zip(queries.tolist(), keys.tolist(), strict=True)):
+            planes[n] = table_of(mask.resolve(rows, length), keep)
+    else:
+        left, right = sides
+        table = np.zeros((len(queries), 6), dtype=np.int64)
+        table[:, 1], table[:, 3] = queries, keys
+        table[:, 4] = -INF if left is None else keys - queries - min(left, INF // 2)
+        table[:, 5] = INF if right is None else keys - queries + min(right, INF // 2)
+        address, step = table.ctypes.data, table.strides[0]
+        for n, plane in enumerate(planes):
+            plane.bands, plane.n_bands = address + n * step, 1
+        keep.append(table)
+    keep.append(planes)
+    return planes
+
+
+def _window(mask: Mask) -> tuple[int | None, int | None] | None:
+    """(left, right) of a mask that is a bottom-right window, causal and full included; None for others."""
+    if isinstance(mask, Full):
+        return None, None
+    if isinstance(mask, Causal | SlidingWindow) and mask.align == "bottom_right" and mask.offset == 0:
+        return (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
+    return None
 
 
 def table_of(region: Bands | Bitmap, kept: list) -> abi.PlaneArg:

@@ -12,18 +12,32 @@ constexpr int64_t kSplit = 1024;  // keys of a split
 
 struct DecodePlan {
   KeySplits parts;
-  int64_t rows;         // of a key/value head
+  int64_t most_rows;    // of a key/value head
   int64_t* unfinished;  // (batch, heads_k): splits
-  float* m;             // (batch, heads_k, splits, rows); l likewise; o with padded head_dim_v
+  int64_t* first;       // (batch,): where its rows begin in m
+  float* m;             // for each batch (heads_k, its splits, its rows); l likewise; o with padded head_dim_v
   float *l, *o;
   int64_t bytes;
+
+  // Of a key/value head: query rows, and splits of the keys that its batch has, so that nothing depends on the others of the call.
+  int64_t rows(int64_t batch) const { return parts.args.heads_q / parts.args.heads_k * queries_of(parts.args, batch).count; }
+  int64_t splits(int64_t batch) const { return max_of((keys_of(parts.args, batch) + parts.keys - 1) / parts.keys, (int64_t)1); }
+  int64_t at(int64_t batch, int64_t head, int64_t split) const { return first[batch] + (head * splits(batch) + split) * rows(batch); }
 };
 
-static DecodePlan plan_decode(const tw_args& a) {
-  DecodePlan p = {key_splits(a, kSplit), a.heads_q / a.heads_k * a.seqlen_q, nullptr, nullptr, nullptr, nullptr, 0};
-  const int64_t heads = a.batch * a.heads_k, parts = heads * p.parts.splits * p.rows;
+// `measuring`: for its bytes alone, the workspace is not there yet.
+static DecodePlan plan_decode(const tw_args& a, bool measuring = false) {
+  DecodePlan p = {key_splits(a, kSplit), 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0};
+  const int64_t heads = a.batch * a.heads_k;
   Arena arena = {(char*)a.workspace};
   p.unfinished = (int64_t*)arena.floats(2 * heads);
+  p.first = (int64_t*)arena.floats(2 * a.batch);
+  int64_t parts = 0;
+  for (int64_t b = 0; b < a.batch; b++) {
+    if (!measuring) p.first[b] = parts;
+    parts += a.heads_k * p.splits(b) * p.rows(b);
+    p.most_rows = max_of(p.most_rows, p.rows(b));
+  }
   p.m = arena.floats(parts);
   p.l = arena.floats(parts);
   p.o = arena.floats(parts * round_up(a.head_dim_v, kPad));
@@ -34,7 +48,7 @@ static DecodePlan plan_decode(const tw_args& a) {
 // Scores of one row against a block: scale, softcap, bias, ALiBi; what is hidden (seen: null where nothing is) becomes -inf.
 static void finish_scores(float* s, const uint8_t* seen, const Head& h, int64_t row, int64_t key, int64_t keys) {
   const tw_args& a = h.args;
-  const int64_t diagonal = a.diagonal ? a.diagonal[row] : (a.seqlens_k ? a.seqlens_k[h.batch] : a.seqlen_k) - a.seqlen_q;
+  const int64_t diagonal = a.diagonal ? a.diagonal[row] : keys_of(a, h.batch) - queries_of(a, h.batch).count;
   const float slope = a.alibi_slopes ? h.slope() : 0.f, factor = score_factor(a);
   for (int64_t j = 0; j < keys; j += L) {
     vf x = load(s + j) * factor;
@@ -56,7 +70,7 @@ struct DecodeScratch {
   float *q, *s;
   uint8_t* seen;
   DecodeScratch(Arena& arena, const DecodePlan& plan) {
-    q = arena.floats(plan.parts.heads * plan.rows * round_up(plan.parts.args.head_dim, kPad));
+    q = arena.floats(plan.parts.heads * plan.most_rows * round_up(plan.parts.args.head_dim, kPad));
     s = arena.floats(kDecodeRows * kDecodeKeys);
     seen = (uint8_t*)arena.floats(kDecodeRows * kDecodeKeys / 4);
   }
@@ -78,12 +92,13 @@ static void decode_block(const DecodePlan& plan, const DecodeScratch& scratch, c
   const float* q = rows.q;
   float *m = rows.m, *l = rows.l, *o = rows.o;
   dot_rows<DT, R>(scratch.s, q, k, keys, a.head_dim);
+  const int64_t queries = queries_of(a, batch).count;
   bool hides[R], any_hides = false;
   for (int r = 0; r < R; r++) {
     const Head h = decode_head(a, batch, kv_head, row + r);
     float* s = scratch.s + r * kDecodeKeys;
     uint8_t* seen = scratch.seen + r * kDecodeKeys;
-    const int64_t i = (row + r) % a.seqlen_q;
+    const int64_t i = (row + r) % queries;
     hides[r] = find_hidden(seen, h, i, key, keys);
     finish_scores(s, hides[r] ? seen : nullptr, h, i, key, keys);
     any_hides |= hides[r];
@@ -123,9 +138,9 @@ static void decode_rows(int64_t n, const Arguments&... arguments) {
 }
 
 // The largest score of a row, whose first split's m and l are at `at`.
-static float largest_of_splits(const DecodePlan& plan, int64_t at) {
+static float largest_of_splits(const DecodePlan& plan, int64_t batch, int64_t at) {
   float largest = -kInf;
-  for (int64_t s = 0; s < plan.parts.splits; s++, at += plan.rows) {
+  for (int64_t s = 0; s < plan.splits(batch); s++, at += plan.rows(batch)) {
     const float m = plan.m[at], l = plan.l[at];
     if (l != l) return l;
     largest = largest > m ? largest : m;
@@ -133,44 +148,41 @@ static float largest_of_splits(const DecodePlan& plan, int64_t at) {
   return largest;
 }
 
-// O / l and LSE of a row whose keys are one split, without a sink: nothing is to be weighed.
-static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at) {
+// O = o / l and LSE = m + log l of a row of the batch, whose splits begin at `at`.
+static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at, const float* o, float m, float l) {
   const tw_args& a = plan.parts.args;
-  const int64_t dim_v = round_up(a.head_dim_v, kPad);
-  const float l = plan.l[at], factor = l == 0.f ? 0.f : 1.f / l;
-  store_rows(h.out(a.o, row, h.head), 0, plan.o + at * dim_v, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
-  if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : plan.m[at] + log_of(splat(l))[0];
-  if (a.row_max) a.row_max[h.statistics(row)] = largest_of_splits(plan, at);
+  const float factor = l == 0.f ? 0.f : 1.f / l;
+  const int64_t place = queries_of(a, h.batch).first + row, statistics = a.cu_seqlens_q ? h.head * a.seqlen_q + place : h.statistics(row);
+  store_rows(h.out(a.o, place, h.head), 0, o, round_up(a.head_dim_v, kPad), 1, a.head_dim_v, &factor, 0, a.dtype);
+  if (a.lse) a.lse[statistics] = l == 0.f ? -kInf : m + log_of(splat(l))[0];
+  if (a.row_max) a.row_max[statistics] = largest_of_splits(plan, h.batch, at);
 }
 
 static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head) {
   const tw_args& a = plan.parts.args;
-  const int64_t dim_v = round_up(a.head_dim_v, kPad), first = (batch * a.heads_k + kv_head) * plan.parts.splits * plan.rows;
-  for (int64_t r = 0; r < plan.rows; r++) {
+  const int64_t dim_v = round_up(a.head_dim_v, kPad), first = plan.at(batch, kv_head, 0), rows = plan.rows(batch), splits = plan.splits(batch);
+  const int64_t queries = queries_of(a, batch).count;
+  for (int64_t r = 0; r < rows; r++) {
     const Head h = decode_head(a, batch, kv_head, r);
-    if (plan.parts.splits == 1 && !a.sink) {
-      finish_row(plan, h, r % a.seqlen_q, first + r);
+    if (splits == 1 && !a.sink) {  // nothing is to be weighed
+      finish_row(plan, h, r % queries, first + r, plan.o + (first + r) * dim_v, plan.m[first + r], plan.l[first + r]);
       continue;
     }
     const float sink = a.sink ? a.sink[h.head] : -kInf;
     float top = sink;
-    for (int64_t s = 0; s < plan.parts.splits; s++) {
-      const float m = plan.m[first + s * plan.rows + r];
+    for (int64_t s = 0; s < splits; s++) {
+      const float m = plan.m[first + s * rows + r];
       top = top > m ? top : m;
     }
     const float center = top == -kInf ? 0.f : top;
     float l = a.sink ? exp_of(splat(sink - center))[0] : 0.f, *o = plan.o + (first + r) * dim_v;
-    for (int64_t s = 0; s < plan.parts.splits; s++) {
-      const int64_t at = first + s * plan.rows + r;
+    for (int64_t s = 0; s < splits; s++) {
+      const int64_t at = first + s * rows + r;
       const float weight = exp_of(splat(plan.m[at] - center))[0], *part = plan.o + at * dim_v;
       l += weight * plan.l[at];
       for (int64_t c = 0; c < dim_v; c += L) store(o + c, s == 0 ? load(part + c) * weight : load(o + c) + load(part + c) * weight);
     }
-    const int64_t row = r % a.seqlen_q;
-    const float factor = l == 0.f ? 0.f : 1.f / l;
-    store_rows(h.out(a.o, row, h.head), 0, o, dim_v, 1, a.head_dim_v, &factor, 0, a.dtype);
-    if (a.lse) a.lse[h.statistics(row)] = l == 0.f ? -kInf : top + log_of(splat(l))[0];
-    if (a.row_max) a.row_max[h.statistics(row)] = largest_of_splits(plan, first + r);
+    finish_row(plan, h, r % queries, first + r, o, top, l);
   }
 }
 
@@ -178,21 +190,23 @@ static void merge_splits(const DecodePlan& plan, int64_t batch, int64_t kv_head)
 template <int DT>
 static void start_rows(const DecodePlan& plan, float* q, int64_t batch, int64_t kv_head, int64_t at, KeyRange split, KeyRange& range) {
   const tw_args& a = plan.parts.args;
-  const int64_t dim = round_up(a.head_dim, kPad);
-  for (int64_t r = 0; r < plan.rows; r++) {
-    const int64_t i = r % a.seqlen_q;
+  const int64_t dim = round_up(a.head_dim, kPad), rows = plan.rows(batch);
+  const Queries queries = queries_of(a, batch);
+  const KeyRange shown = {a.leftpad ? max_of(split.begin, (int64_t)a.leftpad[batch]) : split.begin, split.end};
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t i = r % queries.count;
     const Head h = decode_head(a, batch, kv_head, r);
-    load_rows<DT>(q + r * dim, dim, h.q(i), 0, 1, a.head_dim);
+    load_rows<DT>(q + r * dim, dim, h.q(queries.first + i), 0, 1, a.head_dim);
     plan.m[at + r] = -kInf;
     plan.l[at + r] = 0.f;
     const BandList bands = bands_at(h.plane, i);
     for (int64_t x = bands.begin; x < bands.end; x++) {
-      const KeyRange seen = keys_seen(bands[x], i, split.begin, split.end);
+      const KeyRange seen = keys_seen(bands[x], i, shown.begin, shown.end);
       if (seen.begin < seen.end) range = {min_of(range.begin, seen.begin), max_of(range.end, seen.end)};
     }
   }
   const int64_t dim_v = round_up(a.head_dim_v, kPad);
-  memset(plan.o + at * dim_v, 0, (size_t)(plan.rows * dim_v) * 4);
+  memset(plan.o + at * dim_v, 0, (size_t)(rows * dim_v) * 4);
 }
 
 // One split of the keys, for some heads.
@@ -203,11 +217,13 @@ static void decode_split(const void* context, int64_t number, char* memory) {
   Arena arena = {memory};
   const DecodeScratch scratch(arena, plan);
   const SplitItem item(plan.parts, number);
+  if (item.split >= plan.splits(item.batch)) return;
+  const int64_t rows_of_head = plan.rows(item.batch);
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  const auto first_row = [&](int64_t h) { return ((item.batch * a.heads_k + item.head + h) * plan.parts.splits + item.split) * plan.rows; };
+  const auto first_row = [&](int64_t h) { return plan.at(item.batch, item.head + h, item.split); };
   KeyRange range = {item.keys.end, item.keys.begin};
   for (int64_t h = 0; h < item.heads; h++)
-    start_rows<DT>(plan, scratch.q + h * plan.rows * dim, item.batch, item.head + h, first_row(h), item.keys, range);
+    start_rows<DT>(plan, scratch.q + h * rows_of_head * dim, item.batch, item.head + h, first_row(h), item.keys, range);
   KeyRows block[2];
   if (range.begin < range.end) block[0].locate(a, item.batch, range.begin, min_of(kDecodeKeys, range.end - range.begin));
   for (int64_t key = range.begin, turn = 0; key < range.end; key += kDecodeKeys, turn ^= 1) {
@@ -220,10 +236,10 @@ static void decode_split(const void* context, int64_t number, char* memory) {
       const int64_t head = item.head + h, next_head = last ? head_after : head + 1, at = first_row(h);
       RowList k = row_list(a, a.k, a.head_dim, head, now.k, next_head, next.k, next.keys);
       RowList v = row_list(a, a.v, a.head_dim_v, head, now.v, next_head, next.v, next.keys);
-      const DecodeRows rows = {scratch.q + h * plan.rows * dim, plan.m + at, plan.l + at, plan.o + at * dim_v};
-      int64_t passes = (plan.rows + kDecodeRows - 1) / kDecodeRows;
-      for (int64_t row = 0; row < plan.rows; passes--, k.next = v.next = 0) {
-        const int64_t n = (plan.rows - row + passes - 1) / passes;
+      const DecodeRows rows = {scratch.q + h * rows_of_head * dim, plan.m + at, plan.l + at, plan.o + at * dim_v};
+      int64_t passes = (rows_of_head + kDecodeRows - 1) / kDecodeRows;
+      for (int64_t row = 0; row < rows_of_head; passes--, k.next = v.next = 0) {
+        const int64_t n = (rows_of_head - row + passes - 1) / passes;
         decode_rows<DT, kDecodeRows>(n, plan, scratch, rows.from(row, dim, dim_v), item.batch, head, row, key, now.keys, k, v);
         row += n;
       }
@@ -234,12 +250,12 @@ static void decode_split(const void* context, int64_t number, char* memory) {
       merge_splits(plan, item.batch, item.head + h);
 }
 
-static int64_t decode_workspace(const tw_args& a) { return plan_decode(a).bytes; }
+static int64_t decode_workspace(const tw_args& a) { return plan_decode(a, true).bytes; }
 
 static int decode(const tw_args& a) {
   const DecodePlan plan = plan_decode(a);
   const int64_t heads = a.batch * a.heads_k;
-  for (int64_t h = 0; h < heads; h++) plan.unfinished[h] = plan.parts.splits;
+  for (int64_t h = 0; h < heads; h++) plan.unfinished[h] = plan.splits(h / a.heads_k);
   Arena size = {nullptr};
   const DecodeScratch measure(size, plan);
   (void)measure;

@@ -11,9 +11,19 @@ namespace TW_NAMESPACE {
 constexpr int64_t kDecodeKeys = 128;  // keys of a block, whose scores are softmaxed together
 constexpr int kDecodeRows = 6;        // most rows that share a pass over a block: what the registers hold
 
+// The query rows of a batch: its first one in q and o, and how many.
+struct Queries {
+  int64_t first, count;
+};
+TW_INLINE Queries queries_of(const tw_args& a, int64_t batch) {
+  if (!a.cu_seqlens_q) return {0, a.seqlen_q};
+  return {a.cu_seqlens_q[batch], a.cu_seqlens_q[batch + 1] - a.cu_seqlens_q[batch]};
+}
+TW_INLINE int64_t keys_of(const tw_args& a, int64_t batch) { return a.seqlens_k ? a.seqlens_k[batch] : a.seqlen_k; }
+
 // Query row r of a key/value head.
 TW_INLINE Head decode_head(const tw_args& a, int64_t batch, int64_t kv_head, int64_t r) {
-  return Head(a, batch, kv_head * (a.heads_q / a.heads_k) + r / a.seqlen_q);
+  return Head(a, batch, kv_head * (a.heads_q / a.heads_k) + r / queries_of(a, batch).count);
 }
 
 struct KeyRange {
@@ -33,7 +43,9 @@ struct KeyRows {
     keys = n;
     for (int64_t j = 0; j < keys; j++) {
       const int64_t at = key + j;
-      const int64_t slab = a.page_table ? a.page_table[batch * a.page_table_stride + at / a.page_size] : batch;
+      const int64_t slab = a.page_table        ? a.page_table[batch * a.page_table_stride + at / a.page_size]
+                           : a.cache_batch_idx ? a.cache_batch_idx[batch]
+                                               : batch;
       const int64_t slot = a.page_table ? at % a.page_size : at;
       k[j] = (slab * a.k.batch + slot * a.k.seq) * size;
       v[j] = (slab * a.v.batch + slot * a.v.seq) * size;
@@ -68,7 +80,7 @@ struct SplitItem {
     batch = item / s.splits / s.groups;
     head = item / s.splits % s.groups * s.heads;
     heads = min_of(s.heads, a.heads_k - head);
-    const int64_t valid = a.seqlens_k ? a.seqlens_k[batch] : a.seqlen_k;
+    const int64_t valid = keys_of(a, batch);
     keys = {min_of(split * s.keys, valid), min_of((split + 1) * s.keys, valid)};
   }
 };
@@ -215,8 +227,8 @@ static void add_seen_values(float* o, const float* p, const RowList& v, const Od
   add_values<DT, R>(o, weights, rest, keys.rest, dim);
 }
 
-// Which keys of a block a row sees; false where it sees them all, and then `seen` is not written.
-static bool find_hidden(uint8_t* seen, const Head& h, int64_t row, int64_t key, int64_t keys) {
+// Which keys of a block the bands show a row; false where they show all, and then `seen` is not written.
+static bool hidden_by_bands(uint8_t* seen, const Head& h, int64_t row, int64_t key, int64_t keys) {
   const BandList bands = bands_at(h.plane, row);
   bool listed = false;
   for (int64_t x = bands.begin; x < bands.end; x++) {
@@ -228,6 +240,24 @@ static bool find_hidden(uint8_t* seen, const Head& h, int64_t row, int64_t key, 
     memset(seen + (r.begin - key), 1, (size_t)(r.end - r.begin));
   }
   if (!listed) memset(seen, 0, kDecodeKeys);
+  return true;
+}
+
+// Which keys of a block a row sees; false where it sees them all, and then `seen` says nothing.
+static bool find_hidden(uint8_t* seen, const Head& h, int64_t row, int64_t key, int64_t keys) {
+  const tw_args& a = h.args;
+  bool hides = hidden_by_bands(seen, h, row, key, keys);
+  const int64_t first = a.leftpad ? a.leftpad[h.batch] : 0;
+  const int64_t newest = a.tree ? keys_of(a, h.batch) - a.tree_new : INT64_MAX;  // the first key of the tree
+  const int64_t place = row - queries_of(a, h.batch).count + a.tree_new;         // of the row in it
+  const bool in_tree = a.tree && place >= 0 && key + keys > newest;
+  if (key >= first && !in_tree) return hides;
+  if (!hides) memset(seen, 1, kDecodeKeys);
+  if (key < first) memset(seen, 0, (size_t)min_of(first - key, keys));
+  if (in_tree) {
+    const uint8_t* shown = a.tree + h.batch * a.tree_batch + place * a.tree_new;
+    for (int64_t j = max_of(newest - key, (int64_t)0); j < keys; j++) seen[j] &= shown[key + j - newest] != 0;
+  }
   return true;
 }
 

@@ -16,7 +16,7 @@ TW_INLINE int64_t even_blocks(int64_t keys, int64_t most, int64_t multiple = 8) 
 // packing and storing a number of a query's rows as 16, of a key's as 8, and `passes` (a backward is three) each as long. (Results do not depend on
 // the number of threads.)
 static int useful_threads(const tw_args& a, double passes = 1) {
-  const double q = (double)a.seqlen_q, k = (double)a.seqlen_k;
+  const double q = (double)a.seqlen_q / (a.cu_seqlens_q ? (double)a.batch : 1), k = (double)a.seqlen_k;
   const double a_head = (q * k + 16 * q + 8 * k) * (double)(a.head_dim + a.head_dim_v) + 49152;
   const double work = passes * (double)(a.batch * a.heads_q) * a_head;
   return (int)min_of((double)a.threads, 1 + work / (1 << 20));

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 5
+#define TW_ABI_VERSION 6
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -78,6 +78,16 @@ typedef struct {
   const int32_t* page_table;
   int64_t page_size, page_table_stride;
 
+  // Decode only, each null for none. cu_seqlens_q (batch + 1,): row i of batch b is row cu_seqlens_q[b] + i of q and o, which have no batch; seqlen_q
+  // is then all rows, lse and row_max are (heads_q, seqlen_q), and bands count each batch's own rows. cache_batch_idx (batch,): the entry of k and v
+  // that holds a batch's keys. leftpad (batch,): the first key that may be seen. tree: of the tree_new newest keys of batch b, query and key t and u
+  // of them are a visible pair only where tree[b * tree_batch + t * tree_new + u] != 0; the last query is the newest key.
+  const int32_t* cu_seqlens_q;
+  const int32_t* cache_batch_idx;
+  const int32_t* leftpad;
+  const uint8_t* tree;
+  int64_t tree_batch, tree_new;
+
   void* workspace;  // tw_*_workspace(args) bytes, 64-byte aligned, uninitialised
 } tw_args;
 
@@ -102,6 +112,9 @@ TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q
 // Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
 TW_EXPORT int tw_repeat_backward(const tw_args* args, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
                                  const void* d_o, void* dq, void* dk, void* dv, void* workspace);
+// tw_forward, or tw_decode where few[d], of each packed document d of `args` (batch 1) as if it were called alone, so that it has the bits of that. Row d
+// of `bounds` is its queries and keys, q0 q1 k0 k1 (int64), and planes[d] its mask, in its own rows and keys. lse and row_max are given.
+TW_EXPORT int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few);
 TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
 TW_EXPORT int tw_backward(const tw_args* args);
 TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);

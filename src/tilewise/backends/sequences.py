@@ -1,0 +1,88 @@
+"""The general path of decode, for what a backend's own kernel does not cover: a call of attention for each sequence, on its keys alone.
+
+It serves every mask and every backend, reads lengths on the host and gathers pages, so it is slow, and on a GPU it waits for it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.masks import Dense, Mask
+from tilewise.masks.mask import Combined
+from tilewise.problem import Call, DecodeCall
+
+
+def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """O and LSE as `Backend.decode` gives them, by the `forward` of a backend. Lengths and bounds that do not fit are clamped."""
+    capacity = call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+    lengths = call.seqlens.clamp(0, capacity).tolist()
+    packed = call.cu_seqlens_q is not None
+    rows = call.q.flatten(0, 1) if not packed else call.q
+    bounds = call.cu_seqlens_q.clamp(0, rows.shape[0]).tolist() if packed else range(0, rows.shape[0] + 1, call.q.shape[1] or 1)
+    if not packed and call.q.shape[1] == 0:
+        bounds = [0] * (len(lengths) + 1)
+    statistics = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    o = rows.new_zeros((*rows.shape[:2], call.v_cache.shape[3]))
+    lse = torch.full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=statistics, device=rows.device)
+    for b, length in enumerate(lengths):
+        start, end = bounds[b], max(bounds[b], bounds[b + 1])
+        o[start:end], lse[:, start:end] = (x[0] for x in forward(sequence(call, b, rows[None, start:end], length))[:2])
+    if packed:
+        return o, lse
+    return o.view(*call.q.shape[:3], -1), lse.view(rows.shape[1], *call.q.shape[:2]).transpose(0, 1)
+
+
+def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
+    """Sequence b as a call of its own: q (1, queries, heads_q, head_dim)."""
+    slopes = call.alibi_slopes
+    return Call(
+        q=q,
+        k=_keys(call, call.k_cache, b, length),
+        v=_keys(call, call.v_cache, b, length),
+        mask=_mask(call, b, q.shape[1], length),
+        scale=call.scale,
+        softcap=call.softcap,
+        alibi_slopes=slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1],
+        sink=call.sink,
+    )
+
+
+def _keys(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
+    """(1, length, heads_k, dim): the tokens of sequence b; pages and entries that do not exist are read as others."""
+    if call.page_table is not None:
+        numbers = call.page_table[b, : -(-length // max(cache.shape[1], 1))].long().clamp(0, max(cache.shape[0] - 1, 0))
+        return cache[numbers].flatten(0, 1)[None, :length]
+    entry = b if call.cache_batch_idx is None else min(max(int(call.cache_batch_idx[b]), 0), cache.shape[0] - 1)
+    return cache[entry : entry + 1, :length]
+
+
+def _mask(call: DecodeCall, b: int, queries: int, length: int) -> Mask:
+    """The mask of one sequence; padding and a tree make it dense."""
+    mask = _of_sequence(call.mask, b, length)
+    if call.leftpad is None and call.tree is None:
+        return mask
+    heads = call.q.shape[-2]
+    shown = torch.zeros((1, heads, queries, length), dtype=torch.bool, device="cpu")
+    for plane in mask.planes(queries, length, 1, heads):
+        shown[:, plane.heads.start : plane.heads.stop] = torch.from_numpy(plane.region.dense())
+    if call.leftpad is not None:
+        shown[..., : max(int(call.leftpad[b]), 0)] = False
+    if call.tree is not None:
+        tree = call.tree[min(b, call.tree.shape[0] - 1)].cpu()
+        new = tree.shape[0]
+        rows, keys = min(new, queries), min(new, length)  # of the newest tokens, those that are there
+        shown[..., queries - rows :, length - keys :] &= tree[new - rows :, new - keys :]
+    return Dense(shown.to(call.q.device))
+
+
+def _of_sequence(mask: Mask, b: int, length: int) -> Mask:
+    """The mask of one sequence; a dense one, alone or with Causal, spans the capacity and may differ by sequence; it is cut to what is there."""
+    match mask:
+        case Dense(tensor=shown):
+            shown = shown if shown.dim() == 4 else shown[None, None]
+            at = min(b, shown.shape[0] - 1)
+            return Dense(shown[at : at + 1, ..., :length])
+        case Combined(operation="&", left=Dense() as dense, right=right):
+            return _of_sequence(dense, b, length) & right
+    return mask

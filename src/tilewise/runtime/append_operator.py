@@ -1,0 +1,154 @@
+"""The torch.library operator `tilewise::append`: new keys and values written into a cache, plain or paged, where their sequences end.
+
+It writes the caches and nothing else. On the CPU it checks values first, and writes nothing where one is wrong; on a GPU it reads none, and tokens
+that have no place (beyond the capacity, on a page that does not exist) are not written.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import errors
+from tilewise.rotary import rotated
+from tilewise.runtime import cache_values as values
+from tilewise.runtime import operator as ops
+from tilewise.runtime import plain
+
+NO_GRADIENT = "append is for inference and has no gradient"
+
+
+class Operands(NamedTuple):
+    """The operands of `operator`, in the order of its schema; tensors as in `decoding.append`."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cu_seqlens: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_first: Tensor | None
+    interleaved: bool
+    check: bool
+
+
+TENSORS = Operands._fields.index("interleaved")  # so many operands are tensors, or None
+SCHEMA = (
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
+    "Tensor? cu_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_first, bool interleaved, bool check"
+)
+
+
+def run(given: Operands) -> None:
+    """At once where nobody but the caller takes part, which saves the operator's time, else by the operator."""
+    if ops.traced():
+        operator(*given)
+    elif plain.watched(given[:TENSORS]):
+        tensors = dict(zip(Operands._fields, given[:TENSORS], strict=False))
+        errors.check_local(tensors, function="append")
+        if ops.transforms() or plain.mapped(tensors.values()):
+            raise errors.UnsupportedError(
+                "append writes its caches in place, which torch.vmap, torch.func.functionalize and derivatives of torch.func do not follow through "
+                "an operator; call it outside of them, or let torch.compile trace it"
+            )
+        for name in ("k_cache", "v_cache"):
+            if tensors[name].is_neg():
+                raise errors.ShapeError(f"{name} is a view that means the negatives of what it holds; append to {name}.resolve_neg()")
+        operator(*given)
+    else:
+        _append(given)
+
+
+def _kernel(*operands) -> None:
+    given = Operands(*operands)
+    errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
+    _append(given)
+
+
+@torch.no_grad()
+def _append(given: Operands) -> None:
+    k, v = given.k, given.v
+    check = values.wanted(k.device, given.check)
+    if check:
+        _check(given)
+    if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:
+        return
+    owner, place = _tokens(given)
+    lengths = given.cache_seqlens.to(torch.int64)
+    position = lengths[owner] + place
+    if given.rotary_cos is not None and given.rotary_sin is not None:
+        first = lengths if given.rotary_first is None else given.rotary_first.to(torch.int64)
+        k = rotated(k, given.rotary_cos, given.rotary_sin, first[owner] + place, interleaved=given.interleaved)
+    if check and given.cu_seqlens is None:
+        slots = _slots(given, owner, position)
+    else:
+        slots, k, v = _with_a_place(given, owner, position, k, v)
+    given.k_cache.index_put_(slots, k)
+    given.v_cache.index_put_(slots, v)
+
+
+operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")
+
+
+@operator.register_fake
+def _(*operands):
+    return None
+
+
+def _check(given: Operands) -> None:
+    """ShapeError for tokens that have no place."""
+    lengths, n_pages, page_size = given.cache_seqlens.tolist(), *given.k_cache.shape[:2]
+    if given.cu_seqlens is None:
+        new = [given.k.shape[1]] * len(lengths)
+    else:
+        bounds = values.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.k.shape[0])
+        new = [b - a for a, b in pairwise(bounds)]
+    ends = [length + more for length, more in zip(lengths, new, strict=True)]
+    values.check_lengths(ends, given.k_cache, given.page_table, new)
+    if given.page_table is not None:
+        values.check_pages(given.page_table, ends, n_pages, page_size, lengths)
+    if given.cache_batch_idx is not None:
+        values.check_rows(given.cache_batch_idx, n_pages)
+
+
+def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
+    """The sequence of each new token and its place among the sequence's new ones: (batch, new), or (total,) where they are packed."""
+    on = {"dtype": torch.int64, "device": given.k.device}
+    if given.cu_seqlens is None:
+        batch, new = given.k.shape[:2]
+        return torch.arange(batch, **on)[:, None].expand(batch, new), torch.arange(new, **on).expand(batch, new)
+    owner = values.sequence_of(given.cu_seqlens, given.k.shape[0])
+    return owner, torch.arange(given.k.shape[0], **on) - given.cu_seqlens.to(torch.int64)[owner]
+
+
+def _slots(given: Operands, owner: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Entry or page, and place in it, of each token."""
+    if given.page_table is not None:
+        page_size = given.k_cache.shape[1]
+        column = position.div(page_size, rounding_mode="floor").clamp(0, max(given.page_table.shape[1] - 1, 0))
+        return given.page_table[owner, column].to(torch.int64), position % page_size
+    return owner if given.cache_batch_idx is None else given.cache_batch_idx.to(torch.int64)[owner], position
+
+
+def _with_a_place(given: Operands, owner: Tensor, position: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Slots and tokens, where a token without a place is another of the first that has one, so that nothing is written twice with two values.
+
+    Where no token has a place, the first slot keeps what it holds. Nothing is read on the host.
+    """
+    entries, places = given.k_cache.shape[:2]
+    entry, place = (x.flatten() for x in _slots(given, owner, position))
+    owner, position = owner.flatten(), position.flatten()
+    fits = (position >= 0) & (position < values.capacity_of(given.k_cache, given.page_table)) & (entry >= 0) & (entry < entries)
+    if given.cu_seqlens is not None:  # tokens behind the last sequence are none
+        fits &= torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) < given.cu_seqlens[-1]
+    first = fits.to(torch.uint8).argmax()
+    token = torch.where(fits, torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device), first)
+    slots = entry[token].clamp(0, entries - 1), place[token].clamp(0, places - 1)
+    some = fits.any()
+    flat_k, flat_v = (x.flatten(0, -3)[token] for x in (k, v))
+    return slots, torch.where(some, flat_k, given.k_cache[slots]), torch.where(some, flat_v, given.v_cache[slots])
