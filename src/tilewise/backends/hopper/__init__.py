@@ -18,7 +18,7 @@ from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.problem import Call, Gradients, Problem
-from tilewise.sm90 import jit, prebuilt
+from tilewise.sm90 import helpers, jit, prebuilt
 
 __all__ = ["Hopper"]
 
@@ -61,6 +61,7 @@ class Hopper(Backend):
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
         if call.grad:
             backward.check(call)
+            helpers.begin(*backward.ahead(call))
         return forward.forward(call)
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
