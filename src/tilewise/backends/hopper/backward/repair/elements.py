@@ -133,11 +133,9 @@ def sign_of(x: Float32) -> Float32:
     return either_number(x > 0.0, 1.0, either_number(x < 0.0, -1.0, 0.0))
 
 
-@cute.jit
 def is_finite(x: Float32) -> Boolean:
-    return x < Float32.inf and x > -Float32.inf
+    return (x < Float32.inf) & (x > -Float32.inf)
 
 
-@cute.jit
 def is_nan(x: Float32) -> Boolean:
     return x != x

@@ -103,7 +103,7 @@ def all_finite_from(gX: cute.Tensor, row: Int32) -> Boolean:
     for i in range_constexpr(4):
         cute.autovec_copy(cute.make_tensor((gX.iterator + row + 4 * i).align(16), cute.make_layout(4)), numbers[None, i])
     for i in range_constexpr(cute.size(numbers)):
-        finite = finite and is_finite(numbers[i])
+        finite = finite & is_finite(numbers[i])
     return finite
 
 
