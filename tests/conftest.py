@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ("expected_once", "one_kernel")
 
+os.environ.setdefault("TILEWISE_HELPERS", "0")  # workers of the suite keep all cores busy
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when the DSL is first imported, by whichever test comes first
 if not torch.cuda.is_available() and "cutlass" not in sys.modules:  # there the tests look into what is compiled
     _kept = tempfile.TemporaryDirectory(prefix="tilewise-compile-")  # lives as long as this module does

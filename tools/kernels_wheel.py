@@ -114,7 +114,7 @@ def compiled(kernel: warmup.Kernel) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(f".{os.getpid()}.ll")
-        jit.build(*kernel).export_to_c(str(aside), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
+        jit.build(*kernel, runs=False).export_to_c(str(aside), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
         aside.replace(path)
     return path
 

@@ -41,7 +41,7 @@ def wheel(tool, exported, small, tmp_path_factory) -> Path:
     (kernel,) = tool.kernels([PROBLEM])
     assert kernel == small
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jit, "build", lambda *_: exported)
+        patch.setattr(jit, "build", lambda *_, **__: exported)
         return tool.write(tmp_path_factory.mktemp("dist"), {kernel: tool.entry(kernel)})
 
 
@@ -165,7 +165,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("facts", "sentence"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_what_does_not_fit_is_compiled_instead(facts, sentence, site, small, exported, monkeypatch):
     builds = []
-    monkeypatch.setattr(jit, "build", lambda *given: builds.append(given) or exported)
+    monkeypatch.setattr(jit, "build", lambda *given, **_: builds.append(given) or exported)
     monkeypatch.setattr(identity, "driver", lambda: 13)
     if None in facts.values():
         (site / prebuilt.PACKAGE / prebuilt.FACTS).write_text("{")
@@ -199,7 +199,7 @@ def test_a_damaged_entry_is_compiled_and_the_package_left_alone(site, small, exp
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    monkeypatch.setattr(jit, "build", lambda *_: exported)
+    monkeypatch.setattr(jit, "build", lambda *_, **__: exported)
     assert not cache.store(path, exported)
     jit.compiled(*small)
     assert path.read_bytes()[:-1] == content[:-1] and [each.parent != path.parent for each in cache.entries()] == [True]

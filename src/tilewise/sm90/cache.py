@@ -103,6 +103,12 @@ def store(path: Path, kernel) -> bool:
     return True
 
 
+def keeps(path: Path) -> bool:
+    """Whether an entry that is stored there would be one to load, as far as can be said before it is made."""
+    writable = not path.parent.exists() or os.access(path.parent, os.W_OK | os.X_OK)
+    return writable and not (prebuilt.owns(path) or why_not() or trust.why_not(path.parent))
+
+
 def entries() -> list[Path]:
     """The entries of all versions, and what was left of writing some."""
     root = folder()
@@ -134,6 +140,8 @@ def why_not() -> str:
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} cannot be written to; TILEWISE_CACHE_DIR names another folder"
+    if hasattr(os, "ST_NOEXEC") and os.statvfs(existing).f_flag & os.ST_NOEXEC:
+        return f"{existing} is on a file system that lets nothing be executed; TILEWISE_CACHE_DIR names another folder"
     if refused := trust.why_not(root):
         return f"{refused}; TILEWISE_CACHE_DIR names another folder"
     return ""

@@ -105,15 +105,15 @@ def test_what_is_there_is_not_compiled_again(kept, exported, monkeypatch):
 
 def test_outcomes_of_compiling(kept, exported, monkeypatch):
     (kernel,) = warmup.kernels([CELL])
-    monkeypatch.setattr(jit, "build", lambda *_: exported)
+    monkeypatch.setattr(jit, "build", lambda *_, **__: exported)
     assert warmup._compile(kernel).state == "compiled" and len(cache.entries()) == 1
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(jit, "build", fail)
     assert warmup._compile(kernel).reason == "RuntimeError: out of registers"
-    monkeypatch.setattr(jit, "build", lambda *_: exported)
+    monkeypatch.setattr(jit, "build", lambda *_, **__: exported)
     monkeypatch.setattr(cache, "store", lambda *_: False)
     cache.clear()
     assert warmup._compile(kernel).state == "failed"

@@ -19,7 +19,7 @@ from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.masks import Unread
 from tilewise.problem import Call, Gradients, Problem
-from tilewise.sm90 import jit, prebuilt
+from tilewise.sm90 import helpers, jit, prebuilt
 
 __all__ = ["Hopper"]
 
@@ -71,6 +71,8 @@ class Hopper(Backend):
             backward.check(call)
         fitting = widths.of_call(call)
         folded = entries.fold(fitting)
+        if call.grad:
+            helpers.begin(*backward.ahead(folded or fitting))
         o, *statistics = forward.forward(folded or fitting)
         if folded:
             o, statistics = entries.unfold(call, o), [entries.unfold_rows(call, x) for x in statistics]

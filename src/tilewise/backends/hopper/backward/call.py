@@ -83,9 +83,24 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
+    return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
+
+
+def ahead(call: Call) -> list[list[tuple]]:
+    """Of `kernels`, those that the gradients of this call are likely to launch: groups that may be compiled side by side."""
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return []
+    *tables, main = _kernels(call)
+    groups = [[main, *tables]]  # what takes long, first
+    if call.bias is not None and call.bias.requires_grad:
+        groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
+    return groups
+
+
+def _kernels(call: Call) -> list[tuple]:
+    """All but a bias's."""
     config = planning.config_of(call)
-    ahead = [backward_tables.kernel(config)] if config.sees == "rows" else []
-    return [*ahead, (LAUNCH, arguments, config), *([] if call.bias is None else bias_gradient.kernels(call))]
+    return [*([backward_tables.kernel(config)] if config.sees == "rows" else []), (LAUNCH, arguments, config)]
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:

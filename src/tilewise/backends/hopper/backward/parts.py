@@ -230,5 +230,5 @@ def exchange(words: cute.Tensor, member: Int32):
 def all_finite(x: cute.Tensor) -> Boolean:
     finite = Boolean(True)
     for i in range_constexpr(cute.size(x)):
-        finite = finite and is_finite(x[i])
+        finite = finite & is_finite(x[i])
     return finite

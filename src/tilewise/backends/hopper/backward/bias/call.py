@@ -113,15 +113,19 @@ def kernels(call: Call) -> list[tuple]:
     return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
 
+def kernel(call: Call, multiprocessors: int) -> tuple:
+    """Of `kernels`, the one that the call launches on a GPU of so many multiprocessors."""
+    return LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1)
+
+
 def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
     """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
-    parts, bias = parts_of(call, multiprocessors), call.bias
-    config = config_of(call, by_rows(call), parts == 1)
+    parts, bias, launched = parts_of(call, multiprocessors), call.bias, kernel(call, multiprocessors)
+    config = launched[-1]
     sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
     band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
     (q, k, v, d_o), shift = tensors, call.seqlen_k - call.seqlen_q
-    kernel = jit.compiled(LAUNCH, arguments, config)
-    kernel(
+    jit.compiled(*launched)(
         v,
         d_o,
         BiasTensors(q, k, *statistics, sums),

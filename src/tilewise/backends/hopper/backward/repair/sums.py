@@ -16,6 +16,7 @@ from tilewise.backends.hopper.backward.repair.elements import (
     Matrix,
     bring,
     column_of,
+    either_number,
     finite_part,
     is_finite,
     not_finite,
@@ -102,7 +103,7 @@ def all_finite_from(gX: cute.Tensor, row: Int32) -> Boolean:
     for i in range_constexpr(4):
         cute.autovec_copy(cute.make_tensor((gX.iterator + row + 4 * i).align(16), cute.make_layout(4)), numbers[None, i])
     for i in range_constexpr(cute.size(numbers)):
-        finite = finite and is_finite(numbers[i])
+        finite = finite & is_finite(numbers[i])
     return finite
 
 
@@ -206,16 +207,17 @@ def add_not_finite(
     signs, ones = (cute.make_rmem_tensor(EIGHT, Float32) for _ in range(2))
     for i in range_constexpr(EIGHT):
         seen = (shown >> i) & 1 != 0
-        signs[i] = sign_of(weights[i]) if seen else Float32(0.0)
-        ones[i] = Float32(1.0) if seen else Float32(0.0)
+        sign = sign_of(weights[i])
+        ones[i] = either_number(seen, 1.0, 0.0)
+        signs[i] = either_number(seen, sign, 0.0)
     signs, ones = pairs_packed(signs, kind), pairs_packed(ones, kind)
     count, balance = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
     for j in range_constexpr(4):
         number, infinite = [], []
         for half in range_constexpr(2):
             x = [of_word(pair[half][j], i, dtype) for i in range(2)]
-            number.append(changed.packed(*(Float32(0.0) if is_finite(each) else Float32(1.0) for each in x), kind))
-            infinite.append(changed.packed(*(Float32(0.0) if is_finite(each) else sign_of(each) for each in x), kind))
+            number.append(changed.packed(*(either_number(is_finite(each), 0.0, 1.0) for each in x), kind))
+            infinite.append(changed.packed(*(either_number(is_finite(each), 0.0, sign_of(each)) for each in x), kind))
         count.fill(0.0)
         balance.fill(0.0)
         multiply(count, 0, ones, *(transpose(each) for each in number), dtype)
