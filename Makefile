@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow kernels kernel-table lint docs wheel sanitize clean
+.PHONY: demo test test-slow kernels kernel-table lint docs wheel wheels sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -35,6 +35,11 @@ docs: $(VENV)/installed
 
 wheel: $(VENV)/installed
 	$(RUN) tools/wheel.py dist
+
+# Of both processors, the other one's by cross-compiling, each read by auditwheel.
+wheels: $(VENV)/installed
+	$(RUN) -m pip install -q auditwheel
+	$(RUN) tools/wheel.py dist --machine x86_64,aarch64
 
 sanitize: $(VENV)/installed
 	PYTHON=$(RUN) tools/sanitize.sh
