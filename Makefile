@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow kernels kernel-table lint docs wheel wheels sanitize clean
+.PHONY: demo test test-slow kernels kernels-layout kernel-table lint docs wheel wheels sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -22,6 +22,10 @@ kernel-table: $(VENV)/installed
 # The wheel of compiled kernels for H100 and H200, without a GPU, into dist/. Resumes; a quarter of an hour for all.
 kernels: $(VENV)/installed
 	$(RUN) tools/kernels_wheel.py dist
+
+# A folder of names, for programs that load FlashAttention by the package `kernels`; prints the variable that makes them take it.
+kernels-layout: $(VENV)/installed
+	@$(RUN) tools/kernels_layout.py dist/kernels-layout
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .

@@ -4,7 +4,7 @@ import functools
 import warnings
 from importlib import metadata
 
-DSL, TESTED = "nvidia-cutlass-dsl", "4.8.1"  # constraints.txt says the same
+DSL, TESTED = "nvidia-cutlass-dsl", "4.8.1"  # as the constraints on installation say
 
 
 def untested() -> str:
