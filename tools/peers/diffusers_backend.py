@@ -2,10 +2,11 @@
 
     python -m pip install pytest
     git clone --depth 1 https://github.com/huggingface/diffusers /path/to/diffusers
-    cd /path/to/diffusers && PYTHONPATH=src:/path/to/tilewise/tools/peers python -m pytest -p diffusers_backend tests/models/transformers -o addopts=
+    cd /path/to/diffusers
+    PYTHONPATH=src:/path/to/tilewise/tools/peers python -m pytest -p diffusers_backend tests/models/transformers -o addopts=
 
-Their mixin tests each backend on a model: its output is close to that of torch's SDPA, set in either way, restored afterwards, and compiled. They mix it
-into the tests of two models; here every model's tests in the folder have it, at their own small sizes. docs/compat.md has the counts.
+Their mixin tests each backend on a model: its output is close to that of torch's SDPA, set in either way, restored afterwards, and compiled. It is
+mixed into the tests of two models; here every model's tests in the folder have it, at their own small sizes. docs/compat.md has the counts.
 """
 
 import pytest
@@ -45,7 +46,11 @@ def pytest_collectstart(collector):
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     for kind in classes:
         if kind.__name__.endswith("TesterConfig") and not any(issubclass(each, kind) and issubclass(each, mixin) for each in classes):
-            setattr(module, f"TestOfBackend{kind.__name__}", type(f"TestOfBackend{kind.__name__}", (kind, mixin), {"__module__": module.__name__}))
+            setattr(
+                module,
+                f"TestOfBackend{kind.__name__}",
+                type(f"TestOfBackend{kind.__name__}", (kind, mixin), {"__module__": module.__name__}),
+            )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -2,10 +2,11 @@
 
     python -m pip install pytest scipy xformers==0.0.35
     git clone --depth 1 --branch v0.0.35 https://github.com/facebookresearch/xformers /path/to/xformers
-    cd /path/to/xformers && PYTHONPATH=/path/to/tilewise/tools/peers python -m pytest -p xformers_ops tests/test_mem_eff_attention.py \\
+    cd /path/to/xformers
+    PYTHONPATH=/path/to/tilewise/tools/peers python -m pytest -p xformers_ops tests/test_mem_eff_attention.py \\
         -o addopts= --tilewise-sample 100 --tilewise-seed 0
 
-In the place of xformers' kernels stand a forward and a backward operator "tilewise" that run on CPUs and take all bias classes that the drop-in knows;
+In the place of xformers' kernels stand a forward and a backward operator "tilewise" that run on CPUs and take all bias classes which the drop-in has;
 shapes, dtypes and bounds are those of xformers' cutlass kernels. docs/compat.md has the counts.
 """
 
