@@ -14,6 +14,7 @@ from cases import pytest_addoption, pytest_terminal_summary, select  # noqa: F40
 
 WANTED = r"\[tilewise\]"
 EXCLUDED = {  # what a case's id matches: why it is left out
+    r"AnyFlowFAR": "it takes the backend flex alone",
     r"SDNQ": "its inputs fit a model that is downloaded",
     r"::TestOfBackend\w+::test_compile": "compiling is tested with the models for which diffusers tests it",
 }
