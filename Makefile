@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow kernels kernel-table lint docs wheel sanitize clean
+.PHONY: demo test test-slow kernels kernels-layout kernel-table lint docs wheel wheels sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
@@ -23,6 +23,10 @@ kernel-table: $(VENV)/installed
 kernels: $(VENV)/installed
 	$(RUN) tools/kernels_wheel.py dist
 
+# A folder of names, for programs that load FlashAttention by the package `kernels`; prints the variable that makes them take it.
+kernels-layout: $(VENV)/installed
+	@$(RUN) tools/kernels_layout.py dist/kernels-layout
+
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
 	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[lint]'
@@ -35,6 +39,11 @@ docs: $(VENV)/installed
 
 wheel: $(VENV)/installed
 	$(RUN) tools/wheel.py dist
+
+# Of both processors, the other one's by cross-compiling, each read by auditwheel.
+wheels: $(VENV)/installed
+	$(RUN) -m pip install -q auditwheel
+	$(RUN) tools/wheel.py dist --machine x86_64,aarch64
 
 sanitize: $(VENV)/installed
 	PYTHON=$(RUN) tools/sanitize.sh

@@ -327,13 +327,58 @@ def test_doctor_without_a_usable_backend_is_3(monkeypatch, capsys):
     assert "it takes nothing" in capsys.readouterr().out
 
 
-def test_a_missing_package_is_named(monkeypatch, capsys):
+@pytest.mark.parametrize(("package", "what"), [("matplotlib", '"tilewise[cli]"'), ("triton", "triton")])
+def test_a_missing_package_is_named(package, what, monkeypatch, capsys):
     def missing(*args, **kwargs):
-        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(job, "run", missing)
     assert grammar.main(["demo"]) == 3
-    assert "the package 'matplotlib' is not installed; install it with: pip install matplotlib" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"tilewise demo: the package {package!r} is not installed; install it with: pip install {what}\n"
+
+
+WITHOUT_PRINTERS = """
+import pkgutil, runpy, sys
+from importlib import import_module
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("rich", "matplotlib", "cutlass", "transformers", "diffusers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import tilewise
+from tilewise.cli.grammar import main
+from tilewise.errors import UnsupportedError
+
+without = set()
+for each in pkgutil.walk_packages(tilewise.__path__, "tilewise."):
+    if not each.name.endswith("__main__"):
+        try:
+            import_module(each.name)
+        except ModuleNotFoundError as error:
+            without |= {each.name} if error.name in ("rich", "matplotlib") else set()
+print(*sorted(without))
+print(main(["doctor", "--json"]))
+try:
+    tilewise.Causal().show(9, 9, format="svg")
+except UnsupportedError as error:
+    print(error)
+assert "#" in tilewise.Causal().show(9, 9)
+runpy.run_module("tilewise.ladder", run_name="__main__")
+"""
+
+
+def test_without_rich_and_matplotlib():
+    """All but what prints can be imported, and what prints says what to install."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT_PRINTERS], capture_output=True, text=True)
+    lines, said = found.stdout.splitlines(), "the package 'rich' is not installed; install it with: pip install \"tilewise[cli]\""
+    printing = lines[0].split()
+    assert set(printing) - {"tilewise.demo.job", "tilewise.display.progress"} == {
+        f"tilewise.cli.{name}" for name in ("ahead", "commands", "kernels", "ladder", "output", "training")
+    }
+    assert lines[1] == "3" and lines[2].endswith("is not installed: pip install \"tilewise[cli]\", or take format='text'")
+    assert found.stderr.splitlines() == [f"tilewise doctor: {said}", f"tilewise.ladder: {said}"] and found.returncode == 1
 
 
 def test_no_backend_is_3(monkeypatch, capsys):

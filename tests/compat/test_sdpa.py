@@ -153,12 +153,29 @@ def test_autocast_takes_a_mask_in_either_dtype():
             torch.testing.assert_close(o.float(), ours(q.bfloat16(), k.bfloat16(), v.bfloat16(), attn_mask=given).float())
 
 
+@pytest.mark.parametrize("sizes", [(0, 4, 5, 8), (2, 4, 0, 8), (2, 4, 5, 0), (0, 0, 0, 0), (2, 0, 5, 8), (3, 5, 0)])
+def test_sizes_of_zero_are_torchs(sizes):
+    """Of heads and head_dim too: scores of no products are 0, and their weights equal."""
+    q, k = (torch.zeros(sizes, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(2))
+    v = normal(*sizes[:-1], 3, seed=2).requires_grad_()
+    got, want = ours(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+    for grad, x in zip(torch.autograd.grad(got.sum(), (q, k, v)), (q, k, v), strict=True):
+        assert grad.shape == x.shape and grad.isfinite().all()
+
+
 X = torch.zeros(2, 4, 5, 8)
 REFUSED = {
     "mask and causal": (
         lambda: ours(X, X, X, torch.ones(5, 5) > 0, is_causal=True),
         ValueError,
-        "attn_mask must be None where is_causal is True",
+        r"attn_mask must be None where is_causal is True \(Explicit attn_mask should not be set",
+    ),
+    "mask and causal, as torch": (lambda: ours(X, X, X, torch.ones(5, 5) > 0, is_causal=True), RuntimeError, "attn_mask must be None"),
+    "torch's causal mask and causal": (
+        lambda: ours(X, X, X, torch.nn.attention.bias.causal_lower_right(5, 5), is_causal=True),
+        ValueError,
+        "is_causal is True .CausalBias should not be used with causal=True",
     ),
     "mask's shape": (
         lambda: ours(X, X, X, torch.zeros(5, 6)),

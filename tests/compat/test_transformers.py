@@ -469,6 +469,16 @@ def test_output_attentions_are_refused_by_models():
         model("llama", "tilewise")(**inputs("llama"), output_attentions=True)
 
 
+def test_a_mask_of_one_query_is_for_all():
+    """As a tensor's would be by broadcasting: LightGlue makes one for keys that are padding."""
+    q, k, v = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 7, 8)
+    seen = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]]) > 0
+    for mask in (tw.FirstKeys(3), tw.Dense(seen[:, None, None])):
+        pairs = ours.as_attention_mask(mask, 2, 1, 7)
+        got, want = (ours.attention(torch.nn.Module(), q, k, v, each, is_causal=False)[0] for each in (pairs, pairs.bits()))
+        assert torch.equal(got, want) and got.shape == (2, 5, 4, 8)
+
+
 def test_masks_as_tensors():
     """Bool, float, and float with a position bias; longer than the keys; a batch of 1 beside a larger one."""
     q, k, v = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 7, 8)

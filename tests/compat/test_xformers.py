@@ -161,19 +161,18 @@ def test_five_dimensions_are_groups(expanded):
     check(got, want, [q, k, v, bias])
 
 
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (1, 3, 1), (3, 0, 2)])
 @pytest.mark.parametrize("name", PAGED)
-def test_pages_are_read(name):
+def test_pages_are_read(name, lengths):
     causal = PAGED[name]
     pages = [normal(6, 4, 2, 8, seed=seed) for seed in (1, 2)]
-    table, used = torch.tensor([[3, 1, 0], [5, 0, 2]], dtype=torch.int32), (9, 5)
-    q = normal(1, 4, 2, 8)
-    bias = made(name, q_seqinfo=sequences(2, 2), k_seqinfo=slots((0, 12), used, 24), block_tables=table, page_size=4)
+    table, used = torch.tensor([[3, 1, 0], [5, 0, 2], [4, 4, 4]], dtype=torch.int32), (9, 5, 3)
+    q = normal(1, sum(lengths), 2, 8)
+    bias = made(name, q_seqinfo=sequences(*lengths), k_seqinfo=slots((0, 12, 24), used, 36), block_tables=table, page_size=4)
     got = memory_efficient_attention(q, *(x.flatten(0, 1)[None] for x in pages), bias)
-    for n, length in enumerate(used):
+    for n, (queries, length) in enumerate(zip(q.split(lengths, 1), used, strict=True)):
         k, v = (x[table[n].long()].flatten(0, 1)[None, :length] for x in pages)
-        torch.testing.assert_close(
-            got[:, 2 * n : 2 * n + 2], tw.attention(q[:, 2 * n : 2 * n + 2], k, v, causal=causal), atol=1e-12, rtol=1e-12
-        )
+        torch.testing.assert_close(got.split(lengths, 1)[n], tw.attention(queries, k, v, causal=causal), atol=1e-12, rtol=1e-12)
 
 
 def test_the_signature_is_xformers():
@@ -194,8 +193,8 @@ def test_dropout_is_that_of_attention():
 
 X = torch.zeros(1, 12, 2, 8)
 DERIVED = type("BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask", (type("BlockDiagonalGappyKeysMask", (), {}),), {})()
-UNEVEN = {
-    "q_seqinfo": sequences(5, 7),
+OF_OTHERS = {
+    "q_seqinfo": sequences(5, 8),
     "k_seqinfo": slots((0, 6), (6, 6), 12),
     "block_tables": torch.zeros(2, 1, dtype=torch.int32),
     "page_size": 6,
@@ -228,10 +227,10 @@ REFUSED = {
         ShapeError,
         r"attn_bias has \(1, 3\) \(groups, heads\), expected \(1, 2\) or 1",
     ),
-    "uneven pages": (
-        lambda: memory_efficient_attention(X, X, X, made("PagedBlockDiagonalPaddedKeysMask", **UNEVEN)),
-        UnsupportedError,
-        r"needs batch 1 and as many queries in every sequence, got batch 1 and \[5, 7\] queries",
+    "pages": (
+        lambda: memory_efficient_attention(X, X, X, made("PagedBlockDiagonalPaddedKeysMask", **OF_OTHERS)),
+        ShapeError,
+        r"query must have batch 1 and 13 positions with this PagedBlockDiagonalPaddedKeysMask, got \(1, 12\)",
     ),
     "overlapping windows": (
         lambda: memory_efficient_attention(

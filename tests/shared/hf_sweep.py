@@ -1,7 +1,10 @@
 """Every model of transformers, as small as its config lets itself be made, with inputs that it takes."""
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ import transformers as hf
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-VOCABULARY, LENGTH, IMAGE, MOST = 61, 24, 32, 8_000_000  # the most weights of a model that counts as small
+VOCABULARY, LENGTH, IMAGE, MOST = 61, 24, 32, 100_000_000  # the most weights of a model that counts as small
 CLOSE = 1e-5
 SIZES = (  # and the names of the fields that are set to each
     (32, "hidden_size d_model n_embd dim embed_dim embedding_size hidden_dim encoder_hidden_size projection_dim decoder_hidden_size"),
@@ -67,23 +70,48 @@ def small(kind: type, heads_k: int, default: Any = None) -> dict[str, Any]:
     return found
 
 
-def small_config(kind: type, heads_k: int) -> hf.PreTrainedConfig | None:
-    """A config of which a model has few weights; None where these fields alone make none."""
+def small_config(kind: type, heads_k: int, variant: int = 0) -> hf.PreTrainedConfig | None:
+    """A config of which a model has few weights, by the fields that `variants` gives there; None where there are no such."""
+    found = variants(kind, heads_k)
+    return kind.config_class(**copy.deepcopy(found[variant])) if variant < len(found) else None
+
+
+MORE: tuple[dict[str, Any], ...] = (  # fields that some models need beside those that make them small, or larger than those
+    {},
+    {"head_dim": 8},
+    {"head_dim": 128},
+    {"hidden_size": 512},
+    {"num_experts_per_tok": 1},
+    {"prediction_length": 8},
+    {"num_attention_heads": 4, "num_key_value_heads": 2},
+    {"pad_token_id": 1, "vocab_size": VOCABULARY},
+)
+ROTATED = ("qk_rope_head_dim", "head_dim", "qk_nope_head_dim", "kv_lora_rank", "v_head_dim")  # which some rotations are made for
+MOST_VARIANTS = 6
+
+
+@cache
+def variants(kind: type, heads_k: int) -> list[dict[str, Any]]:
+    """Fields by which a model of this class is made and is small: those of `small`, some more, or one less."""
+    found = []
     with contextlib.suppress(Exception):
-        config = kind.config_class(**small(kind.config_class, heads_k))
-        with torch.device("meta"):
-            if sum(x.numel() for x in kind(config).parameters()) <= MOST:
-                return kind.config_class(**small(kind.config_class, heads_k))
-    return None
+        fields = small(kind.config_class, heads_k)
+        without = [{key: value for key, value in fields.items() if key not in names} for names in (ROTATED, *((name,) for name in fields))]
+        for each in (*(fields | more for more in MORE), *without):
+            if len(found) < MOST_VARIANTS and each not in found:
+                with contextlib.suppress(Exception), torch.device("meta"):
+                    if sum(x.numel() for x in kind(kind.config_class(**copy.deepcopy(each))).parameters()) <= MOST:
+                        found.append(each)
+    return found
 
 
 def verdict(kind: type, implementation: str) -> tuple[str, str]:
     """How the class does with `implementation`: "agrees", "refuses" or "differs"; "not small" or "no input" where eager attention cannot be had."""
     found = "not small", ""
     with torch.random.fork_rng(devices=[]):
-        for heads_k in (2, 4):
+        for variant, heads_k in itertools.product(range(MOST_VARIANTS), (2, 4)):
             torch.manual_seed(0)
-            config = small_config(kind, heads_k)
+            config = small_config(kind, heads_k, variant)
             try:
                 eager = None if config is None else kind._from_config(config, attn_implementation="eager").eval()
             except Exception:
@@ -93,22 +121,22 @@ def verdict(kind: type, implementation: str) -> tuple[str, str]:
             for x in eager.parameters():  # some are made so small that attention hardly differs from a mean
                 if x.dim() == 2 and x.is_floating_point():
                     torch.nn.init.normal_(x, std=0.15)
-            given = next(filter(lambda each: runs(eager, each), candidates()), None)
+            given = next(filter(lambda each: runs(eager, each), candidates(eager.config)), None)
             if given is not None:
-                return compared(kind, heads_k, implementation, eager, given)
+                return compared(partial(small_config, kind, heads_k, variant), implementation, eager, given)
             found = "no input", ""
     return found
 
 
-def compared(kind: type, heads_k: int, implementation: str, eager: hf.PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
-    want = results(eager, given)
+def compared(config: Callable, implementation: str, eager: hf.PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
+    kind, want = type(eager), results(eager, given)
     try:
-        off = error(kind, small_config(kind, heads_k), implementation, eager, given, want)
+        off = error(kind, config(), implementation, eager, given, want)
     except Exception as refusal:
         return "refuses", f"{type(refusal).__name__}: {refusal}"
     if off > CLOSE:  # perhaps the model magnifies rounding errors
         with contextlib.suppress(Exception):
-            off_sdpa = error(kind, small_config(kind, heads_k), "sdpa", eager, given, want)
+            off_sdpa = error(kind, config(), "sdpa", eager, given, want)
             return ("agrees" if off <= 2 * off_sdpa else "differs"), f"{off:.1e} {off_sdpa:.1e}"
     return ("agrees" if off <= CLOSE else "differs"), f"{off:.1e} {'+'.join(given)}"
 
@@ -131,8 +159,8 @@ def runs(net: hf.PreTrainedModel, given: dict[str, Any]) -> bool:
     return False
 
 
-def candidates() -> Iterator[dict[str, Any]]:
-    """Inputs, of which a model takes one."""
+def candidates(config: hf.PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """Inputs, of which a model takes one; the last ones' sizes are the config's."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=draw)
     padding = torch.ones(2, LENGTH, dtype=torch.int64)
@@ -153,6 +181,38 @@ def candidates() -> Iterator[dict[str, Any]]:
     yield {"input_values": sound}
     yield {"input_values": sound[:, None]}
     yield {"input_values": sound, "decoder_input_ids": tokens}
+    parts = [config, *(part for name in config.sub_configs or {} if (part := getattr(config, name, None)) is not None)]
+    for part in parts:
+        yield from candidates_of(part, draw)
+    yield {"input_features": torch.randn(1, getattr(config, "num_mel_bins", 8), 3000, generator=draw), "decoder_input_ids": tokens[:1]}
+
+
+def candidates_of(config: hf.PreTrainedConfig, draw: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Of models that say how many channels, frames or patches they take."""
+
+    def size(*names: str, default: int) -> int:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), default)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=draw)
+
+    channels, patch, frames = (
+        size("in_channels", "in_chans", "num_channels", default=3),
+        size("patch_size", default=4),
+        size("num_frames", default=8),
+    )
+    image, grid = size("image_size", default=IMAGE), torch.tensor([[1, 4, 4], [1, 8, 4]])
+    flat = normal(48, channels * size("temporal_patch_size", default=1) * patch**2)
+    for name in ("grid_thw", "image_grid_thw"):
+        yield {"hidden_states": flat, name: grid}
+        yield {"pixel_values": flat, name: grid}
+    shapes = {"pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64), "spatial_shapes": torch.tensor([[4, 4], [2, 8]])}
+    yield {"pixel_values": normal(2, 16, channels * patch**2), **shapes}
+    yield {"pixel_values": normal(2, channels, image, image)}
+    yield {"pixel_values": normal(1, frames, channels, image, image)}
+    yield {"input_features": normal(2, LENGTH, size("feature_projection_input_dim", "input_feat_per_channel", "input_dim", default=160))}
+    yield {"input_values": normal(2, size("max_length", default=1024), size("num_mel_bins", default=8))}
+    yield {"past_values": normal(2, size("context_length", default=32), size("num_input_channels", default=1))}
 
 
 def results(net: hf.PreTrainedModel, given: dict[str, Any]) -> list[Tensor]:
@@ -162,4 +222,8 @@ def results(net: hf.PreTrainedModel, given: dict[str, Any]) -> list[Tensor]:
         found = net(**given)
     flat = [x for x in torch.utils._pytree.tree_leaves(dict(found)) if isinstance(x, Tensor) and x.is_floating_point()]
     mask = given.get("attention_mask")
-    return [x[mask.bool()] if mask is not None and x.dim() > 2 and x.shape[:2] == mask.shape else x for x in flat if x.dim() < 4]
+    return [
+        x[mask.bool()] if mask is not None and x.dim() > 2 and x.shape[:2] == mask.shape else x
+        for x in flat
+        if x.dim() < 4 or "pixel_values" in given
+    ]

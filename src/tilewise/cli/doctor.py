@@ -14,6 +14,7 @@ from tilewise import compat
 from tilewise.problem import Problem
 from tilewise.sm90 import cache, prebuilt
 from tilewise.sm90.jit import why_no_compiler
+from tilewise.sm90.versions import untested
 
 PACKAGES = {  # distribution: what it is for here
     "torch": "required",
@@ -59,7 +60,7 @@ def integrations() -> list[compat.Integration]:
 
 
 def machine() -> dict[str, str]:
-    """Python, system, processor, memory, compiler, and where compiled GPU kernels are kept."""
+    """Python, system, processor, memory, compilers, and where compiled GPU kernels are kept; what is empty is left out."""
     facts = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
@@ -68,6 +69,7 @@ def machine() -> dict[str, str]:
         "torch threads": str(torch.get_num_threads()),
         "memory": _memory(),
         "C++ compiler": next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), "none"),
+        "kernel compiler": untested(),
         "kernel cache": "" if why_no_compiler() else cache.describe(),
         "prebuilt kernels": prebuilt.describe(),
     }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 USAGE, UNUSABLE, INTERRUPTED, UNREAD = 2, 3, 130, 141
+EXTRA, PRINTERS = "cli", ("rich", "matplotlib")  # what tables and pictures are made with, and the extra that installs it
 THREADS_A_CORE = 8  # more than this is a slip; some libraries crash where they cannot start as many as were asked for
 
 EXIT_CODES = """exit codes:
@@ -87,7 +88,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except (ValueError, RuntimeError, ImportError, OSError, MemoryError) as error:
         if options.traceback:
             raise
-        print(f"tilewise {options.command}: {_sentence(error)}", file=sys.stderr)
+        print(f"tilewise {options.command}: {sentence(error)}", file=sys.stderr)
         return USAGE if isinstance(error, ValueError) else UNUSABLE
 
 
@@ -108,10 +109,11 @@ def _run(options: argparse.Namespace) -> int:
     return getattr(commands, options.command)(options)
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """What went wrong, in one line."""
     if isinstance(error, ModuleNotFoundError):
-        return f"the package {error.name!r} is not installed; install it with: pip install {error.name}"
+        what = f'"tilewise[{EXTRA}]"' if error.name in PRINTERS else error.name
+        return f"the package {error.name!r} is not installed; install it with: pip install {what}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, operands
+from tilewise.compat._refusals import ArgumentError
 from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Full, Mask
 from tilewise.runtime import operator, repeats
@@ -58,13 +59,15 @@ def scaled_dot_product_attention(
         return known(query, key, value, beside)
     given = query, key, value
     if is_causal and attn_mask is not None:
-        raise ValueError(f"{LAYER}: attn_mask must be None where is_causal is True; write the causal part into attn_mask, or leave it out")
+        raise _two_masks(attn_mask)
     lead = None
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested or not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
         query, key, value, lead, dropped = _batched(query, key, value)
     if not query.shape[1] == key.shape[1] == value.shape[1]:
         query, key, value = _with_heads(query, key, value, enable_gqa)
+    if query.shape[3] == 0:  # scores of no products are 0
+        query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     causal, mask, bias = False, None, None
     if attn_mask is not None:
@@ -72,18 +75,31 @@ def scaled_dot_product_attention(
         mask, bias = mask_and_bias(attn_mask, query, (*batch, query.shape[1], seqlen_q, seqlen_k))
     elif is_causal:
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
-    as_given = all(map(operator_is, given, (query, key, value))) and (
-        attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
-    )
-    if added and as_given:
-        call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
-        repeats.remember_as(repeats.TURNED, *given, options, beside, call)
+    if query.shape[1] == 0:  # no heads, and nothing to compute
+        o = query @ key.mT @ value
+    else:
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        o = attention(q, k, v, causal=causal, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p).transpose(1, 2)
+        as_given = all(map(operator_is, given, (query, key, value))) and (
+            attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
+        )
+        if added and as_given:
+            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
+            repeats.remember_as(repeats.TURNED, *given, options, beside, call)
     if lead is None:
         return o
     o = o.unflatten(0, lead)
     return o.flatten(0, dropped) if dropped else o
+
+
+def _two_masks(attn_mask: object) -> ArgumentError:
+    """The error of a mask beside is_causal: a ValueError and a RuntimeError, with torch's words, for torch raises either."""
+    theirs = "Explicit attn_mask should not be set when is_causal=True"
+    if type(attn_mask).__name__ == "CausalBias":
+        theirs = "CausalBias should not be used with causal=True"
+    return ArgumentError(
+        f"{LAYER}: attn_mask must be None where is_causal is True ({theirs}); write the causal part into attn_mask, or leave it out"
+    )
 
 
 def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], layer: str = LAYER) -> tuple[Mask | None, Tensor | None]:

@@ -282,9 +282,10 @@ def attention(
     bias = position_bias
     if isinstance(attention_mask, Pairs):
         _check_lengths(attention_mask, q, k)
-        if attention_mask.folded and bias is None:
+        for_all = attention_mask.shape[2] == 1 < q.shape[1]  # every query sees what the mask's only one does, as by a tensor's broadcast
+        if attention_mask.folded and bias is None and not for_all:
             return _folded(attention_mask, q, k, v, options), None
-        if attention_mask.mask is None or attention_mask.folded:
+        if attention_mask.mask is None or attention_mask.folded or for_all:
             options["mask"] = Dense(attention_mask.bits())
         else:
             options["mask"], keys = attention_mask.mask, attention_mask.keys
@@ -319,7 +320,7 @@ def _structure(module, query: Tensor, key: Tensor, attention_mask: Any, is_causa
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:
     batch, _, seqlen_q, seqlen_k = pairs.shape
-    if (seqlen_q, seqlen_k) != (q.shape[1], k.shape[1]) or (batch not in (1, q.shape[0]) and (pairs.folded or pairs.mask is None)):
+    if seqlen_q not in (1, q.shape[1]) or seqlen_k != k.shape[1] or (batch not in (1, q.shape[0]) and (pairs.folded or pairs.mask is None)):
         raise ShapeError(
             f"attention_mask is for batch {batch}, {seqlen_q} queries and {seqlen_k} keys, but the layer has batch {q.shape[0]}, "
             f"{q.shape[1]} queries and {k.shape[1]} keys; a model that changes them between its mask and its attention needs "

@@ -195,17 +195,20 @@ PAGED: dict[str, bool] = {  # and whether causal
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, causal: bool, p: float, scale: float | None) -> Tensor:
-    """Packed queries (1, total, heads, head_dim), as many for each sequence, against pages (1, pages * page_size, heads_k, head_dim)."""
-    kind, tables = type(attn_bias).__name__, attn_bias.block_tables
-    lengths = {b - a for a, b in pairwise(attn_bias.q_seqinfo.seqstart_py)}
+    """Packed queries (1, total, heads, head_dim) against pages (1, pages * page_size, heads_k, head_dim): a call for each length of queries."""
+    kind, tables, starts = type(attn_bias).__name__, attn_bias.block_tables, list(attn_bias.q_seqinfo.seqstart_py)
     if p > 0.0:
         raise UnsupportedError(f"{LAYER}: p must be 0 with {kind}, got {p}; a cache is read without dropout")
-    if len(lengths) != 1 or query.shape[0] != 1:
-        raise UnsupportedError(
-            f"{LAYER}: {kind} needs batch 1 and as many queries in every sequence, got batch {query.shape[0]} and {sorted(lengths)} queries; call "
-            "with sequences of one length at a time"
-        )
-    pages = (x.squeeze(0).unflatten(0, (-1, attn_bias.page_size)) for x in (key, value))
-    q = query.squeeze(0).unflatten(0, (tables.shape[0], -1))
+    if query.shape[0] != 1 or starts[-1] != query.shape[1]:
+        raise ShapeError(f"{LAYER}: query must have batch 1 and {starts[-1]} positions with this {kind}, got {tuple(query.shape[:2])}")
+    pages = [x.squeeze(0).unflatten(0, (-1, attn_bias.page_size)) for x in (key, value)]
     seqlens = attn_bias.k_seqinfo.seqlen.to(query.device)
-    return decode(q, *pages, cache_seqlens=seqlens, page_table=tables, causal=causal, scale=scale).flatten(0, 1)[None]
+    starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
+    lengths = starts.diff()
+    o = torch.empty((*query.shape[1:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+    for length in lengths[lengths > 0].unique().tolist():
+        (rows,) = (lengths == length).nonzero(as_tuple=True)
+        at = (starts[rows, None] + torch.arange(length, dtype=torch.int64, device="cpu")).to(o.device)
+        rows = rows.to(o.device)
+        o[at] = decode(query[0, at], *pages, cache_seqlens=seqlens[rows], page_table=tables[rows], causal=causal, scale=scale)
+    return o[None]

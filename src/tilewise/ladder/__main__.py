@@ -3,7 +3,12 @@
 import os
 import sys
 
-from tilewise.cli.ladder import main
+from tilewise.cli.grammar import sentence
+
+try:
+    from tilewise.cli.ladder import main
+except ModuleNotFoundError as error:
+    sys.exit(f"tilewise.ladder: {sentence(error)}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], os.environ))

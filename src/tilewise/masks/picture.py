@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy import ndarray
 
+from tilewise.errors import UnsupportedError
 from tilewise.masks.tiles import FULL, Runs, lower
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def show(
 
     tile_m, tile_n: the tile size in queries and keys (default: a power of two that makes about 32 tiles a side).
     format: "text" (one character a tile, str), "svg" (str) or "png" (bytes); the last two need matplotlib. path: also written there.
-    Raises ValueError for another format, tiles so small that more than 2048 are on a side, and a batch entry or head that is not there.
+    Raises ValueError for another format, tiles so small that more than 2048 are on a side, and a batch entry or head that is not there,
+    UnsupportedError where matplotlib is needed and not installed.
     """
     if format not in ("text", "svg", "png"):
         raise ValueError(f"format must be 'text', 'svg' or 'png', got {format!r}")
@@ -108,9 +110,15 @@ def _classes(tiling: Tiling) -> ndarray:
 
 
 def _image(tiling: Tiling, title: str, format: str) -> str | bytes:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ModuleNotFoundError as error:
+        way_out = "pip install \"tilewise[cli]\", or take format='text'"
+        raise UnsupportedError(
+            f"format is {format!r}, which needs the package {error.name}, and that is not installed: {way_out}"
+        ) from None
 
     runs, region = tiling.runs, tiling.runs.region
     cells = _classes(tiling)

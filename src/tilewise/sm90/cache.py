@@ -27,6 +27,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.machine import trust
 from tilewise.sm90 import link, prebuilt
 from tilewise.sm90.identity import FUNCTION, OFF, driver, name_of, sealed, settings, whole
+from tilewise.sm90.versions import DSL, warn_untested
 
 MOST_BYTES = 512 << 20  # beyond it the entries that were not used for longest go; a kernel takes 0.1 MB
 RUNTIME = "libcute_dsl_runtime.so"
@@ -47,12 +48,14 @@ def folder() -> Path | None:
 def entry(launch: str, config, arch: str) -> Path | None:
     """Where the kernel of `launch` ("module:function") and `config` (a dataclass) for `arch` is kept; None where it cannot be.
 
-    That is among the prebuilt ones (prebuilt.py), where they have it. Raises UnsupportedError where they do not, and it cannot be compiled either.
+    That is among the prebuilt ones (prebuilt.py), where they have it. Raises UnsupportedError where they do not, and it cannot be compiled either;
+    warns once where the compiler is of a version that was not tested.
     """
     if found := prebuilt.entry(launch, config, arch):
         return found
     if find_spec("cutlass") is None:
         raise UnsupportedError(prebuilt.why_no_kernel(launch, config))
+    warn_untested()
     root = folder()
     if root is None or not library() or "<locals>" in launch or not _as_imported():
         return None
@@ -157,7 +160,7 @@ def describe() -> str:
 @cache
 def fingerprint() -> str:
     """A digest of what changes the code of every kernel: versions, toolkit, environment, this package's device code."""
-    versions = [metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")]
+    versions = [metadata.version(name) for name in (DSL, "apache-tvm-ffi")]
     parts = [sys.implementation.cache_tag, platform.machine(), *versions, toolkit_of(library())]
     parts += settings()
     digest = hashlib.sha256("\0".join(parts).encode())
