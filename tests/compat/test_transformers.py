@@ -470,7 +470,7 @@ def test_output_attentions_are_refused_by_models():
 
 
 def test_a_mask_of_one_query_is_for_all():
-    """As a tensor's would be by broadcasting: LightGlue makes one for keys that are padding."""
+    """As a tensor's would be by broadcasting, for keys that are padding."""
     q, k, v = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 7, 8)
     seen = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]]) > 0
     for mask in (tw.FirstKeys(3), tw.Dense(seen[:, None, None])):
