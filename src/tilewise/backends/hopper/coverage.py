@@ -20,8 +20,6 @@ def refused(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None or any(dim % multiple for dim in dims):
         most = max(TILES)[0]
         wrong.append(f"it takes head_dim and head_dim_v up to {most} that are multiples of {multiple}, not {dims[0]} and {dims[1]}")
-    if problem.dropout:
-        wrong.append("it has no dropout yet")
     if problem.grad:
         wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
     return wrong

@@ -29,8 +29,6 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    if problem.dropout:
-        wrong.append("its backward pass has no dropout yet")
     return wrong
 
 

@@ -216,7 +216,7 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
     ways = TILES[dims]
     choices = ways.get(sees) or ways["interval"]
     made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
-    return [each for each in made if not (each[1].modified and each[1].blocks > 1)]  # too many registers
+    return [each for each in made if not ((each[1].modified or each[1].dropout) and each[1].blocks > 1)]  # too many registers
 
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
@@ -227,4 +227,4 @@ def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, ch
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, dynamic=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return replace(config, from_zero=sees == "all")
+    return replace(config, from_zero=sees == "all" and not config.dropout)  # one loop less, where each holds the generator's code
