@@ -98,7 +98,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
-    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural))
+    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call, *statistics, plan.config.natural))
 
 
 def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
 
 
 def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
-    return Scalars(call.scale, changes.outer_log2(plan.config, call.scale, call.softcap), int(has_d_lse), plan.last_q, plan.last_k)
+    return Scalars(call.scale * changes.rescale(call), changes.outer_log2(plan.config, call.scale, call.softcap), int(has_d_lse), plan.last_q, plan.last_k)
 
 
 def repeat(call: Call) -> Repeat | None:
@@ -143,6 +143,8 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
         for name, x in bundle._asdict().items()
         if isinstance(x, Tensor) and name not in whole and not (name in ("bias", "slopes") and x.shape[0] == 1)
     }
+    if draw := getattr(bundle, "draw", None):
+        cut["draw"] = draw._replace(first=draw.first + part.start * draw.heads)
     return bundle._replace(**cut)
 
 
@@ -160,13 +162,13 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     return place.view(parts, planning.elements_of_part(config))
 
 
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
+def _sink(call: Call, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
-    sink_of_row = sink.float()[:, None]
+    sink_of_row = call.sink.float()[:, None]
     below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
     below.clamp_(max=0.0)  # a large L may be rounded to below its sink
     weights = torch.exp(below) if natural else torch.exp2(below)
-    return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
+    return (changes.rescale(call) * (weights * minus_delta).sum((0, 2))).to(call.sink.dtype)
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:

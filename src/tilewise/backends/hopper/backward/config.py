@@ -141,7 +141,7 @@ class Config(ScoreChanges):
     @property
     def own_factor(self) -> bool:
         """Whether the factor of dP - delta in dS goes through shared memory and is not P as it is rounded for dV."""
-        return not self.by_keys and self.softcap
+        return not self.by_keys and (self.softcap or self.dropout)
 
     @property
     def repairs(self) -> bool:
@@ -373,6 +373,7 @@ TILES = {
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
 # takes as much): what keeps registers from spilling.
 CHANGED = {
+    "dropout": {(64, 64): dict(tile_m=64, pairwise=True), (96, 96): dict(pairwise=True), (128, 128): dict(pairwise=True)},
     "softcap": {(64, 64): dict(tile_m=64)},
     "natural": {(64, 64): dict(tile_m=64), (192, 128): dict(roomy=True)},
     "both": {
@@ -387,6 +388,7 @@ CHANGED = {
 
 # Besides, where dQ is not computed apart.
 CHANGED_WITH_DQ = {
+    "dropout": {},
     "softcap": {},
     "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
     "both": {
@@ -438,7 +440,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     """few: keys, at most ONE_BLOCK."""
     dims = tile_dims(head_dim, head_dim_v)
     config = Config.of(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
-    if config.modified:
+    if config.modified or config.dropout:
         config = config.but(**_instead(config, dims, few))
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
@@ -475,7 +477,7 @@ def lengths() -> list[int]:
 def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
     most = config.softcap or (config.bias is not None and config.diagonal)
-    how = "softcap" if not config.natural else "both" if most else "natural"
+    how = "both" if config.natural and most else "natural" if config.natural else "softcap" if config.softcap else "dropout"
     fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
         fields = fields | CHANGED_WITH_DQ[how].get(dims, {})

@@ -221,6 +221,8 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+    if config.dropout and config.consumers == 3 and sees != "all":
+        config = replace(config, tile_m=128, tile_n=128)
     if config.natural:
         return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, dynamic=True)
     if config.softcap:
