@@ -80,7 +80,7 @@ class Work(NamedTuple):
 class Draw(NamedTuple):
     """Which pairs dropout keeps, as backends/philox.py says. Words of 32 bits, as int32."""
 
-    keys: tuple[int, ...]  # of every round two
+    keys: tuple  # of int: of every round two
     offset: int
     threshold: int  # of an evaluation's words, the least that is kept
     heads: int  # of the queries, in a batch entry

@@ -280,7 +280,7 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
     if const_expr(config.modified or config.dropout):
         m0 = located(tile, place, stage, config).m_block * config.tile_m
         if const_expr(config.dropout):
-            bits = changed.kept_of(tile.thread, place.head, m0, config)
+            bits = changed.kept_of(tile.thread, place.head, m0, tile.n0, config)
     if const_expr(config.modified):
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
         hide_in(tile, stage, place, walk, -float("inf"), config)

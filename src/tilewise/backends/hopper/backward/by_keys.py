@@ -309,7 +309,7 @@ def step(
     bits = None
     if const_expr(config.dropout):
         at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
-        bits = changed.kept_of(tile.thread, g, at * config.tile_m, config)
+        bits = changed.kept_of(tile.thread, g, at * config.tile_m, tile.block.n0, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(at_once(config)):
         probabilities(acc_S, lse, tile.scale_log2)

@@ -237,6 +237,7 @@ class Config(ScoreChanges):
             "ROOMY is for two consumers": self.roomy and self.consumers != 2,
             "a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple": self.by_keys
             and self.stages % ADDERS > 0,
+            "dropout comes between dP and delta, and knows no lean step": self.dropout and (self.whole.delta_in or self.lean),
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
             "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
             "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
@@ -372,8 +373,9 @@ TILES = {
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
 # takes as much): what keeps registers from spilling.
+WALKS = dict(pairwise=True, persistent=True, finishes=True)
 CHANGED = {
-    "dropout": {(64, 64): dict(tile_m=64, pairwise=True), (96, 96): dict(pairwise=True), (128, 128): dict(pairwise=True)},
+    "dropout": {(64, 64): dict(tile_m=64) | WALKS, (96, 96): WALKS, (128, 128): WALKS},
     "softcap": {(64, 64): dict(tile_m=64)},
     "natural": {(64, 64): dict(tile_m=64), (192, 128): dict(roomy=True)},
     "both": {
@@ -456,9 +458,9 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
 
 def _of_one_block(config: Config) -> Config:
     """These spill unless dS is rounded by twos, dP's registers start as -delta, or the producer has more registers."""
-    plain_softcap = config.head_dim == 128 and config.softcap and not config.natural
+    plain_softcap = config.head_dim == 128 and config.softcap and not (config.natural or config.dropout)
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
-    if config.head_dim == 64 and config.sees == "runs" and not config.modified:
+    if config.head_dim == 64 and config.sees == "runs" and not (config.modified or config.dropout):
         tight = {"delta_in": True}
     rounding = {} if config.lean else {"pairwise": True}
     return config.but(dq="written", persistent=config.persistent, shares=config.sees == "all", **rounding, **tight)
@@ -476,8 +478,11 @@ def lengths() -> list[int]:
 
 def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
-    most = config.softcap or (config.bias is not None and config.diagonal)
-    how = "both" if config.natural and most else "natural" if config.natural else "softcap" if config.softcap else "dropout"
+    most = config.natural and (config.softcap or (config.bias is not None and config.diagonal))
+    if config.dropout:
+        how = "both" if config.modified or config.sees == "runs" else "dropout"
+    else:
+        how = "both" if most else "natural" if config.natural else "softcap"
     fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
         fields = fields | CHANGED_WITH_DQ[how].get(dims, {})

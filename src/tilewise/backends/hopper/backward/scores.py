@@ -8,6 +8,7 @@ trace in the generated code.
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
+from tilewise.backends.hopper.backward.seen import place_in_tile
 from tilewise.backends.hopper.backward.tiles import per_query
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scores import READ
@@ -70,11 +71,11 @@ def terms_of(thread: Thread, g: Int32, config: Constexpr) -> Terms:
 
 
 @cute.jit
-def kept_of(thread: Thread, g: Int32, m0: Int32, config: Constexpr) -> cute.Tensor:
-    """Which of a thread's pairs dropout keeps in the tile of queries from m0 on, of query head g of the group: as `dropout.of_columns`."""
-    draw = thread.changes.draw
+def kept_of(thread: Thread, g: Int32, m0: Int32, n0: Int32, config: Constexpr) -> cute.Tensor:
+    """Which of a thread's pairs dropout keeps in the tile from query m0 and key n0 on, of query head g of the group: as `dropout.of_columns`."""
+    draw, (row, column) = thread.changes.draw, place_in_tile()
     head = dropout.head_of(draw, thread.first.batch, thread.first.head + g)
-    return dropout.of_columns(draw, head, m0 + thread.column, thread.key, const_expr(config.tile_m // 4))
+    return dropout.of_columns(draw, head, m0 + column, n0 + row, const_expr(config.tile_m // 4))
 
 
 @cute.jit
