@@ -372,8 +372,8 @@ TILES = {
 }
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
-# takes as much): what keeps registers from spilling.
-WALKS = dict(pairwise=True, persistent=True, finishes=True)
+# takes as much): what keeps registers from spilling. Likewise with dropout, alone or together with any of these or with tables ("both").
+WALKS = dict(persistent=True, finishes=True)
 CHANGED = {
     "dropout": {(64, 64): dict(tile_m=64) | WALKS, (96, 96): WALKS, (128, 128): WALKS},
     "softcap": {(64, 64): dict(tile_m=64)},
@@ -488,4 +488,6 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
         fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
         if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
+    if config.dropout and config.by_keys and not fields.get("split"):
+        fields = fields | dict(pairwise=True)
     return fields

@@ -179,7 +179,7 @@ TILES = {
 
 LONG = 1 << 30  # queries: more than any Choice bounds
 
-# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits, of which dropout takes another 16.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
 LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
@@ -221,10 +221,10 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
-    if config.dropout and config.consumers == 3 and sees != "all":
+    if config.dropout and config.consumers == 3 and sees != "all":  # whose threads have too few registers
         config = replace(config, tile_m=128, tile_n=128)
     if config.natural:
-        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, dynamic=True)
+        return replace(config, tile_m=128, tile_n=LOGITS[dims] - 16 * config.dropout, late=False, cluster=1, dynamic=True)
     if config.softcap:
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, dynamic=True)
     if sees == "rows":
