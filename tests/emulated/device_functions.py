@@ -25,7 +25,7 @@ def launch_draws(found: cute.Tensor, draw: Draw, batch: Int32, head: Int32, quer
 
 @cute.kernel
 def kernel_of_draws(found: cute.Tensor, draw: Draw, batch: Int32, head: Int32, query: Int32, key: Int32, config: Constexpr):
-    """found: (lane, 2 words of rows, 2 of columns, whether a pair on the diagonal is kept). config: numbers of a row, queries being rows or columns."""
+    """found: (lane, 2 words of rows, 2 of columns, whether a pair on the diagonal is kept). config: numbers of a row, of queries or of keys."""
     lane, number = arch.thread_idx()[0], dropout.head_of(draw, batch, head)
     keys, queries = const_expr(config[0]), const_expr(config[1])
     rows = dropout.of_rows(draw, number, query + lane // 4, key + lane % 4 * 2, keys)

@@ -120,7 +120,9 @@ def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> Changes:
     slopes = jit.tensor(Float32, jit.size(), heads_q, aligned=False) if config.alibi else None
     diagonal = jit.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     inner, factor = (Float32(1.0) if there else None for there in (config.softcap, config.natural))
-    return Changes(inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None, stand_in_of_draw() if config.dropout else None)
+    return Changes(
+        inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None, stand_in_of_draw() if config.dropout else None
+    )
 
 
 def stand_in_of_draw() -> Draw:

@@ -175,7 +175,13 @@ def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
     shapes = (seqlen_q, cell.head_dim), (seqlen_k, cell.head_dim), (seqlen_k, cell.head_dim_v)
     q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for seqlen, dim in shapes)
     one = torch.empty(1, 1, 1, 1, dtype=cell.dtype, device="meta")
-    values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen_k), "alibi": one[0, 0].float(), "sink": one[0, 0, 0], "dropout": Dropout(0.5, 0, 0)}
+    values = {
+        "softcap": 1.0,
+        "bias": one.expand(1, 1, 1, seqlen_k),
+        "alibi": one[0, 0].float(),
+        "sink": one[0, 0, 0],
+        "dropout": Dropout(0.5, 0, 0),
+    }
     names = {"alibi": "alibi_slopes"}
     extras = {names.get(name, name): values[name] for name in cell.extras}
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)

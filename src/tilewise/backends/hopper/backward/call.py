@@ -118,7 +118,13 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
 
 
 def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
-    return Scalars(call.scale * changes.rescale(call), changes.outer_log2(plan.config, call.scale, call.softcap), int(has_d_lse), plan.last_q, plan.last_k)
+    return Scalars(
+        call.scale * changes.rescale(call),
+        changes.outer_log2(plan.config, call.scale, call.softcap),
+        int(has_d_lse),
+        plan.last_q,
+        plan.last_k,
+    )
 
 
 def repeat(call: Call) -> Repeat | None:
