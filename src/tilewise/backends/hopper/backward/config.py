@@ -390,7 +390,7 @@ CHANGED = {
 
 # Besides, where dQ is not computed apart.
 CHANGED_WITH_DQ = {
-    "dropout": {},
+    "dropout": {(128, 128): dict(change_parts=4)},
     "softcap": {},
     "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
     "both": {
@@ -485,7 +485,7 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
         how = "both" if most else "natural" if config.natural else "softcap"
     fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
-        fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
+        fields = fields | CHANGED_WITH_DQ[how].get(dims, {}) | (CHANGED_WITH_DQ["dropout"].get(dims, {}) if config.dropout else {})
         if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
     if config.dropout and config.by_keys and not fields.get("split"):
