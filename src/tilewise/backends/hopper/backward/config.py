@@ -373,9 +373,8 @@ TILES = {
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
 # takes as much): what keeps registers from spilling. Likewise with dropout, alone or together with any of these or with tables ("both").
-WALKS = dict(persistent=True, finishes=True)
 CHANGED = {
-    "dropout": {(64, 64): dict(tile_m=64) | WALKS, (96, 96): WALKS, (128, 128): WALKS},
+    "dropout": {(64, 64): dict(tile_m=64), (128, 128): dict(persistent=True, finishes=True)},
     "softcap": {(64, 64): dict(tile_m=64)},
     "natural": {(64, 64): dict(tile_m=64), (192, 128): dict(roomy=True)},
     "both": {
