@@ -18,7 +18,8 @@ pytestmark = NEEDS_HOPPER
 
 EVERYTHING = {"softcap": 3.0, "bias": "hq", "alibi": "bh", "diagonal": True, "sink": True, "wide": True, "lse_grad": True}
 CHANGES = (
-    *({name: value for name, value in feature.items() if name != "dropout"} for feature in FEATURES + FILLS),
+    *FEATURES,
+    *FILLS,
     EVERYTHING,
     {"softcap": 50.0, "scale": -0.3},
     {"softcap": 1e6},

@@ -38,7 +38,7 @@ def test_masks_that_need_tables(seqlens):
             held(case, turn, conformance.run_row_max)
 
 
-@pytest.mark.parametrize("feature", [each for each in FEATURES if "dropout" not in each], ids=str)
+@pytest.mark.parametrize("feature", FEATURES, ids=str)
 def test_changes_of_scores(feature):
     for mask in (Full(), Causal(), SlidingWindow(50, 9)):
         for case in cases(seqlen_q=200, seqlen_k=333, mask=mask, **feature):

@@ -68,6 +68,7 @@ OF_RUNGS = list(itertools.product(EVERY, (64, 128), (False, True)))
 # Forward
 
 SHIPPED = forward.shipped(torch.bfloat16)
+DROPOUT = {"dropout": True}
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
     ((128, 128), "causal", {"softcap": True}),
@@ -76,14 +77,18 @@ CHANGED = [
     *((dims, ("all", "interval")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
     ((64, 64), "all", {"row_max": True}),
     ((256, 256), "causal", EVERY_CHANGE | {"row_max": True}),
+    ((64, 64), "all", DROPOUT),
+    ((128, 128), "causal", DROPOUT),
 ]
 CHANGED_TOO = [
     *((dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("all", "interval")),
     *((dims, "causal", {"softcap": True}) for dims in forward.TILES),
     *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
     *((dims, sees, {"row_max": True}) for dims in forward.TILES for sees in ("all", "causal", "interval")),
+    *((dims, sees, DROPOUT) for dims in forward.TILES for sees in ("all", "causal", "interval")),
+    *((dims, "interval", EVERY_CHANGE | DROPOUT) for dims in forward.TILES),
 ]
-RUNS = [(dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("rows", "runs")]
+RUNS = [(dims, sees, changes) for dims in forward.TILES for sees in ("rows", "runs") for changes in (EVERY_CHANGE, DROPOUT)]
 
 
 def changed_forward(dims, sees, changes) -> Kernel:
@@ -141,8 +146,8 @@ BACKWARD_CHANGES = (
 )
 BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most registers, under one mask after another
     (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward.TILES)
-]
-_OF_ALL_SHAPES = [(*shape, changes) for shape in SHAPES for changes in BACKWARD_CHANGES]
+] + [((64, 64), "causal", DROPOUT), ((128, 128), "all", DROPOUT)]
+_OF_ALL_SHAPES = [(*shape, changes) for shape in SHAPES for changes in (*BACKWARD_CHANGES, DROPOUT, BACKWARD_CHANGES[-1] | DROPOUT)]
 BACKWARD_CHANGED_TOO = [
     case
     for case in (*_OF_ALL_SHAPES, *itertools.product((*SMALLER, (200, 200)), SEES, BACKWARD_CHANGES[::5]))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tilewise.problem import Dropout
 
-_ROUNDS = 10
+ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as fractions of 2**32
 
 
@@ -24,13 +24,20 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Ten
     `counter` is four int64 tensors that broadcast together, `key` two integers; all values in [0, 2**32).
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
+    for k0, k1 in round_keys(key):
         # 64-bit products wrap to negative numbers; the mask after the shift drops the copies of the sign bit.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (product1 >> 32 & _MASK) ^ c1 ^ k0, product1 & _MASK, (product0 >> 32 & _MASK) ^ c3 ^ k1, product0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """Of each round."""
+    return [(key[0] + i * _WEYL[0] & _MASK, key[1] + i * _WEYL[1] & _MASK) for i in range(ROUNDS)]
+
+
+def key_of(dropout: Dropout) -> tuple[int, int]:
+    return dropout.seed & _MASK, dropout.seed >> 32 & _MASK
 
 
 def threshold(p: float) -> int:
@@ -68,7 +75,7 @@ def keep(
         (b[:, None] * heads_q + h)[..., None, None] & _MASK,
         torch.tensor(dropout.offset & _MASK, **new),
     )
-    words = torch.stack(philox(counter, (dropout.seed & _MASK, dropout.seed >> 32 & _MASK)), dim=-1)
+    words = torch.stack(philox(counter, key_of(dropout)), dim=-1)
     first = j0 % 4
     return words.flatten(-2)[..., first : first + j1 - j0] >= threshold(dropout.p)
 

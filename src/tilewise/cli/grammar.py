@@ -335,7 +335,11 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
         ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v (default: all that have tiles of their own)"),
         ("dtype", "bf16,fp16", "bf16, fp16 (default: both)"),
         ("mask", "full,causal", "as bench takes them; numbers in them do not matter (default: full,causal,window:1)"),
-        ("extras", "softcap,alibi+sink", "kernels that change scores: softcap, bias, alibi, sink, or several with + (default: plain ones)"),
+        (
+            "extras",
+            "softcap,alibi+sink",
+            "kernels that change scores: softcap, bias, alibi, sink, dropout, or several with + (default: plain ones)",
+        ),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")

@@ -95,6 +95,15 @@ def pair(low, high):
     return low.astype(wide) | high.astype(wide) << wide.type(8 * low.dtype.itemsize)
 
 
+def bytes_chosen(a, b, selector):
+    """Of the eight of b and a those that the selector's low four nibbles name; none repeats a sign."""
+    wide, found = pair(a, b), np.zeros(32, u4)
+    for i in range(4):
+        shift = (selector >> u4.type(4 * i) & u4.type(7)).astype(u8) * u8.type(8)
+        found |= (wide >> shift & u8.type(0xFF)).astype(u4) << u4.type(8 * i)
+    return found
+
+
 def _ordered(compare):
     def compared(a, b):
         return compare(a, b) & ~nan(a, b) if a.dtype.kind == "f" else compare(a, b)

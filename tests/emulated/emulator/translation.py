@@ -170,6 +170,9 @@ class Translation:
         else:
             raise Unknown(str(self.it))
 
+    def of_prmt(self, d, a, b, selector):
+        yield self.put(d, f"bytes_chosen({', '.join(self.value(x, 'u4') for x in (a, b, selector))})", "u4")
+
     def of_cvta(self, d, a):
         yield self.put(d, self.value(a, "u8"), "u8")
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper.operands import Changes, Scores
+from tilewise.backends import philox
+from tilewise.backends.hopper.operands import Changes, Draw, Scores
 from tilewise.problem import Call, in_fp32
 from tilewise.sm90 import jit
 
@@ -20,6 +21,7 @@ def fields(call: Call) -> dict:
         "bias": None if call.bias is None else call.bias.dtype,
         "alibi": call.alibi_slopes is not None,
         "diagonal": call.alibi_slopes is not None and call.diagonal is not None,
+        "dropout": call.dropout is not None,
     }
 
 
@@ -43,7 +45,7 @@ def outer_log2(config, scale: float, softcap: float) -> float:
 def scores(call: Call, config, scale: float, row_max: Tensor | None = None) -> Scores:
     """Of a forward pass; `scale` in place of the call's own. row_max: where each row's largest score goes."""
     sink = None if call.sink is None else call.sink.float().contiguous()
-    return Scores(*numbers(call, config, scale), *_tensors(call), sink, row_max, call.seqlen_k - call.seqlen_q)
+    return Scores(*numbers(call, config, scale), *_tensors(call), sink, row_max, call.seqlen_k - call.seqlen_q, draw(call))
 
 
 def numbers(call: Call, config, scale: float) -> tuple[float, float | None, float | None]:
@@ -53,7 +55,29 @@ def numbers(call: Call, config, scale: float) -> tuple[float, float | None, floa
 
 def changes(call: Call, config) -> Changes:
     """Of a backward pass."""
-    return Changes(*factors(config, call.scale, call.softcap), *_tensors(call), call.seqlen_k - call.seqlen_q if config.alibi else None)
+    shift = call.seqlen_k - call.seqlen_q if config.alibi else None
+    return Changes(*factors(config, call.scale, call.softcap), *_tensors(call), shift, draw(call))
+
+
+def draw(call: Call) -> Draw | None:
+    if call.dropout is None:
+        return None
+    p, keys = call.dropout.p, philox.round_keys(philox.key_of(call.dropout))
+    threshold = min(philox.threshold(p), (1 << 32) - 1)
+    rescale, kept = (philox.keep_scale(p), 1.0 - p) if p < 1.0 else (1.0, 1.0)
+    words = (_signed(x) for x in (call.dropout.offset, threshold, call.heads_q, 0))
+    return Draw(tuple(_signed(x) for pair in keys for x in pair), *words, rescale, kept)
+
+
+def rescale(call: Call) -> float:
+    """What dropout multiplies by what is kept; 1 without it."""
+    drawn = draw(call)
+    return 1.0 if drawn is None else drawn.rescale
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as an int32."""
+    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def or_none(bundle: tuple) -> tuple | None:
@@ -95,7 +119,15 @@ def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> Changes:
     slopes = jit.tensor(Float32, jit.size(), heads_q, aligned=False) if config.alibi else None
     diagonal = jit.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
     inner, factor = (Float32(1.0) if there else None for there in (config.softcap, config.natural))
-    return Changes(inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None)
+    return Changes(
+        inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None, stand_in_of_draw() if config.dropout else None
+    )
+
+
+def stand_in_of_draw() -> Draw:
+    from tilewise.sm90.dsl import Float32, Int32
+
+    return Draw(tuple(Int32(0) for _ in range(2 * philox.ROUNDS)), *(Int32(0) for _ in range(4)), Float32(1.0), Float32(1.0))
 
 
 def dsl(dtype: torch.dtype):

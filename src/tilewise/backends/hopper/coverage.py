@@ -19,8 +19,6 @@ def refused(problem: Problem) -> list[str]:
     dims = problem.head_dim, problem.head_dim_v
     if tile_dims(*dims) is None:
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
-    if problem.dropout:
-        wrong.append("it has no dropout yet")
     if problem.grad:
         wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
     return wrong

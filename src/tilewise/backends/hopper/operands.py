@@ -77,6 +77,18 @@ class Work(NamedTuple):
     blocks: int  # thread blocks, at most
 
 
+class Draw(NamedTuple):
+    """Which pairs dropout keeps, as backends/philox.py says. Words of 32 bits, as int32."""
+
+    keys: tuple  # of int: of every round two
+    offset: int
+    threshold: int  # of an evaluation's words, the least that is kept
+    heads: int  # of the queries, in a batch entry
+    first: int  # the number of the launch's first head among those of all batch entries
+    rescale: float  # 1 / (1 - p), and what undoes it; 1 where everything is dropped
+    kept: float
+
+
 class Scores(NamedTuple):
     """What becomes of the forward pass's scores."""
 
@@ -89,6 +101,7 @@ class Scores(NamedTuple):
     sink: Tensor | None  # (heads_q,) fp32
     row_max: Tensor | None  # (batch, heads_q, seqlen_q) fp32, written: the largest of each row
     shift: int  # seqlen_k - seqlen_q, the diagonal where there is no tensor
+    draw: Draw | None = None
 
 
 class Changes(NamedTuple):
@@ -100,6 +113,7 @@ class Changes(NamedTuple):
     slopes: Tensor | None = None
     diagonal: Tensor | None = None
     shift: int | None = None  # with ALiBi only
+    draw: Draw | None = None
 
 
 class Given(NamedTuple):
@@ -126,7 +140,7 @@ class Scratch(NamedTuple):
     """What the kernels of a backward pass leave for each other; prepare.py begins with it."""
 
     lse: Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row that sees nothing
-    minus_delta: Tensor  # likewise: -delta
+    minus_delta: Tensor  # likewise: -delta; with dropout times Draw.kept, as the gradients are summed up without its rescale
     sum_dQ: Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: Tensor  # (batch, heads_q, m_blocks, counters) int32
     spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward/repair/entries.py)

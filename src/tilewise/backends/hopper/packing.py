@@ -24,7 +24,7 @@ def pack(call: Call) -> Call | None:
     """
     if call.group == 1 or call.seqlen_q > MOST_QUERIES or call.mask.kind not in ("full", "band"):
         return None
-    if any(x is not None for x in (call.bias, call.alibi_slopes, call.sink)):  # which differ by head
+    if any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):  # which differ by head
         return None
     if call.seqlen_q == 1:
         begin, end = _seen_by_the_first(call)

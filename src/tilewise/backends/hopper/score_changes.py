@@ -1,4 +1,4 @@
-"""What a kernel does with scores between the product and the softmax, in its configuration: one definition for all kernels."""
+"""What a kernel does with scores before the softmax, and with what that makes of them, in its configuration: one definition for all kernels."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ class ScoreChanges:
     bias: torch.dtype | None = None  # its dtype, where there is one
     alibi: bool = False
     diagonal: bool = False  # ALiBi's distance counts from a row's own place
+    dropout: bool = False  # of probabilities
 
     def __post_init__(self) -> None:
         if self.diagonal and not self.alibi:

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
-from tilewise.problem import Call, Problem
+from tilewise.problem import Call, Dropout, Problem
 from tilewise.sm90 import cache, jit
 
 GROUP = 256  # query heads of a key head, with which walks of every length read much
@@ -27,7 +27,7 @@ WINDOWS = SlidingWindow(1, 0), SlidingWindow(FAR, 0)
 DOCUMENTS = Documents([0, 1, 2], inner=Causal()), Documents([0, FAR], inner=Causal())
 MASKS = {"full": (Full(),), "band": (Full(), Causal(), *WINDOWS), "runs": (*DOCUMENTS, PrefixLM(1)), "bitmap": (PrefixLM(1),)}
 """By Mask.kind: one mask for each way that kernels see. One query of a band sees all of some keys (packing.py)."""
-EXTRAS = ("softcap", "bias", "alibi", "sink")  # what changes scores; a bias is of the call's dtype
+EXTRAS = ("softcap", "bias", "alibi", "sink", "dropout")  # what changes scores and probabilities; a bias is of the call's dtype
 
 
 class Cell(NamedTuple):
@@ -175,7 +175,13 @@ def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
     shapes = (seqlen_q, cell.head_dim), (seqlen_k, cell.head_dim), (seqlen_k, cell.head_dim_v)
     q, k, v = (torch.empty((1, seqlen, 1, dim), dtype=cell.dtype, device="meta") for seqlen, dim in shapes)
     one = torch.empty(1, 1, 1, 1, dtype=cell.dtype, device="meta")
-    values = {"softcap": 1.0, "bias": one.expand(1, 1, 1, seqlen_k), "alibi": one[0, 0].float(), "sink": one[0, 0, 0]}
+    values = {
+        "softcap": 1.0,
+        "bias": one.expand(1, 1, 1, seqlen_k),
+        "alibi": one[0, 0].float(),
+        "sink": one[0, 0, 0],
+        "dropout": Dropout(0.5, 0, 0),
+    }
     names = {"alibi": "alibi_slopes"}
     extras = {names.get(name, name): values[name] for name in cell.extras}
     call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)

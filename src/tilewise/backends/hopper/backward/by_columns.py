@@ -10,6 +10,7 @@ The products of the next tile's scores are issued ahead of those for this tile's
 import math
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import epilogue
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
@@ -245,12 +246,13 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     if const_expr(scores):
         weights(tile, rounded, state.index, place, walk, config)
     else:
-        add_to_rows(tile.acc_S, per_query(tile.statistics, state.index))
+        statistics = per_query(tile.statistics, state.index)
+        if const_expr(not config.dropout):
+            add_to_rows(tile.acc_S, statistics)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
-        for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= reduced(P[i].to(Float32), config)
+        differentiate(tile.acc_S, P, statistics, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -259,25 +261,47 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
+def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Tensor, config: Constexpr[Config]):
+    """dP, from which delta is subtracted already unless there is dropout, becomes dS. factor: as `weights` has left it."""
+    for i in range_constexpr(cute.size(acc_dP)):
+        p = factor[i].to(Float32)
+        if const_expr(config.dropout):
+            p, kept = dropout.from_sign(p)
+            acc_dP[i] = acc_dP[i] * kept + minus_delta[dropout.row_and_column(i)[1]]
+        acc_dP[i] *= reduced(p, config)
+
+
+@cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
-    """S becomes P, rounded and enlarged; a factor of dP - delta that is not the rounded P goes to shared memory, enlarged too."""
-    lse = changed.lse_of(tile.statistics, stage, config)
-    if const_expr(config.modified):
+    """S becomes P, rounded and enlarged; a factor of dP - delta that is not the rounded P goes to shared memory, enlarged too, and with dropout
+    negative where it drops.
+    """
+    lse, m0, bits = changed.lse_of(tile.statistics, stage, config), Int32(0), None
+    if const_expr(config.modified or config.dropout):
         m0 = located(tile, place, stage, config).m_block * config.tile_m
+        if const_expr(config.dropout):
+            bits = changed.kept_of(tile.thread, place.head, m0, tile.n0, config)
+    if const_expr(config.modified):
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
         hide_in(tile, stage, place, walk, -float("inf"), config)
-        changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, config)
+        changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, bits, config)
     else:
         if const_expr(config.enlarged != 1.0):
             for c in range_constexpr(cute.size(lse)):
                 lse[c] -= math.log2(config.enlarged)
         probabilities(tile.acc_S, lse, tile.scale_log2)
         hide_in(tile, stage, place, walk, 0.0, config)
-        fragments.round_into(rounded, tile.acc_S)
+        if const_expr(config.dropout):
+            changed.round_kept(rounded, tile.acc_S, bits)
+        else:
+            fragments.round_into(rounded, tile.acc_S)
     if const_expr(config.own_factor):
         factor = cute.make_rmem_tensor_like(rounded)
         for i in range_constexpr(cute.size(tile.acc_S)):
-            tile.acc_S[i] = changed.enlarge(tile.acc_S[i], config)
+            if const_expr(config.modified):  # otherwise it is enlarged
+                tile.acc_S[i] = changed.enlarge(tile.acc_S[i], config)
+            if const_expr(config.dropout):
+                tile.acc_S[i] = dropout.with_sign(tile.acc_S[i], dropout.in_columns(bits, i))
         fragments.round_into(factor, tile.acc_S)
         cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
 
@@ -363,9 +387,9 @@ def step_apart(
         issue_dV(tile, stage)
         P = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
-        add_to_rows(tile.acc_S, statistics)
-        for i in range_constexpr(cute.size(P)):
-            tile.acc_S[i] *= reduced(P[i].to(Float32), config)
+        if const_expr(not config.dropout):
+            add_to_rows(tile.acc_S, statistics)
+        differentiate(tile.acc_S, P, statistics, config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

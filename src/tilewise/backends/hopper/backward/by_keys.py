@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import epilogue, parts, shares
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward import scores as changed
@@ -305,17 +306,24 @@ def step(
         acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
         pipes.do.consumer_wait(state)
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
+    bits = None
+    if const_expr(config.dropout):
+        at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+        bits = changed.kept_of(tile.thread, g, at * config.tile_m, tile.block.n0, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(at_once(config)):
         probabilities(acc_S, lse, tile.scale_log2)
     minus_delta = per_query(tile.tdelta, stage) if const_expr(config.delta_ahead) else None
-    P = weights(tile, acc_S, lse, g, stage, m_block, masked, config)
+    P = weights(tile, acc_S, lse, g, stage, m_block, masked, bits, config)
     if const_expr(not (config.whole.delta_in or config.delta_ahead)):
         minus_delta = per_query(tile.tdelta, stage)
     warpgroup.wait_group(0)
-    if const_expr(not config.whole.delta_in):
-        add_to_rows(acc_dP, minus_delta)
-    differentiate(acc_dP, acc_S)
+    if const_expr(config.dropout):
+        differentiate_kept(acc_dP, acc_S, minus_delta, bits)
+    else:
+        if const_expr(not config.whole.delta_in):
+            add_to_rows(acc_dP, minus_delta)
+        differentiate(acc_dP, acc_S)
     dS = left_operand(tile.mma.dk, config)
     if const_expr(config.whole.pairwise):
         fragments.round_pairs_into(dS, acc_dP)
@@ -481,10 +489,11 @@ def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def weights(
-    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
-) -> cute.Tensor:
+    tile: Tile, acc_S: cute.Tensor, lse: cute.Tensor, g: Int32, stage: Int32, m_block: Int32, masked: Boolean, bits: cute.Tensor | None,
+    config: Constexpr[Config],
+) -> cute.Tensor:  # fmt: skip
     """P, or S where it is changed, becomes what hidden pairs leave of P, or what stands in for it in `differentiate`; returns P, rounded, as the
-    left operand of dV. g: of the group's heads.
+    left operand of dV, 0 where dropout drops it. g: of the group's heads.
     """
     if const_expr(not config.modified):
         if const_expr(config.whole.always):
@@ -495,12 +504,16 @@ def weights(
         else:
             subtract(acc_S, lse, tile.scale_log2)
             exponentiate_in_two(tile, acc_S, m_block, masked, config)
+        if const_expr(config.dropout):
+            P = left_operand(tile.mma.dv, config)
+            changed.round_kept(P, acc_S, bits)
+            return P
         return as_left_operand(tile.mma.dv, acc_S, config)
     at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
     hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
     P = left_operand(tile.mma.dv, config)
-    changed.weigh(acc_S, rest, P, lse, tile.scale_log2, config)
+    changed.weigh(acc_S, rest, P, lse, tile.scale_log2, bits, config)
     return P
 
 
@@ -552,6 +565,13 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
     """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
     for i in range_constexpr(cute.size(acc_dP)):
         acc_dP[i] = acc_P[i] * acc_dP[i]
+
+
+@cute.jit
+def differentiate_kept(acc_dP: cute.Tensor, acc_P: cute.Tensor, minus_delta: cute.Tensor, bits: cute.Tensor):
+    """dP becomes dS = P (dropout(dP) - delta). minus_delta: one for each of this thread's columns."""
+    for i in range_constexpr(cute.size(acc_dP)):
+        acc_dP[i] = acc_P[i] * (acc_dP[i] * dropout.in_columns(bits, i) + minus_delta[dropout.row_and_column(i)[1]])
 
 
 @cute.jit

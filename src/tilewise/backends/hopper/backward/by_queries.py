@@ -10,6 +10,7 @@ from beginning to end. Nothing is added up in memory, so there is no order to ke
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
@@ -259,16 +260,17 @@ def consume(
                 pipes.do.consumer_wait(tma.at_first(1))
             pipes.v.consumer_wait(at_v)
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
+            bits = kept_of(tensors, block, tScS, sm.visits, at_k.index, n_block, config)
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
                 head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]
-                n0 = KEYS * (visit_in(sm.visits, at_k.index).tile if const_expr(config.sees == "runs") else n_block)
+                n0 = first_key(sm.visits, at_k.index, n_block, config)
                 changed.weigh_rows(acc_S, tScS, tensors.changes, head, block.m0, n0, seqlen_k, rows.lse, scale_log2, True, config)
             else:
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
-            differentiate(acc_dP, acc_S, rows)
+            differentiate(acc_dP, acc_S, rows, bits)
             if const_expr(config.sees == "runs"):
                 hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
             elif n_block < walk.free_first or n_block >= walk.free_last:
@@ -292,11 +294,32 @@ def probabilities(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32):
 
 
 @cute.jit
-def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows):
-    """dP becomes dS = P (dP - delta) (Eq. 25)."""
+def first_key(sVisits: cute.Tensor | None, stage: Int32, n_block: Int32, config: Constexpr[Config]) -> Int32:
+    """Of a tile; for "runs" n_block is a visit."""
+    return KEYS * (visit_in(sVisits, stage).tile if const_expr(config.sees == "runs") else n_block)
+
+
+@cute.jit
+def kept_of(
+    tensors: Tensors, block: Block, tScS: cute.Tensor, sVisits: cute.Tensor | None, stage: Int32, n_block: Int32, config: Constexpr[Config]
+) -> cute.Tensor | None:  # fmt: skip
+    """Which of a thread's pairs dropout keeps: as `dropout.of_rows`."""
+    bits = None
+    if const_expr(config.dropout):
+        draw, (row, column) = tensors.changes.draw, fragments.by_rows(tScS)[0, 0]
+        head, key = dropout.head_of(draw, block.batch, block.head), first_key(sVisits, stage, n_block, config) + column
+        bits = dropout.of_rows(draw, head, block.m0 + row, key, const_expr(KEYS // 4))
+    return bits
+
+
+@cute.jit
+def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows, bits: cute.Tensor | None):
+    """dP becomes dS = P (dP - delta) (Eq. 25), by way of dropout."""
     dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_P)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(P, mode=[1])):
+            if const_expr(bits is not None):
+                dP[r, c] *= dropout.one_if(bits[r], c)
             dP[r, c] = P[r, c] * (dP[r, c] + rows.minus_delta[r])
 
 

@@ -33,8 +33,6 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         largest = max(TILES)
         wrong.append(f"its backward pass takes head_dim up to {largest[0]} and head_dim_v up to {largest[1]}, not {dims[0]} and {dims[1]}")
-    if problem.dropout:
-        wrong.append("its backward pass has no dropout yet")
     return wrong
 
 
@@ -119,7 +117,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
-    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural))
+    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rescale(call)))
 
 
 def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
@@ -139,7 +137,13 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
 
 
 def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
-    return Scalars(call.scale, changes.outer_log2(plan.config, call.scale, call.softcap), int(has_d_lse), plan.last_q, plan.last_k)
+    return Scalars(
+        call.scale * changes.rescale(call),
+        changes.outer_log2(plan.config, call.scale, call.softcap),
+        int(has_d_lse),
+        plan.last_q,
+        plan.last_k,
+    )
 
 
 def repeat(call: Call) -> Repeat | None:
@@ -183,7 +187,8 @@ def _sink_of(call: Call, config: Config) -> Callable | None:
 def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callable:
     """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
-    inner, factor, _, _, _, shift = changes.changes(call, config)
+    like = changes.changes(call, config)
+    inner, factor, shift = like.inner, like.factor, like.shift
     device, find = call.q.device, None
     if isinstance(call.mask, Unread):
         find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device)
@@ -206,6 +211,8 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
         for name, x in bundle._asdict().items()
         if isinstance(x, Tensor) and name not in whole and not (name in ("bias", "slopes") and x.shape[0] == 1)
     }
+    if draw := getattr(bundle, "draw", None):
+        cut["draw"] = draw._replace(first=draw.first + part.start * draw.heads)
     return bundle._replace(**cut)
 
 
@@ -223,13 +230,13 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     return place.view(parts, planning.elements_of_part(config))
 
 
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool) -> Tensor:
+def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rescale: float = 1.0) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
     sink_of_row = sink.float()[:, None]
     below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
     below.clamp_(max=0.0)  # a large L may be rounded to below its sink
     weights = torch.exp(below) if natural else torch.exp2(below)
-    return (weights * minus_delta).sum((0, 2)).to(sink.dtype)
+    return (rescale * (weights * minus_delta).sum((0, 2))).to(sink.dtype)
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:

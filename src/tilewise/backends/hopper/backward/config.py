@@ -141,7 +141,7 @@ class Config(ScoreChanges):
     @property
     def own_factor(self) -> bool:
         """Whether the factor of dP - delta in dS goes through shared memory and is not P as it is rounded for dV."""
-        return not self.by_keys and self.softcap
+        return not self.by_keys and (self.softcap or self.dropout)
 
     @property
     def repairs(self) -> bool:
@@ -237,6 +237,7 @@ class Config(ScoreChanges):
             "ROOMY is for two consumers": self.roomy and self.consumers != 2,
             "a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple": self.by_keys
             and self.stages % ADDERS > 0,
+            "dropout comes between dP and delta, and knows no lean step": self.dropout and (self.whole.delta_in or self.lean),
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
             "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
             "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
@@ -371,8 +372,9 @@ TILES = {
 }
 
 # Where scores are changed by a softcap, by a bias or ALiBi ("natural"), or by both (and by a bias with ALiBi from places of the rows' own, which
-# takes as much): what keeps registers from spilling.
+# takes as much): what keeps registers from spilling. Likewise with dropout, alone or together with any of these or with tables ("both").
 CHANGED = {
+    "dropout": {(64, 64): dict(tile_m=64), (128, 128): dict(persistent=True, finishes=True)},
     "softcap": {(64, 64): dict(tile_m=64)},
     "natural": {(64, 64): dict(tile_m=64), (192, 128): dict(roomy=True)},
     "both": {
@@ -387,6 +389,7 @@ CHANGED = {
 
 # Besides, where dQ is not computed apart.
 CHANGED_WITH_DQ = {
+    "dropout": {(128, 128): dict(change_parts=4)},
     "softcap": {},
     "natural": {(256, 256): dict(dq_pieces=4, change_parts=2)},
     "both": {
@@ -438,7 +441,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
     """few: keys, at most ONE_BLOCK."""
     dims = tile_dims(head_dim, head_dim_v)
     config = Config.of(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
-    if config.modified:
+    if config.modified or config.dropout:
         config = config.but(**_instead(config, dims, few))
     else:
         larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
@@ -454,9 +457,9 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seq
 
 def _of_one_block(config: Config) -> Config:
     """These spill unless dS is rounded by twos, dP's registers start as -delta, or the producer has more registers."""
-    plain_softcap = config.head_dim == 128 and config.softcap and not config.natural
+    plain_softcap = config.head_dim == 128 and config.softcap and not (config.natural or config.dropout)
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
-    if config.head_dim == 64 and config.sees == "runs" and not config.modified:
+    if config.head_dim == 64 and config.sees == "runs" and not (config.modified or config.dropout):
         tight = {"delta_in": True}
     rounding = {} if config.lean else {"pairwise": True}
     return config.but(dq="written", persistent=config.persistent, shares=config.sees == "all", **rounding, **tight)
@@ -474,11 +477,16 @@ def lengths() -> list[int]:
 
 def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
-    most = config.softcap or (config.bias is not None and config.diagonal)
-    how = "softcap" if not config.natural else "both" if most else "natural"
+    most = config.natural and (config.softcap or (config.bias is not None and config.diagonal))
+    if config.dropout:
+        how = "both" if config.modified or config.sees == "runs" else "dropout"
+    else:
+        how = "both" if most else "natural" if config.natural else "softcap"
     fields = CHANGED[how].get(dims, {})
     if config.sees in ("rows", "runs") and not few:
-        fields = fields | CHANGED_WITH_DQ[how].get(dims, {})
+        fields = fields | CHANGED_WITH_DQ[how].get(dims, {}) | (CHANGED_WITH_DQ["dropout"].get(dims, {}) if config.dropout else {})
         if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
+    if config.dropout and config.by_keys and not fields.get("split"):
+        fields = fields | dict(pairwise=True)
     return fields

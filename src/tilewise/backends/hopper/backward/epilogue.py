@@ -63,7 +63,7 @@ def write_through(
                 report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # the old content is not read any more
     of_K, of_V = shares_of(config)
-    put(acc_dV, Float32(1.0 / config.enlarged), sdV[None, None, 0], mma.dv, config)
+    put(acc_dV, scale_of_dV(tensors, config), sdV[None, None, 0], mma.dv, config)
     put(acc_dK, scale, sdK[None, None, 0], mma.dk, config)
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
@@ -71,6 +71,12 @@ def write_through(
     send(sdK[None, None, 0], stores.dK, block, box_columns(of_K), config)
     if const_expr(not config.persistent):
         arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def scale_of_dV(tensors: Tensors, config: Config) -> Float32:
+    """From its sums."""
+    scale = Float32(1.0 / config.enlarged)
+    return scale * tensors.changes.draw.rescale if config.dropout else scale
 
 
 def place_of(number: Int32, config: Config) -> tuple[Int32, Int32]:

@@ -100,7 +100,7 @@ def launch(
     queries = (scratch.sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     known = 2 * (pieces_of(mQ) + pieces_of(mK))
     prepare.prepare(
-        prepare.Read(given.O, mdO, given.L, given.dL, scalars.has_dL),
+        prepare.Read(given.O, mdO, given.L, given.dL, scalars.has_dL, changed.draw.kept if const_expr(config.dropout) else None),
         band,
         prepare.Written(*scratch[:4], scratch.counter, scratch.spoiled),
         known,

@@ -93,6 +93,7 @@ def _apart(config: Config, call: Call) -> bool:
         call.group == 1
         or config.sees not in ("causal", "interval")
         or config.modified
+        or config.dropout
         or config.lean
         or not config.staged
         or call.batch > MOST

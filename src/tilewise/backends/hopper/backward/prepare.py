@@ -27,6 +27,7 @@ class Read(NamedTuple):
     L: cute.Tensor
     dL: cute.Tensor
     has_dL: Int32
+    kept: Float32 | None  # of operands.Draw
 
 
 class Written(NamedTuple):
@@ -81,7 +82,7 @@ def prepare_rows(
     rows: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
     """As many `rows` at once, from the `first` on; `lanes` threads share each."""
-    (mO, mdO, mL, mdL, has_dL), (lse, minus_delta, *_) = read, written
+    (mO, mdO, mL, mdL, has_dL, kept), (lse, minus_delta, *_) = read, written
     gO, gdO = (x[batch, None, head, None] for x in (mO, mdO))
     totals, naturals = parts_of_delta(gO, gdO, mL[batch, head, None], first, lane, lanes, rows, config)
     for i in range_constexpr(rows):
@@ -103,7 +104,7 @@ def prepare_rows(
             total = Float32(0.0)
         if lane == 0:
             lse[batch, head, row] = base
-            minus_delta[batch, head, row] = -total
+            minus_delta[batch, head, row] = -total * kept if const_expr(config.dropout) else -total
 
 
 @cute.jit

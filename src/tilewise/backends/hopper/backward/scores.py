@@ -7,6 +7,8 @@ trace in the generated code.
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
+from tilewise.backends.hopper.backward.seen import place_in_tile
 from tilewise.backends.hopper.backward.tiles import per_query
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scores import READ
@@ -48,7 +50,7 @@ class Terms(NamedTuple):
 def thread_of(tensors, block, tScS: cute.Tensor, config: Constexpr) -> Thread:
     """tScS: (key, query) of each number of S^T."""
     changes = tensors.changes
-    if const_expr(not config.natural):
+    if const_expr(not (config.natural or config.dropout)):
         return Thread(changes)
     key, column = fragments.by_rows(tScS)[0, 0]
     head = block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2])
@@ -66,6 +68,22 @@ def terms_of(thread: Thread, g: Int32, config: Constexpr) -> Terms:
         if const_expr(config.alibi):
             slope = scores.slope_of(thread.changes, head)
     return Terms(bias, slope)
+
+
+@cute.jit
+def kept_of(thread: Thread, g: Int32, m0: Int32, n0: Int32, config: Constexpr) -> cute.Tensor:
+    """Which of a thread's pairs dropout keeps in the tile from query m0 and key n0 on, of query head g of the group: as `dropout.of_columns`."""
+    draw, (row, column) = thread.changes.draw, place_in_tile()
+    head = dropout.head_of(draw, thread.first.batch, thread.first.head + g)
+    return dropout.of_columns(draw, head, m0 + column, n0 + row, const_expr(config.tile_m // 4))
+
+
+@cute.jit
+def round_kept(rounded: cute.Tensor, acc_P: cute.Tensor, bits: cute.Tensor):
+    """P, 0 where it is dropped, as an operand of dV; NaN stays NaN."""
+    pairs, kind = cute.recast_tensor(rounded, Int32), const_expr("bf16x2" if rounded.element_type is BFloat16 else "f16x2")
+    for i in range_constexpr(cute.size(pairs)):
+        pairs[i] = packed(*(acc_P[2 * i + x] * dropout.in_columns(bits, 2 * i + x) for x in range(2)), kind)
 
 
 @cute.jit
@@ -131,10 +149,13 @@ def read_one(address: Int64, keys: Int32, place: int, config) -> Float32:
 
 
 @cute.jit
-def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, config: Constexpr):
+def weigh(
+    acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, lse: cute.Tensor, scale_log2: Float32, bits: cute.Tensor | None,
+    config: Constexpr,
+):  # fmt: skip
     """From what `change` made, -inf for hidden pairs: P into `rounded`, enlarged, in its dtype, and into acc_S the factor of dP - delta in dS.
 
-    lse: as from `lse_of`.
+    lse: as from `lse_of`; bits: of `kept_of`, P is 0 where it is dropped.
     """
     S, pairs = fragments.by_rows(acc_S), cute.recast_tensor(rounded, Int32)
     kind = const_expr("bf16x2" if rounded.element_type is BFloat16 else "f16x2")
@@ -143,7 +164,10 @@ def weigh(acc_S: cute.Tensor, rest: cute.Tensor | None, rounded: cute.Tensor, ls
         for r in range_constexpr(fragments.ROWS):
             x = S[r, c], S[r, c + 1]
             p = tuple(weight(x[i], of[i], scale_log2, config) for i in range(2))
-            pairs[fragments.ROWS * (c // 2) + r] = packed(*(enlarge(x, config) for x in p), kind)
+            of_dV = [enlarge(x, config) for x in p]
+            if const_expr(config.dropout):
+                of_dV = [x * dropout.in_columns(bits, 2 * (c + r) + i) for i, x in enumerate(of_dV)]
+            pairs[fragments.ROWS * (c // 2) + r] = packed(*of_dV, kind)
             factor = (Float32(1.0), Float32(1.0))
             if const_expr(rest is not None):
                 factor = unpacked(rest[r, c // 2])

@@ -72,7 +72,7 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
     """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
     packed = packing.pack(call)
     computed = packed or call
-    if call.row_max or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
+    if call.row_max or call.dropout is not None or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
         return None
     if not all(map(jit.strided, (computed.q, computed.k, computed.v))):
         return None
@@ -145,7 +145,7 @@ def arguments(config) -> list:
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
     work = Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
-    *changed, _ = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
+    *changed, _, draw = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
     row_max = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) if config.row_max else None
     shapes = {}
@@ -158,7 +158,7 @@ def arguments(config) -> list:
         shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
     tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
     band = Band(*(Int32(0) for _ in range(6)), tables)
-    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, row_max, Int32(0))]
+    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, row_max, Int32(0), draw)]
 
 
 _COUNTERS: dict[tuple, Tensor] = {}

@@ -205,7 +205,7 @@ TILES = {
 LONG = 1 << 30  # queries: more than any Choice bounds
 SHORTEST_STEP = 16  # queries and keys between which no tile begins or ends
 
-# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits.
+# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits, of which dropout takes another 16.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
 LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
@@ -252,15 +252,19 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
     ways = TILES[dims]
     choices = ways.get(sees) or ways["interval"]
     made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
-    return [each for each in made if not (each[1].modified and (each[0].cost != 1.0 or each[1].blocks > 1))]  # blocks: too many registers
+    changed = [each for each in made if each[1].modified or each[1].dropout]
+    few = [each for each in changed if each[0].cost == 1.0 and each[1].blocks == 1]  # blocks: too many registers
+    return few or made
 
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+    if config.dropout and config.consumers == 3 and sees != "all":  # whose threads have too few registers
+        config = replace(config, tile_m=128, tile_n=128)
     if config.natural:
-        return replace(config, tile_m=128, tile_n=LOGITS[dims], late=False, cluster=1, dynamic=True)
+        return replace(config, tile_m=128, tile_n=LOGITS[dims] - 16 * config.dropout, late=False, cluster=1, dynamic=True)
     if config.softcap:
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, dynamic=True)
     if sees == "rows":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return replace(config, from_zero=sees == "all")
+    return replace(config, from_zero=sees == "all" and not config.dropout)  # one loop less, where each holds the generator's code

@@ -8,11 +8,12 @@ one with an infinity is infinite, and one with both signs of it is NaN.
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.forward import scheduler, scores
 from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.scheduler import AHEAD, Block, Queue
 from tilewise.backends.hopper.forward.seen import Run
-from tilewise.backends.hopper.operands import Band, Tensors
+from tilewise.backends.hopper.operands import Band, Draw, Tensors
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     BFloat16,
@@ -189,6 +190,7 @@ class Unit(NamedTuple):
     block: Block
     band: Band
     bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k)
+    draw: Draw | None
 
 
 def lanes_a_key(config) -> int:
@@ -206,7 +208,7 @@ def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, 
     arch.sync_warp()
     bias = scores.bias_of(changes, block) if const_expr(config.bias is not None) else None
     mV, mO, mL = tensors.V[block.batch, None, block.head_k, None], tensors.O[block.batch, None, block.head, None], tensors.L
-    unit = Unit(mV, mO, mL[block.batch, block.head, None], block.m0 + warp * ROWS, block, band, bias)
+    unit = Unit(mV, mO, mL[block.batch, block.head, None], block.m0 + warp * ROWS, block, band, bias, changes.draw)
     marks = cute.make_rmem_tensor(WIDE, Int32)
     marks.fill(NONE)
     walk = visible.walk_of(block, band, mO.shape[0], mV.shape[0], config)
@@ -281,10 +283,10 @@ def rows_that_see(first: Int32, end: Int32, run: Run | None, unit: Unit, config:
         row, key = unit.row0 + lane % ROWS, first + (2 * pair + lane // ROWS) % keys
         mine = sees(row, key, end, run, unit, config)
         seen.append(arch.vote_ballot_sync(mine))
-        if const_expr(config.bias is not None):
-            lost.append(arch.vote_ballot_sync(mine and bias_at(row, key, unit) == -Float32.inf))
+        if const_expr(config.bias is not None or config.dropout):
+            lost.append(arch.vote_ballot_sync(mine and weighs_nothing(row, key, unit, config)))
     which = lane // lanes
-    return of_key(seen, which), of_key(lost, which) if const_expr(config.bias is not None) else Int32(NONE)
+    return of_key(seen, which), of_key(lost, which) if const_expr(config.bias is not None or config.dropout) else Int32(NONE)
 
 
 def of_key(ballots: list[Int32], which: Int32) -> Int32:
@@ -312,6 +314,18 @@ def sees(row: Int32, key: Int32, end: Int32, run: Run | None, unit: Unit, config
     if const_expr(config.bias is not None):
         seen = seen and unit.L[at] != -Float32.inf  # its bias leaves it nothing
     return seen
+
+
+@cute.jit
+def weighs_nothing(row: Int32, key: Int32, unit: Unit, config: Constexpr) -> Boolean:
+    """Whether a bias or dropout makes P = 0 of a visible pair."""
+    nothing = Boolean(False)
+    if const_expr(config.bias is not None):
+        nothing = bias_at(row, key, unit) == -Float32.inf
+    if const_expr(config.dropout):
+        head = dropout.head_of(unit.draw, unit.block.batch, unit.block.head)
+        nothing = nothing or not dropout.is_kept(unit.draw, head, row, key)
+    return nothing
 
 
 @cute.jit

@@ -3,7 +3,7 @@
 - queries, keys, heads and batch of their own; a query head reads the key head of its group, where it lies;
 - any mask (seen.py): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
   packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
-- softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py);
+- softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py); dropout behind it (../dropout.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
 - persistent thread blocks, which fetch tiles from a work queue, so that one tile's loads begin under the end of the tile before (scheduler.py);
 - O leaves by way of shared memory and the copy engine, and what the mask hides does not reach it, NaN and infinities included (epilogue.py).
@@ -14,6 +14,7 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler, scores
 from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.config import Config
@@ -36,6 +37,7 @@ from tilewise.sm90.dsl import (
     cute,
     cutlass,
     pipeline,
+    range_constexpr,
     warpgroup,
 )
 
@@ -507,11 +509,12 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     seen = seen_of(tile, n_block, ref, config)
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
+    bits = kept_of(tile, n_block, config)
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     change(tile, acc_S, n_block, seen, config)
     scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
-    fragments.round_into(tile.P, acc_S)
+    weigh(tile, acc_S, bits)
 
 
 @cute.jit
@@ -539,6 +542,7 @@ def step(
     wait_for_values(tile, pipes, before, config)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, before.index], True, config)
     pass_turn(tile.consumer, config)
+    bits = kept_of(tile, n_block, config)
     seen = seen_of(tile, n_block, ref, config) if const_expr(how == How.MASKED) else None
     warpgroup.wait_group(1)  # S is there, O is not
     pipes.k.consumer_release(state)
@@ -546,12 +550,31 @@ def step(
     rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, const_expr(how == How.FROM_ZERO), config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
-    fragments.round_into(tile.P, acc_S)
+    weigh(tile, acc_S, bits)
     if const_expr(config.late):
         tile.rescale.store(rescale.load())
     else:
         fragments.scale_rows(tile.acc_O, rescale)
     return state
+
+
+@cute.jit
+def kept_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> cute.Tensor | None:
+    """Which of a thread's pairs dropout keeps; worked out under products."""
+    bits = None
+    if const_expr(config.dropout):
+        row, column = fragments.by_rows(tile.tScS)[0, 0]
+        key = n_block * config.tile_n + column
+        bits = dropout.of_rows(tile.changes.draw, tile.terms.head, tile.m0 + row, key, const_expr(config.tile_n // 4))
+    return bits
+
+
+@cute.jit
+def weigh(tile: Tile, acc_S: cute.Tensor, bits: cute.Tensor | None):
+    """P as the left operand of O += P V."""
+    if const_expr(bits is not None):
+        dropout.drop(acc_S, bits)
+    fragments.round_into(tile.P, acc_S)
 
 
 @cute.jit
@@ -587,6 +610,9 @@ def last_product(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
     wait_for_values(tile, pipes, state, config)
     product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True, config)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
+    if const_expr(config.dropout):
+        for r in range_constexpr(fragments.ROWS):
+            inverse[r] *= tile.changes.draw.rescale
     row_max = scores.largest(tile.rows, config)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(state)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.forward.scheduler import Block
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
@@ -23,6 +24,7 @@ class Terms(NamedTuple):
     slope: Float32 | None
     origin: cute.Tensor | None  # (ROWS,) fp32: the key at distance 0 from each row, less the thread's first column
     sink: Float32 | None
+    head: Int32 | None  # for dropout, of `dropout.head_of`
 
 
 class Statistics(NamedTuple):
@@ -35,7 +37,7 @@ class Statistics(NamedTuple):
 @cute.jit
 def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr) -> Terms:
     """tScS: (row, column) of each number of S."""
-    bias, slope, origin, sink = None, None, None, None
+    bias, slope, origin, sink, head = None, None, None, None, None
     at = fragments.by_rows(tScS)
     if const_expr(config.bias is not None):
         bias = bias_of(scores, block)
@@ -46,7 +48,9 @@ def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr)
             origin[r] = (centre(scores, block.m0 + at[r, 0][0], config) - at[r, 0][1]).to(Float32)
     if const_expr(config.sink):
         sink = scores.sink[block.head]
-    return Terms(bias, slope, origin, sink)
+    if const_expr(config.dropout):
+        head = dropout.head_of(scores.draw, block.batch, block.head)
+    return Terms(bias, slope, origin, sink, head)
 
 
 @cute.jit

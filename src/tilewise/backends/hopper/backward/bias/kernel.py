@@ -11,6 +11,7 @@ Predicted bottleneck: tensor cores, or what two warpgroups leave idle of them.
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward.bias.call import COLUMNS, Config
 from tilewise.backends.hopper.backward.scores import Head, weight_of
 from tilewise.backends.hopper.backward.seen import UNMASKED, keys_of, visit_of
@@ -303,6 +304,9 @@ def consume(
         if its.ref != NONE:
             state = add_item(acc_dB, its, total, state, tensors, Own(pipe, operands, tScS, own_bias, mma), band, changes, config)
         place = next_place(place, total)
+    if const_expr(config.dropout):
+        for i in range_constexpr(cute.size(acc_dB)):
+            acc_dB[i] *= changes.draw.rescale
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
     else:
@@ -329,21 +333,44 @@ def add_item(
             warpgroup.wait_group(config.behind)
             tma.release(pipe, done)
             done.advance()
+    bits = kept_of(tScS, changes, its.block, total.n0, config)
     weigh(acc_S, tScS, own_bias, changes, its.block, total.n0, tensors.K.shape[1], rows.lse, config)
     dB, P, dP = (fragments.by_rows(x) for x in (acc_dB, acc_S, acc_dP))
     # A branch ahead of the wait keeps ptxas from computing P behind it. By vote: a thread's own would put the ring's stage into vector registers.
     if arch.vote_all_sync(sees_all(its, rows, tensors.K.shape[1] - total.n0, config)):
         done = finish_products(pipe, done, config)
+        drop(dP, bits)
         for r in range_constexpr(fragments.ROWS):
             for c in range_constexpr(cute.size(P, mode=[1])):
                 dB[r, c] += P[r, c] * (dP[r, c] + rows.minus_delta[r])
     else:
         done = finish_products(pipe, done, config)
+        drop(dP, bits)
         differentiate(P, dP, rows.minus_delta)
         hide(acc_S, tScS, its, total.n0, rows, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
             acc_dB[n] += acc_S[n]
     return state
+
+
+@cute.jit
+def kept_of(tScS: cute.Tensor, changes: Changes, block: Block, n0: Int32, config: Constexpr[Config]) -> cute.Tensor | None:
+    """Which of a thread's pairs dropout keeps: as `dropout.of_rows`."""
+    bits = None
+    if const_expr(config.dropout):
+        row, column = fragments.by_rows(tScS)[0, 0]
+        head = dropout.head_of(changes.draw, block.batch, block.head)
+        bits = dropout.of_rows(changes.draw, head, block.m0 + row, n0 + column, const_expr(config.tile_n // 4))
+    return bits
+
+
+@cute.jit
+def drop(dP: cute.Tensor, bits: cute.Tensor | None):
+    """dP = 0 where P was dropped; NaN stays NaN. dP: (ROWS, columns)."""
+    if const_expr(bits is not None):
+        for r in range_constexpr(fragments.ROWS):
+            for c in range_constexpr(cute.size(dP, mode=[1])):
+                dP[r, c] *= dropout.one_if(bits[r], c)
 
 
 @cute.jit

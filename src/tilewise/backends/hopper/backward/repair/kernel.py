@@ -1,6 +1,7 @@
 """The kernel of repair, last of the backward pass: its warps settle an entry each, then its thread blocks sum up the holes that are left."""
 
 from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.epilogue import scale_of_dV
 from tilewise.backends.hopper.backward.repair.elements import STEP
 from tilewise.backends.hopper.backward.repair.entries import OF_DV, WARPS, entry_of
 from tilewise.backends.hopper.backward.repair.holes import any_hole, holes_in
@@ -52,6 +53,6 @@ def kernel(
                         if remains and arch.lane_idx() == 0:
                             left[warp] = left[warp] | 1 << turn
                     else:
-                        factor = Float32(1.0 / config.enlarged) if entry.of == OF_DV else scale
+                        factor = scale_of_dV(tensors, config) if entry.of == OF_DV else scale
                         repair(entry, holes, tensors, factor, sums, lost, warp, band, scale_log2, config)
         arch.sync_threads()

@@ -7,6 +7,7 @@ added up in one order. For dK and dV the queries whose delta is not finite come 
 
 import torch
 
+from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.repair.elements import (
@@ -142,6 +143,11 @@ def pairs_of(
                     seen = at.lse[query] != Float32.inf
             if seen:
                 p, factor = weight_of(at, S[i], query, key, scale_log2, config)
+                if const_expr(config.dropout):
+                    draw = at.changes.draw
+                    number = dropout.head_of(draw, at.which.batch, at.which.head)
+                    kept = Float32(1.0) if dropout.is_kept(draw, number, query, key) else Float32(0.0)
+                    p, dP[i] = p * kept, dP[i] * kept
                 weights[i] = p * config.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
                 shown |= 1 << i
     return weights, shown

@@ -1,0 +1,147 @@
+"""Dropout in kernels: which pairs are kept, bit for bit as backends/philox.py says, whose counters one evaluation serves four keys of a query.
+
+Of a tile's scores no thread holds four neighbouring keys of a query, but some lanes of a warp do so together. Each of them evaluates the generator
+for another query, or other keys, of theirs, and they exchange bits, so that no word is computed twice. What is kept is a bit for each of a thread's
+numbers; the factor 1 / (1 - p) is left to whoever writes the sums.
+"""
+
+from tilewise.backends.hopper.operands import Draw
+from tilewise.backends.philox import MULTIPLIERS, ROUNDS
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+WORDS = 4  # of an evaluation, each a key's
+NEXT_ROW = 8  # the second of a thread's rows, from its first
+PAIRS = 8  # of a thread's columns that a word of `of_columns` is about
+ROUND = (
+    "{ .reg .b64 a, b; .reg .b32 a0, a1, b0, b1; "
+    f"mul.wide.u32 a, {{$r0}}, {MULTIPLIERS[0]}; mul.wide.u32 b, {{$r2}}, {MULTIPLIERS[1]}; "
+    "mov.b64 {a0, a1}, a; mov.b64 {b0, b1}, b; xor.b32 b1, b1, {$r1}; xor.b32 b1, b1, {$r4}; xor.b32 a1, a1, {$r3}; xor.b32 a1, a1, {$r5}; "
+    "mov.b32 {$w0}, b1; mov.b32 {$w1}, b0; mov.b32 {$w2}, a1; mov.b32 {$w3}, a0; }"
+)
+MARK = "{ .reg .pred p; .reg .b32 x; mov.b32 x, {$r0}; setp.ge.u32 p, {$r1}, {$r2}; @p or.b32 x, x, @bit; mov.b32 {$w0}, x; }"
+CHOOSE = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+
+
+def head_of(draw: Draw, batch: Int32, head: Int32) -> Int32:
+    """The number of a query head among those of all batch entries."""
+    return draw.first + batch * draw.heads + head
+
+
+def words_of(draw: Draw, head: Int32, query: Int32, four: Int32) -> list[Int32]:
+    """Of a query and the keys from 4 * four on. head: of `head_of`."""
+    words = [four, query, head, draw.offset]
+    for i in range(ROUNDS):
+        keys = draw.keys[2 * i : 2 * i + 2]
+        words = arch.inline_ptx(ROUND, write_only_types=[Int32] * WORDS, read_only_args=[*words, *keys])
+    return words
+
+
+def marked(bits: Int32, place: int, word: Int32, draw: Draw) -> Int32:
+    """With a bit more where a pair of that word is kept."""
+    return arch.inline_ptx(MARK.replace("@bit", str(1 << place)), write_only_types=[Int32], read_only_args=[bits, word, draw.threshold])
+
+
+@cute.jit
+def of_rows(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexpr[int]) -> cute.Tensor:
+    """Where a thread's rows are queries: (ROWS,) int32, bit c for its number c of the row, of at most 32. query, key: of its first number.
+
+    Two neighbouring lanes have four keys of two queries, and evaluate for one of these each.
+    """
+    odd = (key & 2) != 0
+    query = query + NEXT_ROW if odd else query
+    low, high = Int32(0), Int32(0)
+    for i in range_constexpr(columns // 2):
+        words = words_of(draw, head, query, (key >> 2) + 2 * i)
+        for x in range_constexpr(2):
+            low, high = marked(low, 2 * i + x, words[x], draw), marked(high, 2 * i + x, words[2 + x], draw)
+    own, others = high if odd else low, low if odd else high
+    came = arch.shuffle_sync_bfly(others, 1)
+    bits = cute.make_rmem_tensor(fragments.ROWS, Int32)
+    bits[0], bits[1] = came if odd else own, own if odd else came
+    return bits
+
+
+@cute.jit
+def of_columns(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexpr[int]) -> cute.Tensor:
+    """Where a thread's columns are queries: (words,) int32, of `place_in_columns`. query, key: of its first number.
+
+    Four lanes have four keys of a query; of every eight columns two queries, and in either half of the rows. Each evaluates for one of these four
+    sets, and has then a byte for every lane; so have the others.
+    """
+    member, pairs = key & 3, const_expr(columns // 2)
+    four, query = (key >> 2) + (member & 2), query + (member & 1)
+    bits = cute.make_rmem_tensor(-(-pairs // PAIRS), Int32)
+    halves = Int32(0x3276) if member >= 2 else Int32(0x5410)
+    bytes_ = Int32(0x3715) if member & 1 != 0 else Int32(0x6240)
+    for i in range_constexpr(cute.size(bits)):
+        found = Int32(0)
+        for pair in range_constexpr(PAIRS * i, min(PAIRS * (i + 1), pairs)):
+            words = words_of(draw, head, query + NEXT_ROW * pair, four)
+            for x in range_constexpr(WORDS):
+                found = marked(found, 8 * x + pair % PAIRS, words[x], draw)
+        for distance, selector in ((8, halves), (4, bytes_)):
+            came = arch.shuffle_sync_bfly(found, distance)
+            found = arch.inline_ptx(CHOOSE, write_only_types=[Int32], read_only_args=[found, came, selector])
+        bits[i] = found
+    return bits
+
+
+def place_in_columns(r: int, c: int) -> tuple[int, int]:
+    """(word, bit) of a thread's number c of its row r."""
+    return c // (2 * PAIRS), 8 * (2 * r + c % 2) + c // 2 % PAIRS
+
+
+def row_and_column(i: int) -> tuple[int, int]:
+    """Of number i of an accumulator, as `fragments.by_rows` has it."""
+    return i // 2 % fragments.ROWS, i // 4 * 2 + i % 2
+
+
+def in_rows(bits: cute.Tensor, i: int) -> Float32:
+    """1 where number i of an accumulator is kept, else 0; bits: of `of_rows`."""
+    r, c = row_and_column(i)
+    return one_if(bits[r], c)
+
+
+def in_columns(bits: cute.Tensor, i: int) -> Float32:
+    """Likewise; bits: of `of_columns`."""
+    word, place = place_in_columns(*row_and_column(i))
+    return one_if(bits[word], place)
+
+
+def one_if(word: Int32, place: int) -> Float32:
+    bit = 1 << place
+    return cutlass.select_((word & (bit - (bit >> 31 << 32))) != 0, Float32(1.0), Float32(0.0))
+
+
+@cute.jit
+def drop(acc_P: cute.Tensor, bits: cute.Tensor):
+    """P = 0 for the pairs that are dropped; a row with NaN has a NaN denominator."""
+    P = fragments.by_rows(acc_P)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(P, mode=[1])):
+            P[r, c] = P[r, c] if bits[r] & (1 << c) != 0 else Float32(0.0)
+
+
+@cute.jit
+def is_kept(draw: Draw, head: Int32, query: Int32, key: Int32) -> Boolean:
+    """Of one pair, anywhere."""
+    words, bits = words_of(draw, head, query, key >> 2), Int32(0)
+    for x in range_constexpr(WORDS):
+        bits = marked(bits, x, words[x], draw)
+    return (bits >> (key & 3)) & 1 != 0
+
+
+def with_sign(p: Float32, kept: Float32) -> Float32:
+    """P, which is not negative, and in its sign whether it is dropped."""
+    return cutlass.select_(kept != 0.0, p, -p)
+
+
+def from_sign(signed: Float32) -> tuple[Float32, Float32]:
+    """P and `kept` of `with_sign`."""
+    return arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 x; mov.b32 x, {$r0}; setp.ge.s32 p, x, 0; and.b32 x, x, 0x7FFFFFFF; "
+        "selp.f32 {$w1}, 0f3F800000, 0f00000000, p; mov.b32 {$w0}, x; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[signed],
+    )
