@@ -77,6 +77,12 @@ def test_a_configuration_that_begins_at_delta_is_refused():
         backward.configure(torch.bfloat16, 128, 128, "all", dropout=True).but(delta_in=True)
 
 
+def test_dQ_is_finished_where_a_warpgroup_has_64_columns_of_it():
+    assert backward.configure(torch.bfloat16, 128, 128, "all", dropout=True).finishes
+    with pytest.raises(ValueError, match="64 columns of a warpgroup"):
+        backward.configure(torch.bfloat16, 64, 64, "all", dropout=True).but(finishes=True)
+
+
 def test_it_can_be_warmed():
     cell = warmup.Cell(64, 64, torch.bfloat16, Full(), ("dropout",), grad=True)
     found = warmup.kernels([cell])

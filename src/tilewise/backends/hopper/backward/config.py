@@ -237,6 +237,7 @@ class Config(ScoreChanges):
             "ROOMY is for two consumers": self.roomy and self.consumers != 2,
             "a tile's stage says which warp adds its dQ, so there are as many stages, or a multiple": self.by_keys
             and self.stages % ADDERS > 0,
+            "what finishes dQ takes 64 columns of a warpgroup": self.finishes and self.dq_width != 64,
             "dropout comes between dP and delta, and knows no lean step": self.dropout and (self.whole.delta_in or self.lean),
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
             "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
