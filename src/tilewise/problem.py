@@ -143,6 +143,29 @@ class Call:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall:
+    """Attention of the newest tokens against a cache; all tensors on one device, nothing read on the host."""
+
+    q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
+    k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
+    v_cache: Tensor  # likewise, with head_dim_v
+    seqlens: Tensor  # (batch,) int32: tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
+    page_table: Tensor | None  # (batch, max_pages) int32
+    cu_seqlens_q: Tensor | None  # (batch + 1,) int32
+    max_seqlen_q: int  # no sequence has more query tokens
+    cache_batch_idx: Tensor | None  # (batch,) int32: the entry of k_cache that holds a sequence
+    leftpad: Tensor | None  # (batch,) int32: the first token that may be seen
+    tree: Tensor | None  # (batch or 1, new, new) bool: which of the newest `new` tokens see which
+    shared_prefix: int  # so many first tokens are the same for all sequences (the same pages)
+    split: int | None  # keys of one piece, where results must not depend on the rest of the batch
+    mask: Mask  # aligned to each sequence's own length, bottom right
+    scale: float
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None  # (batch or 1, heads_q) fp32
+    sink: Tensor | None = None  # (heads_q,) fp32
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

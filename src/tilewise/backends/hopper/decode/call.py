@@ -1,0 +1,133 @@
+"""Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.decode import workspace
+from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.window import window_of
+from tilewise.backends.hopper.forward import plan
+from tilewise.backends.hopper.operands import Scores
+from tilewise.problem import DecodeCall
+from tilewise.sm90 import jit
+
+LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+LEAST_BOX = 8  # tokens of a page that the copy engine fetches at a time, at least
+
+
+def why_not(call: DecodeCall) -> list[str]:
+    """Sentences that say why the kernel does not cover the call; empty where it does."""
+    dtype, dims = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1])
+    wrong = []
+    if dtype not in (torch.bfloat16, torch.float16) or {call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
+        wrong.append(f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}")
+    elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
+        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
+    elif call.page_table is not None and _box(call) < LEAST_BOX:
+        wrong.append(f"it takes pages of a multiple of {LEAST_BOX} tokens, not of {call.k_cache.shape[1]}")
+    if window_of(call.mask) is None:
+        wrong.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
+    if call.scale <= 0.0:
+        wrong.append(f"it takes a positive scale, not {call.scale}")
+    if call.cache_batch_idx is not None and call.page_table is not None:
+        wrong.append("it takes cache_batch_idx or page_table, not both")
+    wrong += [f"it has no {name} yet" for name in ("tree", "split") if getattr(call, name) is not None]
+    if 0 in call.k_cache.shape or call.q.numel() == 0:
+        wrong.append("there is nothing to read")
+    return wrong
+
+
+def decode(call: DecodeCall, **tuning) -> tuple[Tensor, Tensor] | None:
+    """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32; None where the kernel does not cover the call.
+
+    tuning: fields of `Config` in place of the usual.
+    """
+    if why_not(call):
+        return None
+    config = config_of(call, **tuning)
+    o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=call.q.dtype, device=call.q.device)
+    heads = call.q.shape[-2]
+    shape = (heads, call.q.shape[0]) if call.cu_seqlens_q is not None else (call.q.shape[0], heads, call.q.shape[1])
+    lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    kernel = jit.compiled(LAUNCH, arguments, config)
+    with torch.cuda.device(call.q.device):
+        tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
+        if call.cu_seqlens_q is not None:
+            tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
+        kernel(Tensors(*tensors), _lengths(call), _work(call, config), window_of(call.mask), _scores(call, config))
+    return o, lse
+
+
+def config_of(call: DecodeCall, **tuning) -> Config:
+    page_size = call.k_cache.shape[1] if call.page_table is not None else None
+    return configure(
+        call.q.dtype,
+        call.q.shape[-1],
+        call.v_cache.shape[3],
+        page_size,
+        softcap=call.softcap > 0.0,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sink is not None,
+        ragged=call.cu_seqlens_q is not None,
+        entries=call.cache_batch_idx is not None,
+        leftpad=call.leftpad is not None,
+        **tuning,
+    )
+
+
+def kernels(call: DecodeCall) -> list[tuple]:
+    """What `jit.compiled` takes, for every kernel that the call launches."""
+    return [(LAUNCH, arguments, config_of(call))]
+
+
+def arguments(config: Config) -> list:
+    """Stand-ins for the launch's operands."""
+    from tilewise.sm90.dsl import Float32, Int32
+
+    dtype = changes.dsl(config.dtype)
+    batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
+    slots, rows = jit.size(), jit.size()
+    sequences = jit.size() if config.ragged else batch
+    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
+    v, o = jit.tensor(dtype, entries, capacity, heads_k, dim_v), jit.tensor(dtype, batch, seqlen_q, heads_q, dim_v)
+    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+
+    def numbers(there: bool, *sizes):
+        return jit.tensor(Int32, *sizes, aligned=False) if there else None
+
+    lengths = Lengths(
+        numbers(True, sequences),
+        numbers(config.box > 0, sequences, jit.size()),
+        numbers(config.ragged, jit.size()),
+        numbers(config.entries, sequences),
+        numbers(config.leftpad, sequences),
+    )
+    kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), Int32(0))
+    inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
+    sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
+    changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
+    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), changed]
+
+
+def _box(call: DecodeCall) -> int:
+    return config_of(call).box
+
+
+def _lengths(call: DecodeCall) -> Lengths:
+    given = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+    return Lengths(*(x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in given))
+
+
+def _work(call: DecodeCall, config: Config) -> Work:
+    blocks = plan.num_sms(call.q.device) * config.blocks
+    rows = min(TILE_M, call.max_seqlen_q * (call.q.shape[-2] // call.k_cache.shape[2]))
+    return workspace.of(blocks, rows, call.v_cache.shape[3], call.q.device)
+
+
+def _scores(call: DecodeCall, config: Config) -> Scores:
+    slopes, sink = (None if x is None else x.float().contiguous() for x in (call.alibi_slopes, call.sink))
+    scaled = changes.outer_log2(config, call.scale, call.softcap)
+    return Scores(scaled, *changes.factors(config, call.scale, call.softcap), None, slopes, None, sink, None, 0)

@@ -1,0 +1,61 @@
+"""How the decode kernel is cut: literal data, one line a case."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
+TILE_M = 64  # rows of a unit: query tokens times heads of a group
+SHARED_BYTES = 226 * 1024  # of a multiprocessor, for K and V; a thread block takes 1 KB, its barriers less than another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScoreChanges):
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    tile_n: int
+    kv_stages: int
+    box: int = 0  # tokens that the copy engine fetches at a time from a page; 0: the cache is not paged
+    blocks: int = 1  # thread blocks of a multiprocessor
+    ragged: bool = False
+    entries: bool = False
+    leftpad: bool = False
+    sinks: bool = False
+    fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
+    most_pieces: int = 16  # of a unit, that are added up at once; of more, groups of `group` first
+    group: int = 12
+    sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
+    row_max: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        return TILE_M
+
+    @property
+    def rows_of_box(self) -> int:
+        return self.box or self.tile_n
+
+
+# (head_dim, head_dim_v): keys of a tile. A stage, K and V, is 32 KB or a little less or more.
+TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+@lru_cache(maxsize=4096)
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, **fields) -> Config:
+    """fields: of `Config`, those of the call and others in place of the usual."""
+    dims = tile_dims(head_dim, head_dim_v)
+    tile_n, blocks = fields.pop("tile_n", TILES[dims]), fields.pop("blocks", 1)
+    stages = fields.pop("kv_stages", SHARED_BYTES // blocks // (2 * tile_n * sum(dims)))
+    box = gcd(page_size, tile_n) if page_size else 0
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)

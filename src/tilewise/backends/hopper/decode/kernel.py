@@ -1,0 +1,206 @@
+"""Flash decode: one launch of one thread block a multiprocessor, whose shares of all sequences' key tiles are equal (scheduler.py).
+
+Two warps load, one K and one V (loads.py), into a ring deep enough to keep memory busy while a warpgroup multiplies, takes the softmax, begins and
+ends units. The rows of a tile are the query tokens of a sequence times the heads that share a key head. Q goes straight to registers, O straight
+to memory, or where a unit lies in several blocks by way of merge.py. Nothing here depends on a number that the host would have to read.
+Predicted bottleneck: HBM; a tile of 64 keys at head_dim 128 takes 2,500 clocks to arrive, and 1,200 to be worked on.
+
+Equations: those of FlashAttention-2's forward in docs/algorithm.md.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.rows import Keys, Unit
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
+from tilewise.backends.hopper.forward import scores
+from tilewise.backends.hopper.operands import Scores
+from tilewise.sm90 import fragments, tma, wgmma
+from tilewise.sm90.dsl import (
+    Constexpr,
+    CUstream,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+    sm90,
+    warpgroup,
+)
+
+THREADS, WARP = 128, 32
+LOADERS = 2  # warps
+WARPS = THREADS // WARP
+
+
+class Pipes(NamedTuple):
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+@cute.jit
+def launch(
+    tensors: Tensors, lengths: Lengths, work: Work, window: Window, changes: Scores, config: Constexpr[Config], stream: CUstream
+):  # fmt: skip
+    mQ, mK, mV, _, _ = tensors
+    tokens = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV)]
+    loaded = [loads.describe(x, dim, config) for x, dim in zip(tokens, (config.head_dim, config.head_dim_v), strict=True)]
+    capacity, page_size = mK.shape[1], None
+    if const_expr(config.box > 0):
+        page_size = cute.fast_divmod_create_divisor_v2(mK.shape[1])
+        capacity = capacity * lengths.pages.shape[1]
+    group = mQ.shape[2] // mK.shape[2]
+    shape = Shape(
+        lengths.seqlens.shape[0], mQ.shape[1], capacity, mK.shape[2], group, cute.fast_divmod_create_divisor_v2(group), page_size, window, lengths
+    )
+    dtype = mK.element_type
+    kernel(*loaded, tensors, shape, work, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
+           config).launch(
+        grid=(work.blocks, 1, 1),
+        block=(THREADS + LOADERS * WARP, 1, 1),
+        min_blocks_per_mp=config.blocks,
+        preferred_smem_carveout=100 if config.blocks > 1 else None,
+        stream=stream,
+    )  # fmt: skip
+
+
+def products(config, dtype) -> wgmma.Mma:
+    """As those of the ladder, with Q from registers."""
+    k = OperandMajorMode.K
+    qk = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, config.tile_n), warpgroup.OperandSource.RMEM)
+    return wgmma.Mma(qk, wgmma.product_of(config, config.head_dim_v, dtype))
+
+
+@cute.kernel
+def kernel(
+    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma,
+    layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
+):  # fmt: skip
+    storage, dtype = SmemAllocator(), tensors.K.element_type
+    sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V))
+    told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
+    sizes = (config.head_dim, config.head_dim_v)
+    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * dim, WARPS) for dim in sizes))
+    tma.barriers_ready()
+    by_token = values_by_token(sV, config)
+    warp = arch.make_warp_uniform(arch.warp_idx())
+    if warp < WARPS:
+        consume(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, config)
+    elif warp == WARPS:
+        loads.produce(load_K, sK, pipes.k, shape, config.head_dim, config)
+    else:
+        loads.produce(load_V, by_token, pipes.v, shape, config.head_dim_v, config)
+
+
+def values_by_token(sV: cute.Tensor, config) -> cute.Tensor:
+    """(tile_n, head_dim_v, kv_stages): the same memory as (head_dim_v, tile_n, kv_stages), whose blocks of columns lie as K's."""
+    shape = config.tile_m, config.tile_n, config.head_dim_v
+    return cute.make_tensor(sV.iterator, sm90.make_smem_layout_b(wgmma.K_MAJOR, shape, sV.element_type, config.kv_stages).outer)
+
+
+class Tile(NamedTuple):
+    """What a thread holds of its unit from beginning to end."""
+
+    mma: wgmma.Mma
+    tSrK: cute.Tensor
+    tOrV: cute.Tensor
+    by_token: cute.Tensor
+    Q: cute.Tensor
+    P: cute.Tensor
+    acc_O: cute.Tensor
+    state: fragments.Rows
+    keys: Keys
+    slopes: cute.Tensor | None
+    sequence: Sequence
+    free: tuple[Int32, Int32]  # keys that all rows see
+
+
+@cute.jit
+def consume(
+    tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
+    told: cute.Tensor, pipes: Pipes, config: Constexpr[Config],
+):  # fmt: skip
+    """The warpgroup: unit after unit of the block's share."""
+    state = tma.at_first(config.kv_stages)
+    shares = scheduler.shares_of(shape, config)
+    place = scheduler.locate(shares, shape, config)
+    b, start, at = place
+    while at < shares.end:
+        sequence = scheduler.sequence_of(b, shape, config)
+        span = scheduler.span_of(sequence, shares, shape)
+        if at - start >= span:
+            b += 1
+            start += span
+        else:
+            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, config)
+            if piece.last > piece.first:
+                state = attend(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, state, b, piece, sequence, config)
+            at = piece.next
+
+
+@cute.jit
+def attend(
+    tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
+    told: cute.Tensor, pipes: Pipes, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
+    unit = rows.unit_of(b, piece, sequence, shape, config)
+    qk, pv = (x.get_slice(arch.thread_idx()[0]) for x in mma)
+    all_qk, all_pv = (wgmma.of_warpgroup(x, 0) for x in mma)
+    tile = Tile(
+        mma=mma,
+        tSrK=all_qk.make_fragment_B(all_qk.partition_B(sK)),
+        tOrV=all_pv.make_fragment_B(all_pv.partition_B(sV)),
+        by_token=by_token,
+        Q=qk.make_fragment_A(qk.partition_shape_A((config.tile_m, config.head_dim))),
+        P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
+        acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
+        state=fragments.fresh_rows(),
+        keys=rows.keys_of(sequence, unit, shape),
+        slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
+        sequence=sequence,
+        free=rows.free_of(sequence, shape),
+    )
+    rows.load_queries(tile.Q, tensors.Q, unit, config)
+    tile.acc_O.fill(0.0)
+    for n in cutlass.range(piece.first, piece.last, unroll=1):
+        step(tile, pipes, state, n * config.tile_n, changes, config)
+        state.advance()
+    lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
+    fragments.scale_rows(tile.acc_O, inverse)
+    if piece.blocks[0] == piece.blocks[1]:
+        merge.store(tile.acc_O, lse, tensors, changes.sink, unit, config)
+    else:
+        merge.together(tile.acc_O, lse, tensors, work, changes.sink, told, piece, unit, config)
+    return state
+
+
+@cute.jit
+def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, changes: Scores, config: Constexpr[Config]):
+    """S = Q K^T of a tile, softmax, O += P V."""
+    sequence, free = tile.sequence, tile.free
+    acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
+    pipes.k.consumer_wait(state)
+    fragments.product(tile.mma.qk, acc_S, tile.Q, tile.tSrK[None, None, None, state.index], False)
+    warpgroup.wait_group(0)
+    tma.release(pipes.k, state)
+    if const_expr(config.modified):
+        rows.modify(acc_S, n0, tile.keys, tile.slopes, changes, config)
+    if n0 < free[0] or n0 + config.tile_n > free[1]:
+        rows.hide(acc_S, tile.keys, n0)
+    rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
+    fragments.round_into(tile.P, acc_S)
+    fragments.scale_rows(tile.acc_O, rescale)
+    pipes.v.consumer_wait(state)
+    if n0 < sequence.begin or n0 + config.tile_n > sequence.end:
+        rows.clear_values(tile.by_token[None, None, state.index], n0, sequence, config)
+    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
+    warpgroup.wait_group(0)
+    tma.release(pipes.v, state)

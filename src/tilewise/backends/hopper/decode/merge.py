@@ -1,0 +1,174 @@
+"""Pieces of a unit that several thread blocks have computed: the last to arrive adds them up, in the order of their keys.
+
+A piece is O divided by its own sum, fp32, and the rows' log-sum-exp. Sums are weighted by exp(lse_i - lse) and taken in one fixed order, so the bits
+are the same whichever block comes last. Of many pieces, groups are added up first.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.decode import rows
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Tensors, Work
+from tilewise.backends.hopper.decode.rows import Unit
+from tilewise.backends.hopper.decode.scheduler import Piece
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.fragments import LN2, LOG2_E
+
+THREADS = 128
+WIDE = 4  # numbers that a thread reads or writes at a time
+ABREAST = 8  # pieces that are read at a time
+ARRIVED = 2  # a named barrier
+
+
+class Level(NamedTuple):
+    """Pieces number first, first + step, ... of a unit, `count` of them, which count themselves at `counter`."""
+
+    first: Int32
+    step: Int32
+    count: Int32
+    counter: Int32
+    plane: Int32  # of the log-sum-exps that are read
+    last: Boolean  # the sum is the unit's
+
+
+@cute.jit
+def slot_of(j: Int32, piece: Piece) -> Int32:
+    """Of piece j of the unit."""
+    return 2 * (piece.blocks[0] + j) + (1 if j == 0 else 0)
+
+
+@cute.jit
+def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks, told: cute.Tensor, piece: Piece, unit: Unit,
+             config: Constexpr[Config]):  # fmt: skip
+    """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory."""
+    j, pieces, blocks = arch.block_idx()[0] - piece.blocks[0], piece.blocks[1] - piece.blocks[0] + 1, arch.grid_dim()[0]
+    keep(acc_O, lse, work, slot_of(j, piece), unit, tensors.O.shape[3])
+    grouped = pieces > config.most_pieces
+    group = j // config.group * config.group
+    first = group if grouped else Int32(0)
+    count = min(Int32(config.group), pieces - group) if grouped else pieces
+    counter = blocks + slot_of(group, piece) if grouped else piece.blocks[0]
+    level = Level(first, Int32(1), count, counter, Int32(0), not grouped)
+    going = Boolean(True)
+    while going:
+        going = arrive(work.arrivals.iterator + level.counter, level.count, told)
+        if going:
+            add_up(level, tensors, work, sinks, piece, unit, config)
+            going = not level.last
+            level = Level(Int32(0), Int32(config.group), cute.ceil_div(pieces, config.group), piece.blocks[0], Int32(1), Boolean(True))
+
+
+@cute.jit
+def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32):
+    O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
+    for r in range_constexpr(fragments.ROWS):
+        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        if row < unit.rows:
+            first = work.sums[slot, row, None].iterator + column
+            for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                if fragments.column(c) < dim:
+                    pair[0], pair[1] = O[r, c], O[r, c + 1]
+                    cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(8), cute.make_layout(2)))
+            if column == 0:
+                work.lse[0, slot, row] = lse[r]
+
+
+@cute.jit
+def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
+    """Whether this block is the last of `count`; what the others have written, it may then read."""
+    thread = arch.thread_idx()[0]
+    arch.inline_ptx("fence.acq_rel.gpu;")
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    if thread == 0:
+        before = arch.atomic_add(counter, Int32(1))
+        if before == count - 1:
+            counter.store(Int32(0))
+        told[0] = before
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    last = told[0] == count - 1
+    arch.inline_ptx("fence.acq_rel.gpu;")
+    return last
+
+
+@cute.jit
+def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit: Unit, config: Constexpr[Config]):
+    """By the warpgroup: of the level's pieces the sum, into O and L or over the first of them."""
+    dim = tensors.O.shape[3]
+    per_row, slot0 = dim // WIDE, slot_of(level.first, piece)
+    total, part = cute.make_rmem_tensor(WIDE, Float32), cute.make_rmem_tensor((WIDE, ABREAST), Float32)
+    lse = cute.make_rmem_tensor(ABREAST, Float32)
+    for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, THREADS, unroll=1):
+        row, column = which // per_row, which % per_row * WIDE
+        top, weight = -Float32.inf, Float32(0.0)
+        total.fill(0.0)
+        for first in cutlass.range(0, level.count, ABREAST, unroll=1):
+            for i in range_constexpr(ABREAST):
+                slot = slot_of(level.first + min(first + i, level.count - 1) * level.step, piece)
+                lse[i] = work.lse[level.plane, slot, row] if first + i < level.count else -Float32.inf
+                cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
+            for i in range_constexpr(ABREAST):
+                higher = arch.fmax(top, lse[i])
+                base = Float32(0.0) if higher == -Float32.inf else higher
+                before, mine = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (top, lse[i]))
+                top = higher
+                weight = weight * before + mine
+                for c in range_constexpr(WIDE):
+                    total[c] = total[c] * before + part[c, i] * mine
+        whole = top + cute.math.log2(weight) * LN2
+        whole = -Float32.inf if weight == 0.0 else whole
+        factor = 1.0 if weight == 0.0 else 1.0 / weight
+        if level.last:
+            token, head = rows.place_of(row, unit)
+            by_sink = Float32(1.0)
+            if const_expr(config.sinks):
+                whole, by_sink = with_sink(whole, sinks[head])
+            numbers = cute.make_rmem_tensor(WIDE, tensors.O.element_type)
+            for c in range_constexpr(WIDE):
+                numbers[c] = (total[c] * (factor * by_sink)).to(tensors.O.element_type)
+            target = tensors.O[unit.entry, unit.first_query + token, head, None].iterator + column
+            cute.autovec_copy(numbers, cute.make_tensor(target.align(8), cute.make_layout(WIDE)))
+            if column == 0:
+                tensors.L[unit.entry, head, unit.first_query + token] = whole
+        else:
+            for c in range_constexpr(WIDE):
+                total[c] = total[c] * factor
+            cute.autovec_copy(total, wide(work.sums, slot0, row, column))
+            if column == 0:
+                work.lse[1, slot0, row] = whole
+
+
+@cute.jit
+def wide(sums: cute.Tensor, slot: Int32, row: Int32, column: Int32) -> cute.Tensor:
+    return cute.make_tensor((sums[slot, row, None].iterator + column).align(16), cute.make_layout(WIDE))
+
+
+@cute.jit
+def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """The log-sum-exp with the sink, and what O is to be multiplied with."""
+    top = arch.fmax(lse, sink)
+    base = Float32(0.0) if top == -Float32.inf else top
+    mine, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, sink))
+    total = mine + other
+    whole = -Float32.inf if total == 0.0 else base + cute.math.log2(total) * LN2
+    return whole, (Float32(1.0) if total == 0.0 else mine / total)
+
+
+@cute.jit
+def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, sinks, unit: Unit, config: Constexpr[Config]):
+    """A unit that is this block's alone."""
+    O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type)
+    for r in range_constexpr(fragments.ROWS):
+        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        if row < unit.rows:
+            token, head = rows.place_of(row, unit)
+            whole, factor = lse[r], Float32(1.0)
+            if const_expr(config.sinks):
+                whole, factor = with_sink(whole, sinks[head])
+            first = tensors.O[unit.entry, unit.first_query + token, head, None].iterator + column
+            for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                if fragments.column(c) < tensors.O.shape[3]:
+                    pair[0], pair[1] = ((O[r, c + i] * factor).to(tensors.O.element_type) for i in range(2))
+                    cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(4), cute.make_layout(2)))
+            if column == 0:
+                tensors.L[unit.entry, head, unit.first_query + token] = whole

@@ -1,0 +1,41 @@
+"""What crosses the boundary between torch and a decode launch; as in hopper/operands.py, a field is a tensor or number, a stand-in, or the DSL's."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """Ragged queries are those of one entry, one after another; then so are O and L."""
+
+    Q: Tensor  # (batch or 1, seqlen_q or total_q, heads_q, head_dim)
+    K: Tensor  # (entries or pages, capacity or page_size, heads_k, head_dim)
+    V: Tensor  # likewise, with head_dim_v
+    O: Tensor  # as Q, with head_dim_v
+    L: Tensor  # (batch or 1, heads_q, seqlen_q or total_q) fp32
+
+
+class Lengths(NamedTuple):
+    """int32, read on the GPU."""
+
+    seqlens: Tensor  # (batch,): clamped to [0, capacity]
+    pages: Tensor | None  # (batch, max_pages)
+    cu_seqlens_q: Tensor | None  # (batch + 1,)
+    entries: Tensor | None  # (batch,): the entry of K and V that holds a sequence
+    leftpad: Tensor | None  # (batch,): the first token that may be seen
+
+
+class Work(NamedTuple):
+    """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
+
+    sums: Tensor  # (slots, rows, head_dim_v) fp32: O of each piece
+    lse: Tensor  # (slots, rows) fp32
+    arrivals: Tensor  # (counters,) int32
+    blocks: int  # thread blocks of the launch
+
+
+class Window(NamedTuple):
+    """A row at position p sees the keys [p + lo, p + hi]."""
+
+    lo: int
+    hi: int
