@@ -27,9 +27,6 @@ def _on(mask: Mask, seqlen_k: int) -> Window | None:
         return None
     ((q0, q1, k0, k1, lo, hi),) = plane.region
     diagonal = seqlen_k - QUERIES
+    ends = q0 == 0, q1 == QUERIES, k0 == max(0, lo), k1 == min(seqlen_k, QUERIES + hi)  # of the frame, or the diagonals
     limits = Window(-FAR if lo <= -INF else lo - diagonal, FAR if hi >= INF else hi - diagonal)
-    if any(abs(x) > FAR for x in limits):
-        return None
-    whole = q0 == 0 and q1 == QUERIES
-    reaches = k0 == max(0, limits.lo + diagonal) and k1 == min(seqlen_k, seqlen_k + limits.hi)
-    return limits if whole and reaches else None
+    return limits if all(ends) and all(abs(x) <= FAR for x in limits) else None
