@@ -200,7 +200,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, cha
     fragments.scale_rows(tile.acc_O, rescale)
     pipes.v.consumer_wait(state)
     if n0 < sequence.begin or n0 + config.tile_n > sequence.end:
-        rows.clear_values(tile.by_token[None, None, state.index], n0, sequence, config)
+        rows.clear_values(tile.by_token[None, None, state.index].iterator.toint(), n0, sequence, config)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     tma.release(pipes.v, state)

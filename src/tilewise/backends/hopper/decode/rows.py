@@ -2,14 +2,17 @@
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper.decode import loads
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
-from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
+from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
-WARP, ROWS = 32, 16  # of a tile that a warp holds
+THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
+WIDE = 8  # numbers that a thread clears at a time
+CLEARED = 1  # a named barrier
 QUAD = fragments.QUAD
 
 
@@ -121,17 +124,16 @@ def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
 
 
 @cute.jit
-def clear_values(sV: cute.Tensor, n0: Int32, sequence: Sequence, config: Constexpr[Config]):
-    """0 in the rows of a tile of V that no row of the unit sees, whatever lies there; by the warpgroup that reads it. sV: (tile_n, head_dim_v)."""
-    thread = arch.thread_idx()[0]
-    wide = const_expr(8)  # numbers that a thread writes at a time
-    zeros = cute.make_rmem_tensor(wide, sV.element_type)
-    zeros.fill(0.0)
-    per_row = const_expr(config.head_dim_v // wide)
-    for i in range_constexpr(-(-config.tile_n * per_row // 128)):
-        which = thread + i * 128
-        key, column = which // per_row, which % per_row
-        if which < config.tile_n * per_row and (n0 + key < sequence.begin or n0 + key >= sequence.end):
-            cute.autovec_copy(zeros, cute.local_tile(sV, (1, wide), (key, column)))
+def clear_values(address: Int32, n0: Int32, sequence: Sequence, config: Constexpr[Config]):
+    """0 in the rows of a tile of V that no row of the unit sees, whatever lies there; by the warpgroup that reads it.
+
+    The stage at `address` is blocks of columns, each a token after another. A swizzle changes places within a token's part of a block only.
+    """
+    width = const_expr(loads.columns(config.head_dim_v) // WIDE)  # pieces of a token in a block
+    pieces = const_expr(config.tile_n * config.head_dim_v // WIDE)
+    for i in cutlass.range(arch.thread_idx()[0], pieces, THREADS, unroll=1):
+        key = n0 + i // width % config.tile_n
+        if key < sequence.begin or key >= sequence.end:
+            arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address + i * 16, Int32(0)])
     arch.fence_proxy("async.shared", space="cta")
-    arch.barrier(barrier_id=1, number_of_threads=128)
+    arch.barrier(barrier_id=CLEARED, number_of_threads=THREADS)
