@@ -28,7 +28,7 @@ class Config(ScoreChanges):
     leftpad: bool = False
     sinks: bool = False
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
-    most_pieces: int = 16  # of a unit, that are added up at once; of more, groups of `group` first
+    most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
     group: int = 12
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
     row_max: bool = False

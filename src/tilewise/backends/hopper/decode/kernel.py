@@ -27,10 +27,10 @@ from tilewise.sm90.dsl import (
     SmemAllocator,
     arch,
     const_expr,
+    cpasync,
     cute,
     cutlass,
     pipeline,
-    range_constexpr,
     sm90,
     warpgroup,
 )
@@ -68,6 +68,7 @@ def launch(
         min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=100 if config.blocks > 1 else None,
         stream=stream,
+        use_pdl=True,
     )  # fmt: skip
 
 
@@ -86,10 +87,14 @@ def kernel(
     storage, dtype = SmemAllocator(), tensors.K.element_type
     sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V))
     told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
+    for each in (load_K, load_V):
+        cpasync.prefetch_descriptor(each.atom)
     sizes = (config.head_dim, config.head_dim_v)
     pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * dim, WARPS) for dim in sizes))
     tma.barriers_ready()
     by_token = values_by_token(sV, config)
+    arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
+    arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
         consume(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, config)

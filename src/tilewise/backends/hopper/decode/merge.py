@@ -17,7 +17,7 @@ from tilewise.sm90.fragments import LN2, LOG2_E
 
 THREADS = 128
 WIDE = 4  # numbers that a thread reads or writes at a time
-ABREAST = 8  # pieces that are read at a time
+ABREAST = 20  # pieces that are read at a time
 ARRIVED = 2  # a named barrier
 
 
@@ -103,10 +103,13 @@ def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit
         top, weight = -Float32.inf, Float32(0.0)
         total.fill(0.0)
         for first in cutlass.range(0, level.count, ABREAST, unroll=1):
+            part.fill(0.0)
             for i in range_constexpr(ABREAST):
-                slot = slot_of(level.first + min(first + i, level.count - 1) * level.step, piece)
-                lse[i] = work.lse[level.plane, slot, row] if first + i < level.count else -Float32.inf
-                cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
+                lse[i] = -Float32.inf
+                if first + i < level.count:
+                    slot = slot_of(level.first + (first + i) * level.step, piece)
+                    lse[i] = work.lse[level.plane, slot, row]
+                    cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
             for i in range_constexpr(ABREAST):
                 higher = arch.fmax(top, lse[i])
                 base = Float32(0.0) if higher == -Float32.inf else higher

@@ -100,7 +100,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         mine = found.row_tiles * shape.heads_k if b < shape.batch else Int32(0)
         units += mine
         tiles += mine * found.tiles
-    units, tiles = (arch.warp_reduction_sum(x) for x in (units, tiles))
+    units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
     blocks, g = arch.grid_dim()[0], arch.block_idx()[0]
     fixed = min(tiles // (4 * blocks), config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
     total = tiles + fixed * units
