@@ -1,4 +1,4 @@
-"""The decode kernel, carried out without a GPU: right by the one tolerance, the same bits at any pace, counters back at 0, and no NaN of unused tokens."""
+"""The decode kernel, carried out without a GPU: right by the one tolerance, the same bits at any pace, counters back at 0, no NaN of unused tokens."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from emulator.machine import PACES
 
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import workspace
-from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = NEEDED
 

@@ -10,6 +10,8 @@ from tilewise.masks import Causal, Mask
 from tilewise.problem import Call, DecodeCall
 from tilewise.testing import tolerance
 
+CAUSAL = Causal()
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
@@ -21,7 +23,7 @@ class DecodeCase:
     dims: tuple[int, int] = (64, 64)
     page: int = 0
     capacity: int | None = None
-    mask: Mask = Causal()
+    mask: Mask = CAUSAL
     softcap: float = 0.0
     alibi: bool = False
     sink: bool = False

@@ -7,6 +7,7 @@ from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import workspace
 from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.repeat import Decoder
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
@@ -22,7 +23,9 @@ def why_not(call: DecodeCall) -> list[str]:
     dtype, dims = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1])
     wrong = []
     if dtype not in (torch.bfloat16, torch.float16) or {call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
-        wrong.append(f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}")
+        wrong.append(
+            f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
+        )
     elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
     elif call.page_table is not None and _box(call) < LEAST_BOX:
@@ -56,8 +59,16 @@ def decode(call: DecodeCall, **tuning) -> tuple[Tensor, Tensor] | None:
         tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
         if call.cu_seqlens_q is not None:
             tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
-        kernel(Tensors(*tensors), _lengths(call), _work(call, config), window_of(call.mask), _scores(call, config))
+        kernel(Tensors(*tensors), _lengths(call), _work(call, config), *_numbers(call, config))
     return o, lse
+
+
+def decoder(call: DecodeCall) -> Decoder | None:
+    """What computes calls like this one; None where the kernel does not cover them."""
+    if why_not(call):
+        return None
+    config = config_of(call)
+    return Decoder(call, jit.compiled(LAUNCH, arguments, config), lambda call: _numbers(call, config), lambda: _work(call, config))
 
 
 def config_of(call: DecodeCall, **tuning) -> Config:
@@ -125,6 +136,12 @@ def _work(call: DecodeCall, config: Config) -> Work:
     blocks = plan.num_sms(call.q.device) * config.blocks
     rows = min(TILE_M, call.max_seqlen_q * (call.q.shape[-2] // call.k_cache.shape[2]))
     return workspace.of(blocks, rows, call.v_cache.shape[3], call.q.device)
+
+
+def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:
+    window = window_of(call.mask)
+    assert window is not None  # or `why_not` had said so
+    return window, _scores(call, config)
 
 
 def _scores(call: DecodeCall, config: Config) -> Scores:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
-from tilewise.backends.hopper.decode.rows import Keys, Unit
+from tilewise.backends.hopper.decode.rows import Keys
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
@@ -58,7 +58,15 @@ def launch(
         capacity = capacity * lengths.pages.shape[1]
     group = mQ.shape[2] // mK.shape[2]
     shape = Shape(
-        lengths.seqlens.shape[0], mQ.shape[1], capacity, mK.shape[2], group, cute.fast_divmod_create_divisor_v2(group), page_size, window, lengths
+        lengths.seqlens.shape[0],
+        mQ.shape[1],
+        capacity,
+        mK.shape[2],
+        group,
+        cute.fast_divmod_create_divisor_v2(group),
+        page_size,
+        window,
+        lengths,
     )
     dtype = mK.element_type
     kernel(*loaded, tensors, shape, work, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),

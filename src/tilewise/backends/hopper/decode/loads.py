@@ -6,7 +6,7 @@ asked for where there is no page, and come as zeros; so does a page whose number
 
 from tilewise.backends.hopper.decode import scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape, Shares
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
 from tilewise.sm90.wgmma import K_MAJOR

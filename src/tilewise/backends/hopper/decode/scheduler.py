@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Window
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 
@@ -163,5 +163,10 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, config: Constexpr
     blocks = block_of(tiles, shares), block_of(begin + each - 1, shares)
     row_tile = unit % sequence.row_tiles
     return Piece(
-        unit // sequence.row_tiles, row_tile * config.tile_m, sequence.first + first - tiles, sequence.first + last - tiles, blocks, begin + each
+        unit // sequence.row_tiles,
+        row_tile * config.tile_m,
+        sequence.first + first - tiles,
+        sequence.first + last - tiles,
+        blocks,
+        begin + each,
     )

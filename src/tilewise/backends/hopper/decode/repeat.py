@@ -1,0 +1,97 @@
+"""Calls of decode like one before: kernel, workspace and numbers are remembered by what they depend on, which is no tensor's content or length."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import short
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Work
+from tilewise.backends.tables.keeping import hold
+from tilewise.problem import DecodeCall
+from tilewise.sm90.jit import aligned, readable
+
+DEFAULT_STREAM = 0  # which cannot be captured
+MOST = 256  # calls that are remembered
+
+Decoded = tuple[Tensor, Tensor]
+
+
+class Decoder:
+    """Calls that differ in tensors, their lengths and strides, on whichever stream is current.
+
+    Workspace is kept, one a stream, whose launches follow each other. A CUDA graph may be replayed on any stream, so what it captures gets its own.
+    """
+
+    def __init__(self, call: DecodeCall, kernel: Callable, numbers: Callable[[DecodeCall], tuple], workspace: Callable[[], Work]) -> None:
+        """`kernel(Tensors, Lengths, workspace(), *numbers(call))` computes a call, ragged queries as one entry's."""
+        self.kernel, self.numbers, self.workspace = kernel, numbers, workspace
+        self.device = call.q.device.index
+        self.empty = short.allocator(call.q.device)
+        self.ragged = call.cu_seqlens_q is not None
+        self.by_call = call.alibi_slopes is not None or call.sink is not None  # whether the numbers hold tensors
+        self.kept: dict[int, tuple] = {}  # by stream: workspace and, where they hold no tensor, numbers
+
+    def __call__(self, call: DecodeCall) -> Decoded:
+        """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32."""
+        if short.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(call)
+        q, k, v = call.q, call.k_cache, call.v_cache
+        *_, seqlen_q, heads, _ = q.shape if not self.ragged else (1, *q.shape)
+        batch, dim = 1 if self.ragged else q.shape[0], v.shape[3]
+        o = self.empty((batch, seqlen_q, heads, dim), (seqlen_q * heads * dim, heads * dim, dim, 1), q.dtype)
+        lse = self.empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32)
+        if self.ragged:
+            q = q.unsqueeze(0)
+        stream = short.current_stream(self.device)
+        work, *numbers = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(call, stream)
+        if self.by_call:
+            numbers = self.numbers(call)
+        lengths = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+        try:
+            self.kernel((q, k, v, o, lse), lengths, work, *numbers)
+        except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
+            lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, *numbers)
+        return (o[0], lse[0]) if self.ragged else (o, lse)
+
+    def _begin(self, call: DecodeCall, stream: int) -> tuple:
+        """What a stream keeps, or a graph gets."""
+        work, numbers = self.workspace(), self.numbers(call)
+        if short.capturing():
+            hold(numbers)
+            return work, *numbers
+        fresh = short.as_operand(work, True), *(() if self.by_call else numbers)
+        self.kept[stream] = fresh
+        return fresh
+
+
+_KNOWN: dict[tuple, Decoder | None] = {}
+
+
+def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | None]) -> Decoded | None:
+    """By the decoder of calls like this one, which `decoder(call)` makes the first time; None where it makes none."""
+    key = _key(call)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = decoder(call)
+    found = _KNOWN[key]
+    return None if found is None else found(call)
+
+
+def _key(call: DecodeCall) -> tuple:
+    q, k, v = call.q, call.k_cache, call.v_cache
+    there = tuple(
+        x is None for x in (call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink)
+    )
+    sizes = (
+        q.shape[-2:],
+        k.shape[1] if call.page_table is not None else k.shape[1] == 0,
+        k.shape[2:],
+        v.shape[3],
+        q.numel() == 0,
+        k.shape[0] == 0,
+    )
+    return (q.dtype, k.dtype, v.dtype, q.device, *sizes, there, call.max_seqlen_q, call.split, call.mask, call.scale, call.softcap)
