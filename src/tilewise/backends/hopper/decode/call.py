@@ -9,12 +9,14 @@ from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, config
 from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
 from tilewise.backends.hopper.decode.repeat import Decoder
 from tilewise.backends.hopper.decode.window import window_of
+from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+MOST_BYTES = 1 << 30  # of pieces, with a split
 LEAST_BOX = 8  # tokens of a page that the copy engine fetches at a time, at least
 
 
@@ -36,9 +38,13 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append(f"it takes a positive scale, not {call.scale}")
     if call.cache_batch_idx is not None and call.page_table is not None:
         wrong.append("it takes cache_batch_idx or page_table, not both")
-    wrong += [f"it has no {name} yet" for name in ("tree", "split") if getattr(call, name) is not None]
+    wrong += [f"it has no {name} yet" for name in ("tree",) if getattr(call, name) is not None]
+    if call.split is not None and call.split < 1:
+        wrong.append(f"it takes a split of at least 1 key, not {call.split}")
     if 0 in call.k_cache.shape or call.q.numel() == 0:
         wrong.append("there is nothing to read")
+    if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
+        wrong.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of pieces, more than {MOST_BYTES >> 20}")
     return wrong
 
 
@@ -84,6 +90,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         ragged=call.cu_seqlens_q is not None,
         entries=call.cache_batch_idx is not None,
         leftpad=call.leftpad is not None,
+        split=call.split is not None,
         **tuning,
     )
 
@@ -116,7 +123,7 @@ def arguments(config: Config) -> list:
         numbers(config.leftpad, sequences),
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), Int32(0))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(4)))
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
@@ -133,9 +140,19 @@ def _lengths(call: DecodeCall) -> Lengths:
 
 
 def _work(call: DecodeCall, config: Config) -> Work:
-    blocks = plan.num_sms(call.q.device) * config.blocks
-    rows = min(TILE_M, call.max_seqlen_q * (call.q.shape[-2] // call.k_cache.shape[2]))
-    return workspace.of(blocks, rows, call.v_cache.shape[3], call.q.device)
+    return workspace.of(_need(call, config), call.q.device)
+
+
+def _need(call: DecodeCall, config: Config) -> Need:
+    group = call.q.shape[-2] // call.k_cache.shape[2]
+    rows = call.max_seqlen_q * group
+    blocks, shape = plan.num_sms(call.q.device) * config.blocks, (min(TILE_M, rows), call.v_cache.shape[3])
+    if call.split is None:
+        return Need(blocks, 2 * blocks, 3 * blocks, *shape, call.max_seqlen_q)
+    split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+    most = -(-capacity // (split * config.tile_n))
+    units = call.seqlens.shape[0] * call.k_cache.shape[2] * -(-rows // TILE_M)
+    return Need(blocks, units * most, units * (1 + -(-most // config.group)), *shape, call.max_seqlen_q, split, most)
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

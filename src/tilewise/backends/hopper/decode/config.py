@@ -26,6 +26,7 @@ class Config(ScoreChanges):
     ragged: bool = False
     entries: bool = False
     leftpad: bool = False
+    split: bool = False  # pieces of a fixed size
     sinks: bool = False
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first

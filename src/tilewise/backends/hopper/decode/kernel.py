@@ -58,15 +58,18 @@ def launch(
         capacity = capacity * lengths.pages.shape[1]
     group = mQ.shape[2] // mK.shape[2]
     shape = Shape(
-        lengths.seqlens.shape[0],
-        mQ.shape[1],
-        capacity,
-        mK.shape[2],
-        group,
-        cute.fast_divmod_create_divisor_v2(group),
-        page_size,
-        window,
-        lengths,
+        batch=lengths.seqlens.shape[0],
+        queries=work.queries if config.ragged else mQ.shape[1],
+        total=mQ.shape[1],
+        capacity=capacity,
+        heads_k=mK.shape[2],
+        group=group,
+        by_group=cute.fast_divmod_create_divisor_v2(group),
+        page_size=page_size,
+        split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
+        most_pieces=work.most_pieces,
+        window=window,
+        lengths=lengths,
     )
     dtype = mK.element_type
     kernel(*loaded, tensors, shape, work, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
@@ -152,8 +155,12 @@ def consume(
             b += 1
             start += span
         else:
-            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, config)
-            if piece.last > piece.first:
+            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
+            if const_expr(config.split):
+                for i in cutlass.range(scheduler.parts_of(piece, shape), unroll=1):
+                    part = scheduler.part_of(piece, i, shape)
+                    state = attend(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, state, b, part, sequence, config)
+            elif piece.last > piece.first:
                 state = attend(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, state, b, piece, sequence, config)
             at = piece.next
 
@@ -188,10 +195,10 @@ def attend(
         state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     fragments.scale_rows(tile.acc_O, inverse)
-    if piece.blocks[0] == piece.blocks[1]:
+    if piece.count == 1:
         merge.store(tile.acc_O, lse, tensors, changes.sink, unit, config)
     else:
-        merge.together(tile.acc_O, lse, tensors, work, changes.sink, told, piece, unit, config)
+        merge.together(tile.acc_O, lse, tensors, work, changes.sink, told, piece, unit, shape, config)
     return state
 
 

@@ -39,7 +39,7 @@ def produce(source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, s
             b += 1
             start += span
         else:
-            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, config)
+            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
             at = piece.next
     # every stage is released before the block ends: no box is on its way

@@ -6,11 +6,11 @@ are the same whichever block comes last. Of many pieces, groups are added up fir
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import rows
+from tilewise.backends.hopper.decode import rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
-from tilewise.backends.hopper.decode.scheduler import Piece
+from tilewise.backends.hopper.decode.scheduler import Piece, Shape
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 from tilewise.sm90.fragments import LN2, LOG2_E
@@ -33,30 +33,22 @@ class Level(NamedTuple):
 
 
 @cute.jit
-def slot_of(j: Int32, piece: Piece) -> Int32:
-    """Of piece j of the unit."""
-    return 2 * (piece.blocks[0] + j) + (1 if j == 0 else 0)
-
-
-@cute.jit
 def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks, told: cute.Tensor, piece: Piece, unit: Unit,
-             config: Constexpr[Config]):  # fmt: skip
+             shape: Shape, config: Constexpr[Config]):  # fmt: skip
     """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory."""
-    j, pieces, blocks = arch.block_idx()[0] - piece.blocks[0], piece.blocks[1] - piece.blocks[0] + 1, arch.grid_dim()[0]
-    keep(acc_O, lse, work, slot_of(j, piece), unit, tensors.O.shape[3])
-    grouped = pieces > config.most_pieces
-    group = j // config.group * config.group
-    first = group if grouped else Int32(0)
-    count = min(Int32(config.group), pieces - group) if grouped else pieces
-    counter = blocks + slot_of(group, piece) if grouped else piece.blocks[0]
-    level = Level(first, Int32(1), count, counter, Int32(0), not grouped)
+    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3])
+    grouped = piece.count > config.most_pieces
+    group = piece.number // config.group * config.group if grouped else Int32(0)
+    count = min(Int32(config.group), piece.count - group) if grouped else piece.count
+    level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
     going = Boolean(True)
     while going:
         going = arrive(work.arrivals.iterator + level.counter, level.count, told)
         if going:
-            add_up(level, tensors, work, sinks, piece, unit, config)
+            add_up(level, tensors, work, sinks, piece, unit, shape, config)
             going = not level.last
-            level = Level(Int32(0), Int32(config.group), cute.ceil_div(pieces, config.group), piece.blocks[0], Int32(1), Boolean(True))
+            counter, groups = scheduler.counter_of(Int32(0), Boolean(False), piece, shape, config), cute.ceil_div(piece.count, config.group)
+            level = Level(Int32(0), Int32(config.group), groups, counter, Int32(1), Boolean(True))
 
 
 @cute.jit
@@ -92,10 +84,11 @@ def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
 
 
 @cute.jit
-def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit: Unit, config: Constexpr[Config]):
+def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit: Unit, shape: Shape,
+           config: Constexpr[Config]):  # fmt: skip
     """By the warpgroup: of the level's pieces the sum, into O and L or over the first of them."""
     dim = tensors.O.shape[3]
-    per_row, slot0 = dim // WIDE, slot_of(level.first, piece)
+    per_row, slot0 = dim // WIDE, scheduler.slot_of(level.first, piece, shape, config)
     total, part = cute.make_rmem_tensor(WIDE, Float32), cute.make_rmem_tensor((WIDE, ABREAST), Float32)
     lse = cute.make_rmem_tensor(ABREAST, Float32)
     for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, THREADS, unroll=1):
@@ -107,7 +100,7 @@ def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit
             for i in range_constexpr(ABREAST):
                 lse[i] = -Float32.inf
                 if first + i < level.count:
-                    slot = slot_of(level.first + (first + i) * level.step, piece)
+                    slot = scheduler.slot_of(level.first + (first + i) * level.step, piece, shape, config)
                     lse[i] = work.lse[level.plane, slot, row]
                     cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
             for i in range_constexpr(ABREAST):

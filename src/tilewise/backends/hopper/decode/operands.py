@@ -29,9 +29,12 @@ class Work(NamedTuple):
     """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
 
     sums: Tensor  # (slots, rows, head_dim_v) fp32: O of each piece
-    lse: Tensor  # (slots, rows) fp32
+    lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
     arrivals: Tensor  # (counters,) int32
     blocks: int  # thread blocks of the launch
+    queries: int  # of a sequence, at most
+    split: int  # tiles of a piece; 0: not fixed
+    most_pieces: int  # of a unit, then
 
 
 class Window(NamedTuple):

@@ -4,13 +4,16 @@ A unit is a sequence, a key head and a tile of rows (query tokens times heads of
 sequence; before its tiles each unit has `fixed` places that stand for what it costs beside them. Block g of G takes the g-th part of the row. A
 unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one that goes
 on in a later one in slot 2 g + 1.
+
+With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
+share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
 """
 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Window
-from tilewise.sm90.dsl import Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 
@@ -19,12 +22,15 @@ class Shape(NamedTuple):
     """Numbers of a launch."""
 
     batch: Int32
-    queries: Int32  # of every sequence, where they are not ragged
+    queries: Int32  # of every sequence, at most where they are ragged
+    total: Int32  # queries of an entry
     capacity: Int32
     heads_k: Int32
     group: Int32
     by_group: object  # divisor
     page_size: object  # divisor; None: no pages
+    split: object  # divisor: tiles of a piece; None: as many as a block's share holds
+    most_pieces: Int32  # of a unit, with a split
     window: Window
     lengths: Lengths
 
@@ -62,13 +68,15 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The tiles of keys [first, last) of a unit, and the blocks [blocks[0], blocks[1]] that have some."""
+    """The tiles of keys [first, last) of a unit: its piece `number` of `count`, or with a split also some that follow."""
 
     head_k: Int32
     row0: Int32
     first: Int32
     last: Int32
-    blocks: tuple[Int32, Int32]
+    number: Int32
+    count: Int32
+    origin: Int32  # the block of the first piece, or with a split the unit
     next: Int32  # the place in the row behind the unit
 
 
@@ -78,8 +86,8 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     length = min(max(lengths.seqlens[b], 0), shape.capacity)
     first_query, queries, left = Int32(0), shape.queries, Int32(0)
     if const_expr(config.ragged):
-        first_query = lengths.cu_seqlens_q[b]
-        queries = max(lengths.cu_seqlens_q[b + 1] - first_query, 0)
+        first_query = min(max(lengths.cu_seqlens_q[b], 0), shape.total)
+        queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
     if const_expr(config.leftpad):
         left = min(max(lengths.leftpad[b], 0), length)
     begin = max(left, length - queries + window.lo)
@@ -152,21 +160,64 @@ def span_of(sequence: Sequence, shares: Shares, shape: Shape) -> Int32:
 
 
 @cute.jit
-def piece_of(place: Place, sequence: Sequence, shares: Shares, config: Constexpr[Config]) -> Piece:
-    """Of the unit at a place. It may have no tiles: then this block's share ends before them."""
+def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Piece:
+    """Of the unit at a place. It may have no tiles: then others compute the unit's."""
     each = sequence.tiles + shares.fixed
     unit = (place.at - place.start) // each
     begin = place.start + unit * each
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
-    blocks = block_of(tiles, shares), block_of(begin + each - 1, shares)
-    row_tile = unit % sequence.row_tiles
-    return Piece(
-        unit // sequence.row_tiles,
-        row_tile * config.tile_m,
-        sequence.first + first - tiles,
-        sequence.first + last - tiles,
-        blocks,
-        begin + each,
-    )
+    first, last = sequence.first + first - tiles, sequence.first + last - tiles
+    head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+    if const_expr(config.split):
+        first, last = (begin_of_piece(x, sequence, shape) for x in (first, last))
+        low, most = sequence.first // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        number, count = first // shape.split - low, (sequence.first + sequence.tiles - 1) // shape.split + 1 - low
+        origin = (place.sequence * shape.heads_k + head_k) * most + row_tile
+    else:
+        origin = block_of(tiles, shares)
+        number, count = arch.block_idx()[0] - origin, block_of(begin + each - 1, shares) - origin + 1
+    return Piece(head_k, row_tile * config.tile_m, first, last, number, count, origin, begin + each)
+
+
+@cute.jit
+def begin_of_piece(tile: Int32, sequence: Sequence, shape: Shape) -> Int32:
+    """The first tile from `tile` on at which a piece begins, or the unit ends."""
+    size = shape.split.divisor
+    later = min((tile + size - 1) // shape.split * size, sequence.first + sequence.tiles)
+    return later if tile > sequence.first else tile
+
+
+@cute.jit
+def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
+    """With a split: the i-th of the pieces that a Piece holds."""
+    size = shape.split.divisor
+    begin = (piece.first // shape.split + i) * size
+    first, last = max(piece.first, begin), min(piece.last, begin + size)
+    return Piece(piece.head_k, piece.row0, first, last, piece.number + i, piece.count, piece.origin, piece.next)
+
+
+@cute.jit
+def parts_of(piece: Piece, shape: Shape) -> Int32:
+    """How many there are."""
+    held = (piece.last - 1) // shape.split - piece.first // shape.split + 1
+    return held if piece.last > piece.first else Int32(0)
+
+
+@cute.jit
+def slot_of(j: Int32, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Where piece j of the unit is kept."""
+    if const_expr(config.split):
+        return piece.origin * shape.most_pieces + j
+    return 2 * (piece.origin + j) + (1 if j == 0 else 0)
+
+
+@cute.jit
+def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
+    if const_expr(config.split):
+        groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
+        units = units * cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        return units + piece.origin * groups + group // config.group if grouped else piece.origin
+    return arch.grid_dim()[0] + slot_of(group, piece, shape, config) if grouped else piece.origin

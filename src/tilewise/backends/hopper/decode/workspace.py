@@ -4,38 +4,60 @@ Counters are 0 between launches. A capture takes them from a reserve that an ear
 is none left, the graph clears its own.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.decode.operands import Work
 
-SLOTS = 2  # of a thread block
-COUNTERS = 3  # likewise
-RESERVE = 1 << 21  # counters of a device's reserve: 5,000 launches of captured graphs
+RESERVE = 1 << 21  # counters of a device's reserve: of 5,000 launches in captured graphs
 
 _KEPT: dict[tuple, tuple[Tensor, Tensor]] = {}  # by device and stream: memory for pieces, and counters
 _RESERVES: dict[torch.device, tuple[Tensor, int]] = {}  # and how many are taken
 
 
-def of(blocks: int, rows: int, dim: int, device: torch.device) -> Work:
-    """For a launch on the current stream: rows of dim numbers for each piece."""
-    elements = SLOTS * blocks * rows * (dim + 2)
+class Need(NamedTuple):
+    """Of a launch: pieces of `rows` rows of `dim` numbers, and what `Work` says beside."""
+
+    blocks: int
+    slots: int
+    counters: int
+    rows: int
+    dim: int
+    queries: int
+    split: int = 0
+    most_pieces: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """O, and two log-sum-exps."""
+        return self.slots * self.rows * (self.dim + 2)
+
+    @property
+    def bytes(self) -> int:
+        return 4 * (self.numbers + self.counters)
+
+
+def of(need: Need, device: torch.device) -> Work:
+    """For a launch on the current stream."""
     if torch.cuda.is_current_stream_capturing():
-        memory, counters = _memory(elements, device), _reserved(COUNTERS * blocks, device)
+        memory, counters = _memory(need, device), _reserved(need.counters, device)
     else:
         if device not in _RESERVES:
             _RESERVES[device] = torch.zeros(RESERVE, dtype=torch.int32, device=device), 0
         key = device, torch.cuda.current_stream(device).cuda_stream
-        memory, counters = _KEPT.get(key, (None, None))
-        if memory is None or memory.numel() < elements or counters.numel() < COUNTERS * blocks:
-            memory, counters = _memory(elements, device), torch.zeros(COUNTERS * blocks, dtype=torch.int32, device=device)
-            _KEPT[key] = memory, counters
-    sums, lse = memory[:elements].split((SLOTS * blocks * rows * dim, 2 * SLOTS * blocks * rows))
-    return Work(sums.view(SLOTS * blocks, rows, dim), lse.view(2, SLOTS * blocks, rows), counters, blocks)
+        kept = _KEPT.get(key)
+        if kept is None or kept[0].numel() < need.numbers or kept[1].numel() < need.counters:
+            kept = _KEPT[key] = _memory(need, device), torch.zeros(need.counters, dtype=torch.int32, device=device)
+        memory, counters = kept
+    sums, lse, _ = memory.tensor_split((need.slots * need.rows * need.dim, need.numbers))
+    shape = need.slots, need.rows
+    return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, need.blocks, need.queries, need.split, need.most_pieces)
 
 
-def _memory(elements: int, device: torch.device) -> Tensor:
-    return torch.empty(elements, dtype=torch.float32, device=device)
+def _memory(need: Need, device: torch.device) -> Tensor:
+    return torch.empty(need.numbers, dtype=torch.float32, device=device)
 
 
 def _reserved(count: int, device: torch.device) -> Tensor:
