@@ -17,7 +17,6 @@ from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST_BYTES = 1 << 30  # of pieces, with a split
-LEAST_BOX = 8  # tokens of a page that the copy engine fetches at a time, at least
 
 
 def why_not(call: DecodeCall) -> list[str]:
@@ -30,8 +29,6 @@ def why_not(call: DecodeCall) -> list[str]:
         )
     elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
-    elif call.page_table is not None and _box(call) < LEAST_BOX:
-        wrong.append(f"it takes pages of a multiple of {LEAST_BOX} tokens, not of {call.k_cache.shape[1]}")
     if window_of(call.mask) is None:
         wrong.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
     if call.scale <= 0.0:
@@ -128,10 +125,6 @@ def arguments(config: Config) -> list:
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
     return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), changed]
-
-
-def _box(call: DecodeCall) -> int:
-    return config_of(call).box
 
 
 def _lengths(call: DecodeCall) -> Lengths:

@@ -9,6 +9,7 @@ import torch
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
+LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 SHARED_BYTES = 226 * 1024  # of a multiprocessor, for K and V; a thread block takes 1 KB, its barriers less than another
 
 
@@ -21,7 +22,7 @@ class Config(ScoreChanges):
     head_dim_v: int
     tile_n: int
     kv_stages: int
-    box: int = 0  # tokens that the copy engine fetches at a time from a page; 0: the cache is not paged
+    box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
     blocks: int = 1  # thread blocks of a multiprocessor
     ragged: bool = False
     entries: bool = False
@@ -39,8 +40,18 @@ class Config(ScoreChanges):
         return TILE_M
 
     @property
+    def gathers(self) -> bool:
+        """Whether threads fetch single tokens, because pages are too small or too odd for the copy engine."""
+        return self.box == 1
+
+    @property
+    def loaders(self) -> int:
+        """Warps that load, of K and V each."""
+        return 2 if self.gathers else 1
+
+    @property
     def rows_of_box(self) -> int:
-        return self.box or self.tile_n
+        return LEAST_BOX if self.gathers else self.box or self.tile_n
 
 
 # (head_dim, head_dim_v): keys of a tile. A stage, K and V, is 32 KB or a little less or more.
@@ -59,4 +70,5 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     tile_n, blocks = fields.pop("tile_n", TILES[dims]), fields.pop("blocks", 1)
     stages = fields.pop("kv_stages", SHARED_BYTES // blocks // (2 * tile_n * sum(dims)))
     box = gcd(page_size, tile_n) if page_size else 0
+    box = 1 if 0 < box < LEAST_BOX else box
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)

@@ -36,7 +36,6 @@ from tilewise.sm90.dsl import (
 )
 
 THREADS, WARP = 128, 32
-LOADERS = 2  # warps
 WARPS = THREADS // WARP
 
 
@@ -75,7 +74,7 @@ def launch(
     kernel(*loaded, tensors, shape, work, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
         grid=(work.blocks, 1, 1),
-        block=(THREADS + LOADERS * WARP, 1, 1),
+        block=(THREADS + 2 * config.loaders * WARP, 1, 1),
         min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=100 if config.blocks > 1 else None,
         stream=stream,
@@ -100,8 +99,8 @@ def kernel(
     told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
-    sizes = (config.head_dim, config.head_dim_v)
-    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * dim, WARPS) for dim in sizes))
+    bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
+    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS, writers=config.loaders) for size in bytes_of_stage))
     tma.barriers_ready()
     by_token = values_by_token(sV, config)
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
@@ -109,10 +108,10 @@ def kernel(
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
         consume(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, config)
-    elif warp == WARPS:
-        loads.produce(load_K, sK, pipes.k, shape, config.head_dim, config)
+    elif warp < WARPS + config.loaders:
+        loads.produce(load_K, tensors.K, sK, pipes.k, shape, warp - WARPS, config.head_dim, config)
     else:
-        loads.produce(load_V, by_token, pipes.v, shape, config.head_dim_v, config)
+        loads.produce(load_V, tensors.V, by_token, pipes.v, shape, warp - WARPS - config.loaders, config.head_dim_v, config)
 
 
 def values_by_token(sV: cute.Tensor, config) -> cute.Tensor:

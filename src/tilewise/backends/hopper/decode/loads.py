@@ -1,7 +1,8 @@
-"""K and V on their way to shared memory: one warp each, tile after tile of the block's share.
+"""K and V on their way to shared memory, tile after tile of the block's share.
 
-A box of a page, or of the cache, is asked for at a time. Page numbers are read a tile ahead. Boxes beyond the last key that a row may see are
-asked for where there is no page, and come as zeros; so does a page whose number is out of range.
+One warp each asks the copy engine for a box of a page, or of the cache, at a time. Page numbers are read a tile ahead. Boxes beyond the last key that
+a row may see are asked for where there is no page, and come as zeros; so does a page whose number is out of range. Pages that are too small or too
+odd for boxes are gathered token by token, by two warps each, which likewise write zeros for what is not there.
 """
 
 from tilewise.backends.hopper.decode import scheduler
@@ -10,6 +11,8 @@ from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Sh
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
 from tilewise.sm90.wgmma import K_MAJOR
+
+WARP = 32
 
 
 def columns(dim: int) -> int:
@@ -25,9 +28,11 @@ def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
 
 
 @cute.jit
-def produce(source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, dim: Constexpr[int],
-            config: Constexpr[Config]):  # fmt: skip
-    """sX: (tile_n, dim, kv_stages)."""
+def produce(
+    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, dim: Constexpr[int],
+    config: Constexpr[Config],
+):  # fmt: skip
+    """The `warp`-th of those that load mX (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.kv_stages)
     shares = scheduler.shares_of(shape, config)
     place = scheduler.locate(shares, shape, config)
@@ -40,9 +45,11 @@ def produce(source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, s
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
-            state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
+            if const_expr(config.gathers):
+                state = gather_piece(mX, sX, pipe, state, b, piece, sequence, shape, warp, dim, config)
+            else:
+                state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
             at = piece.next
-    # every stage is released before the block ends: no box is on its way
 
 
 @cute.jit
@@ -94,3 +101,78 @@ def load_box(
         gX = cute.local_tile(source.gmem[None, None, head, entry], box, (row, c))
         s, g = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(gX, 0, 2))
         cute.copy(source.atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
+
+
+WIDE, BYTES = 8, 16  # numbers that a lane fetches at a time, and their bytes
+ABREAST = 16  # fetches of a lane on their way at a time, at most
+
+
+@cute.jit
+def gather_piece(
+    mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
+    sequence: Sequence, shape: Shape, warp: Int32, dim: Constexpr[int], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    gX = mX[None, None, piece.head_k, None]
+    pages = pages_of(b, piece.first, gX, sequence, shape, config)
+    for n in cutlass.range(piece.first, piece.last, unroll=1):
+        ahead = pages_of(b, n + 1, gX, sequence, shape, config)
+        tma.wait_for_empty(pipe, state)
+        gather_tile(gX, sX[None, None, state.index].iterator.toint(), pages, warp, dim, config)
+        tma.filled(pipe, state)
+        for part in range_constexpr(2):
+            pages[part].store(ahead[part].load())
+        state.advance()
+    return state
+
+
+@cute.jit
+def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Shape, config: Constexpr[Config]):
+    """(page, row in it) of this lane's tokens of tile n, every 32nd; page -1 where no row sees the token, or there is no such page."""
+    turns = const_expr(-(-config.tile_n // WARP))
+    pages, rows = cute.make_rmem_tensor(turns, Int32), cute.make_rmem_tensor(turns, Int32)
+    for i in range_constexpr(turns):
+        token = n * config.tile_n + i * WARP + arch.lane_idx()
+        number, row = divmod(token, shape.page_size)
+        page = Int32(-1)
+        if token < sequence.end and token >= sequence.begin:
+            page = shape.lengths.pages[b, number]
+        pages[i], rows[i] = (page if page < gX.shape[0] else Int32(-1)), row
+    return pages, rows
+
+
+@cute.jit
+def gather_tile(gX: cute.Tensor, address: Int32, pages: tuple, warp: Int32, dim: Constexpr[int], config: Constexpr[Config]):
+    """This warp's half of a tile, piece after piece of a token. gX: (pages, page_size, head_dim); address: of the stage."""
+    lanes, of_token = const_expr(config.loaders * WARP), const_expr(dim // WIDE)
+    width = const_expr(columns(dim) // WIDE)  # pieces of a token in a block of columns
+    turns = const_expr(config.tile_n * of_token // lanes)
+    at_once = const_expr(max(n for n in range(1, ABREAST + 1) if turns % n == 0))
+    fetched = cute.make_rmem_tensor((WIDE, at_once), gX.element_type)
+    for batch in range_constexpr(turns // at_once):
+        fetched.fill(0.0)
+        for i in range_constexpr(at_once):
+            which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
+            token, column = which // of_token, which % of_token * WIDE
+            page, row = (of_lane(x, token) for x in pages)
+            if page >= 0 and column < gX.shape[2]:
+                source = (gX[page, row, None].iterator + column).align(BYTES)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WIDE)), fetched[None, i])
+        words = cute.recast_tensor(fetched, Int32)
+        for i in range_constexpr(at_once):
+            which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
+            token, piece = which // of_token, which % of_token
+            block, place = piece // width, piece % width
+            swizzle = token % 8 if const_expr(width == 8) else token // 2 % 4
+            to = address + ((block * config.tile_n + token) * width + (place ^ swizzle)) * BYTES
+            values = [words[w, i] for w in range(4)]
+            arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *values])
+
+
+@cute.jit
+def of_lane(x: cute.Tensor, token: Int32) -> Int32:
+    """A token's number, of which lane token % 32 has the (token // 32)-th. All lanes ask, for a token of their own each."""
+    found = Int32(0)
+    for i in range_constexpr(cute.size(x)):
+        there = arch.shuffle_sync(x[i], token % WARP)
+        found = there if token // WARP == i else found
+    return found
