@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise.masks import Causal, Mask
+from tilewise.masks import Causal, Dense, Mask
 from tilewise.problem import Call, DecodeCall
 from tilewise.testing import tolerance
 
@@ -30,6 +30,7 @@ class DecodeCase:
     leftpad: tuple[int, ...] | None = None
     entries: bool = False  # the cache's entries in another order, and more of them
     split: int | None = None
+    tree: int = 0  # newest tokens that see each other as in a random tree; all of them are queries
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -83,7 +84,7 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
         max_seqlen_q=max(queries),
         cache_batch_idx=entries,
         leftpad=torch.tensor(case.leftpad, **ints) if case.leftpad else None,
-        tree=None,
+        tree=random_trees(batch, case.tree, draw) if case.tree else None,
         shared_prefix=0,
         split=case.split,
         mask=case.mask,
@@ -94,6 +95,15 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
     )
     moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
     return replace(call, **moved)
+
+
+def random_trees(batch: int, new: int, draw: torch.Generator) -> Tensor:
+    """(batch, new, new) bool: each token sees itself and its ancestors; its parent is drawn from those before it."""
+    trees = torch.eye(new, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
+    for tree in trees:
+        for i in range(1, new):
+            tree[i] |= tree[int(torch.randint(0, i, (1,), generator=draw, device="cpu"))]
+    return trees
 
 
 def parts(call: DecodeCall, o: Tensor, lse: Tensor) -> list[tuple[Call, Tensor, Tensor]]:
@@ -107,8 +117,22 @@ def parts(call: DecodeCall, o: Tensor, lse: Tensor) -> list[tuple[Call, Tensor, 
         first = 0 if call.leftpad is None else min(int(call.leftpad[b]), n)
         k, v = (sequence(call, x, b, n)[None, first:] for x in (call.k_cache, call.v_cache))
         changes = {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
-        found.append((Call(q=q, k=k, v=v, mask=call.mask, scale=call.scale, **changes), of_o, of_lse))
+        mask = call.mask
+        if call.tree is not None and k.shape[1]:
+            mask = shown_by(call.tree[min(b, call.tree.shape[0] - 1)], q.shape[1], k.shape[1]) & mask
+        found.append((Call(q=q, k=k, v=v, mask=mask, scale=call.scale, **changes), of_o, of_lse))
     return found
+
+
+def shown_by(tree: Tensor, queries: int, keys: int) -> Mask:
+    """What queries see of keys as far as the tree of the newest has a say."""
+    new = tree.shape[0]
+    shown = torch.ones(queries, keys, dtype=torch.bool, device=tree.device)
+    seen = min(new, keys)
+    shown[:, keys - seen :] = False
+    rows = min(queries, new)
+    shown[queries - rows :, keys - seen :] = tree[new - rows :, new - seen :]
+    return Dense(shown)
 
 
 def sequence(call: DecodeCall, cache: Tensor, b: int, n: int) -> Tensor:

@@ -7,7 +7,7 @@ from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import workspace
 from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder
+from tilewise.backends.hopper.decode.repeat import Decoder, lengths_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -35,7 +35,6 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append(f"it takes a positive scale, not {call.scale}")
     if call.cache_batch_idx is not None and call.page_table is not None:
         wrong.append("it takes cache_batch_idx or page_table, not both")
-    wrong += [f"it has no {name} yet" for name in ("tree",) if getattr(call, name) is not None]
     if call.split is not None and call.split < 1:
         wrong.append(f"it takes a split of at least 1 key, not {call.split}")
     if 0 in call.k_cache.shape or call.q.numel() == 0:
@@ -62,7 +61,7 @@ def decode(call: DecodeCall, **tuning) -> tuple[Tensor, Tensor] | None:
         tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
         if call.cu_seqlens_q is not None:
             tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
-        kernel(Tensors(*tensors), _lengths(call), _work(call, config), *_numbers(call, config))
+        kernel(Tensors(*tensors), lengths_of(call), _work(call, config), *_numbers(call, config))
     return o, lse
 
 
@@ -87,6 +86,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         ragged=call.cu_seqlens_q is not None,
         entries=call.cache_batch_idx is not None,
         leftpad=call.leftpad is not None,
+        tree=call.tree is not None,
         split=call.split is not None,
         **tuning,
     )
@@ -99,11 +99,11 @@ def kernels(call: DecodeCall) -> list[tuple]:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32
+    from tilewise.sm90.dsl import Float32, Int32, Uint8
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
-    slots, rows = jit.size(), jit.size()
+    slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
     q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
     v, o = jit.tensor(dtype, entries, capacity, heads_k, dim_v), jit.tensor(dtype, batch, seqlen_q, heads_q, dim_v)
@@ -118,6 +118,7 @@ def arguments(config: Config) -> list:
         numbers(config.ragged, jit.size()),
         numbers(config.entries, sequences),
         numbers(config.leftpad, sequences),
+        jit.tensor(Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
     work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(4)))
@@ -125,11 +126,6 @@ def arguments(config: Config) -> list:
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
     return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), changed]
-
-
-def _lengths(call: DecodeCall) -> Lengths:
-    given = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
-    return Lengths(*(x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in given))
 
 
 def _work(call: DecodeCall, config: Config) -> Work:

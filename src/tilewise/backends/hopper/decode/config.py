@@ -27,6 +27,7 @@ class Config(ScoreChanges):
     ragged: bool = False
     entries: bool = False
     leftpad: bool = False
+    tree: bool = False
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do

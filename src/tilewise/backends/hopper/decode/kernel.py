@@ -185,12 +185,12 @@ def attend(
         keys=rows.keys_of(sequence, unit, shape),
         slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
         sequence=sequence,
-        free=rows.free_of(sequence, shape),
+        free=rows.free_of(sequence, shape, config),
     )
     rows.load_queries(tile.Q, tensors.Q, unit, config)
     tile.acc_O.fill(0.0)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
-        step(tile, pipes, state, n * config.tile_n, changes, config)
+        step(tile, pipes, state, n * config.tile_n, b, shape, changes, config)
         state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     fragments.scale_rows(tile.acc_O, inverse)
@@ -202,7 +202,9 @@ def attend(
 
 
 @cute.jit
-def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, changes: Scores, config: Constexpr[Config]):
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, b: Int32, shape: Shape, changes: Scores, config: Constexpr[Config]
+):  # fmt: skip
     """S = Q K^T of a tile, softmax, O += P V."""
     sequence, free = tile.sequence, tile.free
     acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
@@ -214,6 +216,8 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, cha
         rows.modify(acc_S, n0, tile.keys, tile.slopes, changes, config)
     if n0 < free[0] or n0 + config.tile_n > free[1]:
         rows.hide(acc_S, tile.keys, n0)
+        if const_expr(config.tree):
+            rows.hide_in_tree(acc_S, tile.keys, n0, b, sequence.length, shape.lengths.tree)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)

@@ -16,13 +16,14 @@ class Tensors(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """int32, read on the GPU."""
+    """int32, but for the tree; read on the GPU."""
 
     seqlens: Tensor  # (batch,): clamped to [0, capacity]
     pages: Tensor | None  # (batch, max_pages)
     cu_seqlens_q: Tensor | None  # (batch + 1,)
     entries: Tensor | None  # (batch,): the entry of K and V that holds a sequence
     leftpad: Tensor | None  # (batch,): the first token that may be seen
+    tree: Tensor | None  # (batch or 1, new, new) uint8: which of the newest tokens see which
 
 
 class Work(NamedTuple):

@@ -48,7 +48,7 @@ class Decoder:
         work, *numbers = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(call, stream)
         if self.by_call:
             numbers = self.numbers(call)
-        lengths = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+        lengths = lengths_of(call)
         try:
             self.kernel((q, k, v, o, lse), lengths, work, *numbers)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
@@ -65,6 +65,11 @@ class Decoder:
         fresh = short.as_operand(work, True), *(() if self.by_call else numbers)
         self.kept[stream] = fresh
         return fresh
+
+
+def lengths_of(call: DecodeCall) -> Lengths:
+    tree = None if call.tree is None else call.tree.view(torch.uint8)
+    return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
 
 
 _KNOWN: dict[tuple, Decoder | None] = {}

@@ -8,7 +8,7 @@ from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
-from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Constexpr, Float32, Int32, Uint8, arch, const_expr, cute, cutlass, range_constexpr
 
 THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
@@ -85,10 +85,13 @@ def keys_of(sequence: Sequence, unit: Unit, shape: Shape) -> Keys:
 
 
 @cute.jit
-def free_of(sequence: Sequence, shape: Shape) -> tuple[Int32, Int32]:
+def free_of(sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
     """The keys [begin, end) that all rows of a sequence see."""
     begin = max(sequence.left, sequence.length - 1 + shape.window.lo)
-    return begin, min(sequence.length, sequence.length - sequence.queries + shape.window.hi + 1)
+    end = min(sequence.length, sequence.length - sequence.queries + shape.window.hi + 1)
+    if const_expr(config.tree):
+        end = min(end, sequence.length - shape.lengths.tree.shape[2])
+    return begin, end
 
 
 @cute.jit
@@ -121,6 +124,22 @@ def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
         for c in range_constexpr(cute.size(S, mode=[1])):
             at = const_expr(fragments.column(c))
             S[r, c] = S[r, c] if at >= begin and at < end else -Float32.inf
+
+
+@cute.jit
+def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
+    """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree sees none of it."""
+    S, new = fragments.by_rows(acc_S), tree.shape[2]
+    first = n0 + arch.lane_idx() % QUAD * 2 - (length - new)  # in the tree
+    for r in range_constexpr(fragments.ROWS):
+        token = keys.position[r] - (length - new)
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            key = first + fragments.column(c)
+            if key >= 0 and key < new:
+                shown = Uint8(0)
+                if token >= 0 and token < new:
+                    shown = tree[min(b, tree.shape[0] - 1), token, key]
+                S[r, c] = -Float32.inf if shown == 0 else S[r, c]
 
 
 @cute.jit
