@@ -30,6 +30,7 @@ class DecodeCase:
     leftpad: tuple[int, ...] | None = None
     entries: bool = False  # the cache's entries in another order, and more of them
     split: int | None = None
+    prefix: int = 0  # so many first tokens are the same for all
     tree: int = 0  # newest tokens that see each other as in a random tree; all of them are queries
     dtype: torch.dtype = torch.bfloat16
 
@@ -60,11 +61,14 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
         if case.entries:
             entries = torch.randperm(batch + 2, generator=draw, device="cpu")[:batch].int()
     caches = [torch.full((*shape, heads_k, dim), math.nan, dtype=case.dtype, device="cpu") for dim in case.dims]
+    same = {dim: normal(case.prefix, heads_k, dim) for dim in case.dims}
     for b, n in enumerate(case.lengths):
         first = case.leftpad[b] if case.leftpad else 0
         for cache, dim in zip(caches, case.dims, strict=True):
             rows = normal(n, heads_k, dim)
             rows[:first] = math.nan
+            if case.prefix:
+                rows[: case.prefix] = same[dim][:n]
             if table is None:
                 cache[b if entries is None else int(entries[b]), :n] = rows
             else:
@@ -85,7 +89,7 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
         cache_batch_idx=entries,
         leftpad=torch.tensor(case.leftpad, **ints) if case.leftpad else None,
         tree=random_trees(batch, case.tree, draw) if case.tree else None,
-        shared_prefix=0,
+        shared_prefix=case.prefix,
         split=case.split,
         mask=case.mask,
         scale=case.dims[0] ** -0.5,

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes
-from tilewise.backends.hopper.decode import workspace
+from tilewise.backends.hopper.decode import prefix, workspace
 from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, lengths_of
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, lengths_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -51,26 +51,40 @@ def decode(call: DecodeCall, **tuning) -> tuple[Tensor, Tensor] | None:
     """
     if why_not(call):
         return None
-    config = config_of(call, **tuning)
-    o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=call.q.dtype, device=call.q.device)
-    heads = call.q.shape[-2]
-    shape = (heads, call.q.shape[0]) if call.cu_seqlens_q is not None else (call.q.shape[0], heads, call.q.shape[1])
-    lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    kernel = jit.compiled(LAUNCH, arguments, config)
     with torch.cuda.device(call.q.device):
-        tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
-        if call.cu_seqlens_q is not None:
-            tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
-        kernel(Tensors(*tensors), lengths_of(call), _work(call, config), *_numbers(call, config))
+        if prefix.pays(call):
+            first = prefix.of(call)
+            found = _compute(first, config_of(first, out=torch.float32, **tuning))
+            return _compute(call, config_of(call, onto=True, **tuning), prefix.prior(call, *found))
+        return _compute(call, config_of(call, **tuning))
+
+
+def _compute(call: DecodeCall, config: Config, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
+    o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=config.out or call.q.dtype, device=call.q.device)
+    heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
+    shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
+    lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
+    if ragged:
+        tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
+    window, changed = _numbers(call, config)
+    jit.compiled(LAUNCH, arguments, config)(Tensors(*tensors), lengths_of(call), _work(call, config), window, prior, changed)
     return o, lse
 
 
-def decoder(call: DecodeCall) -> Decoder | None:
+def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
     """What computes calls like this one; None where the kernel does not cover them."""
     if why_not(call):
         return None
-    config = config_of(call)
-    return Decoder(call, jit.compiled(LAUNCH, arguments, config), lambda call: _numbers(call, config), lambda: _work(call, config))
+    if prefix.pays(call):
+        first = prefix.of(call)
+        return Prefixed(_decoder(first, config_of(first, out=torch.float32)), _decoder(call, config_of(call, onto=True)))
+    return _decoder(call, config_of(call))
+
+
+def _decoder(call: DecodeCall, config: Config) -> Decoder:
+    kernel = jit.compiled(LAUNCH, arguments, config)
+    return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
 
 
 def config_of(call: DecodeCall, **tuning) -> Config:
@@ -94,6 +108,8 @@ def config_of(call: DecodeCall, **tuning) -> Config:
 
 def kernels(call: DecodeCall) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
+    if prefix.pays(call):
+        return [(LAUNCH, arguments, config_of(prefix.of(call), out=torch.float32)), (LAUNCH, arguments, config_of(call, onto=True))]
     return [(LAUNCH, arguments, config_of(call))]
 
 
@@ -106,7 +122,7 @@ def arguments(config: Config) -> list:
     slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
     q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
-    v, o = jit.tensor(dtype, entries, capacity, heads_k, dim_v), jit.tensor(dtype, batch, seqlen_q, heads_q, dim_v)
+    v, o = jit.tensor(dtype, entries, capacity, heads_k, dim_v), jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v)
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
 
     def numbers(there: bool, *sizes):
@@ -122,10 +138,14 @@ def arguments(config: Config) -> list:
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
     work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(4)))
+    prior = None
+    if config.onto:
+        like_o, like_lse = jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v), jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+        prior = Prior(like_o, like_lse, Int32(0))
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
-    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), changed]
+    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
 
 
 def _work(call: DecodeCall, config: Config) -> Work:

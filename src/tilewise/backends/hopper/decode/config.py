@@ -28,6 +28,8 @@ class Config(ScoreChanges):
     entries: bool = False
     leftpad: bool = False
     tree: bool = False
+    onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
+    out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do

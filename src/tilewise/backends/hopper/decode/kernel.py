@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Keys
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
@@ -46,7 +46,7 @@ class Pipes(NamedTuple):
 
 @cute.jit
 def launch(
-    tensors: Tensors, lengths: Lengths, work: Work, window: Window, changes: Scores, config: Constexpr[Config], stream: CUstream
+    tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
     mQ, mK, mV, _, _ = tensors
     tokens = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV)]
@@ -69,9 +69,10 @@ def launch(
         most_pieces=work.most_pieces,
         window=window,
         lengths=lengths,
+        prefix=prior.tokens if config.onto else None,
     )
     dtype = mK.element_type
-    kernel(*loaded, tensors, shape, work, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
+    kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
         grid=(work.blocks, 1, 1),
         block=(THREADS + 2 * config.loaders * WARP, 1, 1),
@@ -91,7 +92,7 @@ def products(config, dtype) -> wgmma.Mma:
 
 @cute.kernel
 def kernel(
-    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma,
+    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, shape: Shape, work: Work, prior: Prior | None, changes: Scores, mma: wgmma.Mma,
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage, dtype = SmemAllocator(), tensors.K.element_type
@@ -107,7 +108,7 @@ def kernel(
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
-        consume(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, config)
+        consume(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sK, sV, by_token, told, pipes, config)
     elif warp < WARPS + config.loaders:
         loads.produce(load_K, tensors.K, sK, pipes.k, shape, warp - WARPS, config.head_dim, config)
     else:
@@ -139,7 +140,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
+    tensors: Tensors, shape: Shape, work: Work, ending: merge.Ending, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
     told: cute.Tensor, pipes: Pipes, config: Constexpr[Config],
 ):  # fmt: skip
     """The warpgroup: unit after unit of the block's share."""
@@ -158,15 +159,15 @@ def consume(
             if const_expr(config.split):
                 for i in cutlass.range(scheduler.parts_of(piece, shape), unroll=1):
                     part = scheduler.part_of(piece, i, shape)
-                    state = attend(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, state, b, part, sequence, config)
+                    state = attend(tensors, shape, work, ending, changes, mma, sK, sV, by_token, told, pipes, state, b, part, sequence, config)
             elif piece.last > piece.first:
-                state = attend(tensors, shape, work, changes, mma, sK, sV, by_token, told, pipes, state, b, piece, sequence, config)
+                state = attend(tensors, shape, work, ending, changes, mma, sK, sV, by_token, told, pipes, state, b, piece, sequence, config)
             at = piece.next
 
 
 @cute.jit
 def attend(
-    tensors: Tensors, shape: Shape, work: Work, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
+    tensors: Tensors, shape: Shape, work: Work, ending: merge.Ending, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
     told: cute.Tensor, pipes: Pipes, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
@@ -195,9 +196,9 @@ def attend(
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     fragments.scale_rows(tile.acc_O, inverse)
     if piece.count == 1:
-        merge.store(tile.acc_O, lse, tensors, changes.sink, unit, config)
+        merge.store(tile.acc_O, lse, tensors, ending, unit, config)
     else:
-        merge.together(tile.acc_O, lse, tensors, work, changes.sink, told, piece, unit, shape, config)
+        merge.together(tile.acc_O, lse, tensors, work, ending, told, piece, unit, shape, config)
     return state
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Tensors, Work
+from tilewise.backends.hopper.decode.operands import Prior, Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Shape
 from tilewise.sm90 import fragments
@@ -19,6 +19,13 @@ THREADS = 128
 WIDE = 4  # numbers that a thread reads or writes at a time
 ABREAST = 20  # pieces that are read at a time
 ARRIVED = 2  # a named barrier
+
+
+class Ending(NamedTuple):
+    """What joins a unit when all of its pieces are together."""
+
+    sinks: cute.Tensor | None  # (heads_q,) fp32
+    prior: Prior | None
 
 
 class Level(NamedTuple):
@@ -33,7 +40,7 @@ class Level(NamedTuple):
 
 
 @cute.jit
-def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks, told: cute.Tensor, piece: Piece, unit: Unit,
+def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit,
              shape: Shape, config: Constexpr[Config]):  # fmt: skip
     """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory."""
     keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3])
@@ -45,7 +52,7 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
     while going:
         going = arrive(work.arrivals.iterator + level.counter, level.count, told)
         if going:
-            add_up(level, tensors, work, sinks, piece, unit, shape, config)
+            add_up(level, tensors, work, ending, piece, unit, shape, config)
             going = not level.last
             counter, groups = scheduler.counter_of(Int32(0), Boolean(False), piece, shape, config), cute.ceil_div(piece.count, config.group)
             level = Level(Int32(0), Int32(config.group), groups, counter, Int32(1), Boolean(True))
@@ -84,7 +91,7 @@ def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
 
 
 @cute.jit
-def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit: Unit, shape: Shape,
+def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit, shape: Shape,
            config: Constexpr[Config]):  # fmt: skip
     """By the warpgroup: of the level's pieces the sum, into O and L or over the first of them."""
     dim = tensors.O.shape[3]
@@ -116,14 +123,15 @@ def add_up(level: Level, tensors: Tensors, work: Work, sinks, piece: Piece, unit
         factor = 1.0 if weight == 0.0 else 1.0 / weight
         if level.last:
             token, head = rows.place_of(row, unit)
-            by_sink = Float32(1.0)
-            if const_expr(config.sinks):
-                whole, by_sink = with_sink(whole, sinks[head])
-            numbers = cute.make_rmem_tensor(WIDE, tensors.O.element_type)
+            whole, own, earlier = weights_of(whole, ending, unit, token, head, config)
+            numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
+            found.fill(0.0)
+            if const_expr(config.onto):
+                if earlier != 0.0:
+                    cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
             for c in range_constexpr(WIDE):
-                numbers[c] = (total[c] * (factor * by_sink)).to(tensors.O.element_type)
-            target = tensors.O[unit.entry, unit.first_query + token, head, None].iterator + column
-            cute.autovec_copy(numbers, cute.make_tensor(target.align(8), cute.make_layout(WIDE)))
+                numbers[c] = (total[c] * (factor * own) + found[c] * earlier).to(tensors.O.element_type)
+            cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
             if column == 0:
                 tensors.L[unit.entry, head, unit.first_query + token] = whole
         else:
@@ -140,31 +148,50 @@ def wide(sums: cute.Tensor, slot: Int32, row: Int32, column: Int32) -> cute.Tens
 
 
 @cute.jit
-def with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """The log-sum-exp with the sink, and what O is to be multiplied with."""
-    top = arch.fmax(lse, sink)
-    base = Float32(0.0) if top == -Float32.inf else top
-    mine, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, sink))
-    total = mine + other
-    whole = -Float32.inf if total == 0.0 else base + cute.math.log2(total) * LN2
-    return whole, (Float32(1.0) if total == 0.0 else mine / total)
+def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32, n: Constexpr[int]) -> cute.Tensor:
+    """n numbers of a row of O, or of what is shaped like it, from `column` on."""
+    first = mX[unit.entry, unit.first_query + token, head, None].iterator + column
+    return cute.make_tensor(first.align(n * mX.element_type.width // 8), cute.make_layout(n))
 
 
 @cute.jit
-def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, sinks, unit: Unit, config: Constexpr[Config]):
+def weights_of(lse: Float32, ending: Ending, unit: Unit, token: Int32, head: Int32, config: Constexpr[Config]) -> tuple[Float32, Float32, Float32]:
+    """A row's log-sum-exp in the end, and what its O is multiplied with, and that of the prefix."""
+    earlier, sink = -Float32.inf, -Float32.inf
+    if const_expr(config.onto):
+        if unit.joins:
+            earlier = ending.prior.L[unit.entry, head, unit.first_query + token]
+    if const_expr(config.sinks):
+        sink = ending.sinks[head]
+    if const_expr(not (config.onto or config.sinks)):
+        return lse, Float32(1.0), Float32(0.0)
+    top = arch.fmax(arch.fmax(lse, earlier), sink)
+    base = Float32(0.0) if top == -Float32.inf else top
+    own, before, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, earlier, sink))
+    total = own + before + other
+    whole = -Float32.inf if total == 0.0 else base + cute.math.log2(total) * LN2
+    inverse = Float32(1.0) if total == 0.0 else 1.0 / total
+    return whole, own * inverse, before * inverse
+
+
+@cute.jit
+def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending, unit: Unit, config: Constexpr[Config]):
     """A unit that is this block's alone."""
-    O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type)
+    O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
+    found.fill(0.0)
     for r in range_constexpr(fragments.ROWS):
         row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             token, head = rows.place_of(row, unit)
-            whole, factor = lse[r], Float32(1.0)
-            if const_expr(config.sinks):
-                whole, factor = with_sink(whole, sinks[head])
-            first = tensors.O[unit.entry, unit.first_query + token, head, None].iterator + column
+            whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                at = column + const_expr(fragments.column(c))
                 if fragments.column(c) < tensors.O.shape[3]:
-                    pair[0], pair[1] = ((O[r, c + i] * factor).to(tensors.O.element_type) for i in range(2))
-                    cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(4), cute.make_layout(2)))
+                    if const_expr(config.onto):
+                        if earlier != 0.0:
+                            cute.autovec_copy(vector(ending.prior.O, unit, token, head, at, 2), found)
+                    for i in range_constexpr(2):
+                        pair[i] = (O[r, c + i] * own + found[i] * earlier).to(tensors.O.element_type)
+                    cute.autovec_copy(pair, vector(tensors.O, unit, token, head, at, 2))
             if column == 0:
                 tensors.L[unit.entry, head, unit.first_query + token] = whole

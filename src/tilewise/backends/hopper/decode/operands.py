@@ -26,6 +26,14 @@ class Lengths(NamedTuple):
     tree: Tensor | None  # (batch or 1, new, new) uint8: which of the newest tokens see which
 
 
+class Prior(NamedTuple):
+    """What an earlier launch found for the first `tokens` keys of every sequence. Shaped as O and L, fp32."""
+
+    O: Tensor
+    L: Tensor
+    tokens: int
+
+
 class Work(NamedTuple):
     """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
 

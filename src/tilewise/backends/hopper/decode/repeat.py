@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Work
+from tilewise.backends.hopper.decode import prefix
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
 from tilewise.sm90.jit import aligned, readable
@@ -23,8 +24,13 @@ class Decoder:
     Workspace is kept, one a stream, whose launches follow each other. A CUDA graph may be replayed on any stream, so what it captures gets its own.
     """
 
-    def __init__(self, call: DecodeCall, kernel: Callable, numbers: Callable[[DecodeCall], tuple], workspace: Callable[[], Work]) -> None:
-        """`kernel(Tensors, Lengths, workspace(), *numbers(call))` computes a call, ragged queries as one entry's."""
+    def __init__(
+        self, call: DecodeCall, kernel: Callable, numbers: Callable[[DecodeCall], tuple], workspace: Callable[[], Work], out: torch.dtype
+    ) -> None:
+        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of dtype `out`;
+        numbers(call): window and scores.
+        """
+        self.out = out
         self.kernel, self.numbers, self.workspace = kernel, numbers, workspace
         self.device = call.q.device.index
         self.empty = short.allocator(call.q.device)
@@ -32,28 +38,28 @@ class Decoder:
         self.by_call = call.alibi_slopes is not None or call.sink is not None  # whether the numbers hold tensors
         self.kept: dict[int, tuple] = {}  # by stream: workspace and, where they hold no tensor, numbers
 
-    def __call__(self, call: DecodeCall) -> Decoded:
+    def __call__(self, call: DecodeCall, prior: Prior | None = None) -> Decoded:
         """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(call)
+                return self(call, prior)
         q, k, v = call.q, call.k_cache, call.v_cache
         *_, seqlen_q, heads, _ = q.shape if not self.ragged else (1, *q.shape)
         batch, dim = 1 if self.ragged else q.shape[0], v.shape[3]
-        o = self.empty((batch, seqlen_q, heads, dim), (seqlen_q * heads * dim, heads * dim, dim, 1), q.dtype)
+        o = self.empty((batch, seqlen_q, heads, dim), (seqlen_q * heads * dim, heads * dim, dim, 1), self.out)
         lse = self.empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32)
         if self.ragged:
             q = q.unsqueeze(0)
         stream = short.current_stream(self.device)
-        work, *numbers = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(call, stream)
+        work, window, scores = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(call, stream)
         if self.by_call:
-            numbers = self.numbers(call)
+            window, scores = self.numbers(call)
         lengths = lengths_of(call)
         try:
-            self.kernel((q, k, v, o, lse), lengths, work, *numbers)
+            self.kernel((q, k, v, o, lse), lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, *numbers)
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, window, prior, scores)
         return (o[0], lse[0]) if self.ragged else (o, lse)
 
     def _begin(self, call: DecodeCall, stream: int) -> tuple:
@@ -62,9 +68,20 @@ class Decoder:
         if short.capturing():
             hold(numbers)
             return work, *numbers
-        fresh = short.as_operand(work, True), *(() if self.by_call else numbers)
+        fresh = short.as_operand(work, True), *((None, None) if self.by_call else numbers)
         self.kept[stream] = fresh
         return fresh
+
+
+class Prefixed:
+    """Two launches: of the prefix that all sequences have, and of the rest."""
+
+    def __init__(self, first: Decoder, rest: Decoder) -> None:
+        self.first, self.rest = first, rest
+
+    def __call__(self, call: DecodeCall) -> Decoded:
+        found = self.first(prefix.of(call))
+        return self.rest(call, prefix.prior(call, *found))
 
 
 def lengths_of(call: DecodeCall) -> Lengths:
@@ -72,10 +89,10 @@ def lengths_of(call: DecodeCall) -> Lengths:
     return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
 
 
-_KNOWN: dict[tuple, Decoder | None] = {}
+_KNOWN: dict[tuple, Decoder | Prefixed | None] = {}
 
 
-def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | None]) -> Decoded | None:
+def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed | None]) -> Decoded | None:
     """By the decoder of calls like this one, which `decoder(call)` makes the first time; None where it makes none."""
     key = _key(call)
     if key not in _KNOWN:
@@ -99,4 +116,4 @@ def _key(call: DecodeCall) -> tuple:
         q.numel() == 0,
         k.shape[0] == 0,
     )
-    return (q.dtype, k.dtype, v.dtype, q.device, *sizes, there, call.max_seqlen_q, call.split, call.mask, call.scale, call.softcap)
+    return (q.dtype, k.dtype, v.dtype, q.device, *sizes, there, call.max_seqlen_q, call.split, call.shared_prefix, call.seqlens.shape[0] * (call.split is not None or call.shared_prefix > 0), call.mask, call.scale, call.softcap)

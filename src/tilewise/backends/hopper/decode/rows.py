@@ -8,7 +8,7 @@ from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
-from tilewise.sm90.dsl import Constexpr, Float32, Int32, Uint8, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Uint8, arch, const_expr, cute, cutlass, range_constexpr
 
 THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
@@ -25,6 +25,7 @@ class Unit(NamedTuple):
     row0: Int32  # the unit's first row among the sequence's
     rows: Int32  # of the unit
     group: object  # divisor
+    joins: Boolean  # those of a prefix
 
 
 class Keys(NamedTuple):
@@ -39,7 +40,7 @@ class Keys(NamedTuple):
 def unit_of(b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Unit:
     rows = min(sequence.queries * shape.group - piece.row0, config.tile_m)
     entry = Int32(0) if const_expr(config.ragged) else b
-    return Unit(entry, sequence.first_query, piece.head_k * shape.group, piece.row0, rows, shape.by_group)
+    return Unit(entry, sequence.first_query, piece.head_k * shape.group, piece.row0, rows, shape.by_group, sequence.joins)
 
 
 @cute.jit

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     most_pieces: Int32  # of a unit, with a split
     window: Window
     lengths: Lengths
+    prefix: object  # Int32: keys that are another launch's business; None: none
 
 
 class Sequence(NamedTuple):
@@ -47,6 +48,7 @@ class Sequence(NamedTuple):
     first: Int32  # tile of keys
     tiles: Int32  # at least 1, so that a unit is some block's
     row_tiles: Int32
+    joins: Boolean  # whether the prefix has been computed for it
 
 
 class Shares(NamedTuple):
@@ -90,13 +92,17 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
         queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
     if const_expr(config.leftpad):
         left = min(max(lengths.leftpad[b], 0), length)
+    joins = Boolean(False)
+    if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
+        joins = length - queries + window.hi + 1 >= shape.prefix
+        left = shape.prefix if joins else left
     begin = max(left, length - queries + window.lo)
     end = max(min(length, length + window.hi), 0)
     begin = min(begin, end)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
     rows = queries * shape.group
-    return Sequence(first_query, queries, length, begin, end, left, first, tiles, cute.ceil_div(rows, config.tile_m))
+    return Sequence(first_query, queries, length, begin, end, left, first, tiles, cute.ceil_div(rows, config.tile_m), joins)
 
 
 @cute.jit
