@@ -122,7 +122,10 @@ def arguments(config: Config) -> list:
     slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
     q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
-    v, o = jit.tensor(dtype, entries, capacity, heads_k, dim_v), jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v)
+    v, o = (
+        jit.tensor(dtype, entries, capacity, heads_k, dim_v),
+        jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
+    )
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
 
     def numbers(there: bool, *sizes):
@@ -140,7 +143,10 @@ def arguments(config: Config) -> list:
     work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(4)))
     prior = None
     if config.onto:
-        like_o, like_lse = jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v), jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+        like_o, like_lse = (
+            jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v),
+            jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False),
+        )
         prior = Prior(like_o, like_lse, Int32(0))
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None

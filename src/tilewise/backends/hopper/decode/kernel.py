@@ -44,6 +44,26 @@ class Pipes(NamedTuple):
     v: pipeline.PipelineTmaAsync
 
 
+class Smem(NamedTuple):
+    K: cute.Tensor  # (tile_n, head_dim, kv_stages)
+    V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
+    V_by_token: cute.Tensor  # (tile_n, head_dim_v, kv_stages): the same memory
+    told: cute.Tensor  # (1,) int32: what one thread tells the others
+
+
+class Shared(NamedTuple):
+    """What units have in common."""
+
+    tensors: Tensors
+    shape: Shape
+    work: Work
+    ending: merge.Ending
+    changes: Scores
+    mma: wgmma.Mma
+    sm: Smem
+    pipes: Pipes
+
+
 @cute.jit
 def launch(
     tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, changes: Scores, config: Constexpr[Config], stream: CUstream
@@ -95,30 +115,30 @@ def kernel(
     load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, shape: Shape, work: Work, prior: Prior | None, changes: Scores, mma: wgmma.Mma,
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
-    storage, dtype = SmemAllocator(), tensors.K.element_type
-    sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in (layout_K, layout_V))
-    told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
+    storage = SmemAllocator()
+    sm = allocate(storage, tensors.K.element_type, (layout_K, layout_V), config)
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
     bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
     pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS, writers=config.loaders) for size in bytes_of_stage))
     tma.barriers_ready()
-    by_token = values_by_token(sV, config)
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
-        consume(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sK, sV, by_token, told, pipes, config)
+        consume(Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
     elif warp < WARPS + config.loaders:
-        loads.produce(load_K, tensors.K, sK, pipes.k, shape, warp - WARPS, config.head_dim, config)
+        loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, config.head_dim, config)
     else:
-        loads.produce(load_V, tensors.V, by_token, pipes.v, shape, warp - WARPS - config.loaders, config.head_dim_v, config)
+        loads.produce(load_V, tensors.V, sm.V_by_token, pipes.v, shape, warp - WARPS - config.loaders, config.head_dim_v, config)
 
 
-def values_by_token(sV: cute.Tensor, config) -> cute.Tensor:
-    """(tile_n, head_dim_v, kv_stages): the same memory as (head_dim_v, tile_n, kv_stages), whose blocks of columns lie as K's."""
-    shape = config.tile_m, config.tile_n, config.head_dim_v
-    return cute.make_tensor(sV.iterator, sm90.make_smem_layout_b(wgmma.K_MAJOR, shape, sV.element_type, config.kv_stages).outer)
+@cute.jit
+def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
+    sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
+    told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
+    by_token = sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.tile_n, config.head_dim_v), dtype, config.kv_stages)
+    return Smem(sK, sV, cute.make_tensor(sV.iterator, by_token.outer), told)
 
 
 class Tile(NamedTuple):
@@ -127,7 +147,7 @@ class Tile(NamedTuple):
     mma: wgmma.Mma
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    by_token: cute.Tensor
+    b: Int32
     Q: cute.Tensor
     P: cute.Tensor
     acc_O: cute.Tensor
@@ -139,15 +159,11 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(
-    tensors: Tensors, shape: Shape, work: Work, ending: merge.Ending, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
-    told: cute.Tensor, pipes: Pipes, config: Constexpr[Config],
-):  # fmt: skip
+def consume(shared: Shared, config: Constexpr[Config]):
     """The warpgroup: unit after unit of the block's share."""
-    state = tma.at_first(config.kv_stages)
+    state, shape = tma.at_first(config.kv_stages), shared.shape
     shares = scheduler.shares_of(shape, config)
-    place = scheduler.locate(shares, shape, config)
-    b, start, at = place
+    b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape)
@@ -158,27 +174,26 @@ def consume(
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             if const_expr(config.split):
                 for i in cutlass.range(scheduler.parts_of(piece, shape), unroll=1):
-                    part = scheduler.part_of(piece, i, shape)
-                    state = attend(tensors, shape, work, ending, changes, mma, sK, sV, by_token, told, pipes, state, b, part, sequence, config)
+                    state = attend(shared, state, b, scheduler.part_of(piece, i, shape), sequence, config)
             elif piece.last > piece.first:
-                state = attend(tensors, shape, work, ending, changes, mma, sK, sV, by_token, told, pipes, state, b, piece, sequence, config)
+                state = attend(shared, state, b, piece, sequence, config)
             at = piece.next
 
 
 @cute.jit
 def attend(
-    tensors: Tensors, shape: Shape, work: Work, ending: merge.Ending, changes: Scores, mma: wgmma.Mma, sK: cute.Tensor, sV: cute.Tensor, by_token: cute.Tensor,
-    told: cute.Tensor, pipes: Pipes, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config],
+    shared: Shared, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
+    tensors, shape, work, ending, changes, mma, sm, _ = shared
     unit = rows.unit_of(b, piece, sequence, shape, config)
     qk, pv = (x.get_slice(arch.thread_idx()[0]) for x in mma)
     all_qk, all_pv = (wgmma.of_warpgroup(x, 0) for x in mma)
     tile = Tile(
         mma=mma,
-        tSrK=all_qk.make_fragment_B(all_qk.partition_B(sK)),
-        tOrV=all_pv.make_fragment_B(all_pv.partition_B(sV)),
-        by_token=by_token,
+        tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
+        tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
+        b=b,
         Q=qk.make_fragment_A(qk.partition_shape_A((config.tile_m, config.head_dim))),
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
@@ -191,23 +206,21 @@ def attend(
     rows.load_queries(tile.Q, tensors.Q, unit, config)
     tile.acc_O.fill(0.0)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
-        step(tile, pipes, state, n * config.tile_n, b, shape, changes, config)
+        step(tile, shared, state, n * config.tile_n, config)
         state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     fragments.scale_rows(tile.acc_O, inverse)
     if piece.count == 1:
         merge.store(tile.acc_O, lse, tensors, ending, unit, config)
     else:
-        merge.together(tile.acc_O, lse, tensors, work, ending, told, piece, unit, shape, config)
+        merge.together(tile.acc_O, lse, tensors, work, ending, sm.told, piece, unit, shape, config)
     return state
 
 
 @cute.jit
-def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n0: Int32, b: Int32, shape: Shape, changes: Scores, config: Constexpr[Config]
-):  # fmt: skip
+def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S = Q K^T of a tile, softmax, O += P V."""
-    sequence, free = tile.sequence, tile.free
+    sequence, free, pipes, changes = tile.sequence, tile.free, shared.pipes, shared.changes
     acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
     pipes.k.consumer_wait(state)
     fragments.product(tile.mma.qk, acc_S, tile.Q, tile.tSrK[None, None, None, state.index], False)
@@ -218,13 +231,13 @@ def step(
     if n0 < free[0] or n0 + config.tile_n > free[1]:
         rows.hide(acc_S, tile.keys, n0)
         if const_expr(config.tree):
-            rows.hide_in_tree(acc_S, tile.keys, n0, b, sequence.length, shape.lengths.tree)
+            rows.hide_in_tree(acc_S, tile.keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
     pipes.v.consumer_wait(state)
     if n0 < sequence.begin or n0 + config.tile_n > sequence.end:
-        rows.clear_values(tile.by_token[None, None, state.index].iterator.toint(), n0, sequence, config)
+        rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, sequence, config)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     tma.release(pipes.v, state)

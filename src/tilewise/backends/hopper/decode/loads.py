@@ -35,8 +35,7 @@ def produce(
     """The `warp`-th of those that load mX (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.kv_stages)
     shares = scheduler.shares_of(shape, config)
-    place = scheduler.locate(shares, shape, config)
-    b, start, at = place
+    b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape)

@@ -126,7 +126,7 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
             whole, own, earlier = weights_of(whole, ending, unit, token, head, config)
             numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
             found.fill(0.0)
-            if const_expr(config.onto):
+            if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
                 if earlier != 0.0:
                     cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
             for c in range_constexpr(WIDE):
@@ -155,10 +155,12 @@ def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32
 
 
 @cute.jit
-def weights_of(lse: Float32, ending: Ending, unit: Unit, token: Int32, head: Int32, config: Constexpr[Config]) -> tuple[Float32, Float32, Float32]:
+def weights_of(
+    lse: Float32, ending: Ending, unit: Unit, token: Int32, head: Int32, config: Constexpr[Config]
+) -> tuple[Float32, Float32, Float32]:
     """A row's log-sum-exp in the end, and what its O is multiplied with, and that of the prefix."""
     earlier, sink = -Float32.inf, -Float32.inf
-    if const_expr(config.onto):
+    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if unit.joins:
             earlier = ending.prior.L[unit.entry, head, unit.first_query + token]
     if const_expr(config.sinks):
@@ -187,7 +189,7 @@ def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
                 at = column + const_expr(fragments.column(c))
                 if fragments.column(c) < tensors.O.shape[3]:
-                    if const_expr(config.onto):
+                    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
                         if earlier != 0.0:
                             cute.autovec_copy(vector(ending.prior.O, unit, token, head, at, 2), found)
                     for i in range_constexpr(2):

@@ -51,7 +51,9 @@ class Decoder:
         if self.ragged:
             q = q.unsqueeze(0)
         stream = short.current_stream(self.device)
-        work, window, scores = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(call, stream)
+        work, window, scores = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(
+            call, stream
+        )
         if self.by_call:
             window, scores = self.numbers(call)
         lengths = lengths_of(call)
@@ -116,4 +118,18 @@ def _key(call: DecodeCall) -> tuple:
         q.numel() == 0,
         k.shape[0] == 0,
     )
-    return (q.dtype, k.dtype, v.dtype, q.device, *sizes, there, call.max_seqlen_q, call.split, call.shared_prefix, call.seqlens.shape[0] * (call.split is not None or call.shared_prefix > 0), call.mask, call.scale, call.softcap)
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        *sizes,
+        there,
+        call.max_seqlen_q,
+        call.split,
+        call.shared_prefix,
+        call.seqlens.shape[0] * (call.split is not None or call.shared_prefix > 0),
+        call.mask,
+        call.scale,
+        call.softcap,
+    )
