@@ -9,7 +9,7 @@ from decode_problems import DecodeCase, held, made
 from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import repeat, workspace
+from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = NEEDS_HOPPER
@@ -41,7 +41,7 @@ def test_dims(dims, page):
         checked(DecodeCase(lengths=RAGGED, heads=(6, 2), dims=dims, page=page, dtype=dtype))
 
 
-@pytest.mark.parametrize("page", [0, 8, 16, 24, 48, 64, 128, 256, 1024])
+@pytest.mark.parametrize("page", [0, 1, 2, 5, 8, 12, 16, 24, 48, 64, 128, 256, 1024])
 def test_pages(page):
     checked(DecodeCase(lengths=RAGGED, page=page, **BIG))
     checked(DecodeCase(lengths=RAGGED, page=page, heads=(8, 1), dims=(64, 64)))
@@ -76,6 +76,43 @@ def test_the_first_tokens_left_out_and_entries_elsewhere():
     checked(DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), page=32, **BIG))
 
 
+@pytest.mark.parametrize("queries", [7, 3, 20])
+def test_trees(queries):
+    for page in (0, 4, 16):
+        checked(DecodeCase(lengths=(70, 3, 0, 200, 5000), queries=queries, tree=7, page=page, **BIG))
+
+
+@pytest.mark.parametrize("page", [0, 4, 16])
+@pytest.mark.parametrize("split", [64, 300, 1024])
+def test_pieces_of_a_fixed_size(split, page):
+    """A sequence has the same bits alone, in any batch, padded and in a graph."""
+    call, (o, lse) = checked(DecodeCase(lengths=(3, 6000, 129, 4097), queries=2, page=page, split=split, **BIG))
+    for b in range(4):
+        entry = {name: getattr(call, name)[b : b + 1] for name in ("q", "seqlens")}
+        if page:
+            entry["page_table"] = call.page_table[b : b + 1]
+        else:
+            entry |= {"k_cache": call.k_cache[b : b + 1], "v_cache": call.v_cache[b : b + 1]}
+        alone = run(replace(call, **entry))
+        assert torch.equal(alone[0], o[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = run(call)
+    graph.replay()
+    assert all(map(torch.equal, captured, (o, lse)))
+
+
+@pytest.mark.parametrize("queries", [1, 2, (1, 0, 5, 40, 3)], ids=str)
+def test_prefix_of_all(queries, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    for page in (0, 16):
+        for extra in ({}, {"split": 128}, {"sink": True}):
+            case = DecodeCase(lengths=(1500, 1024, 1030, 4000, 20), queries=queries, prefix=1024, page=page, **extra, **BIG)
+            call, _ = checked(case)
+            assert prefix.pays(call)
+
+
 @pytest.mark.parametrize(
     ("batch", "length", "heads"), [(1, 131_072, (32, 1)), (1, 33_000, (32, 8)), (1, 1024, (32, 8)), (3, 20_000, (4, 4))], ids=str
 )
@@ -96,10 +133,11 @@ def test_lengths_beyond_the_cache_and_below_nothing():
     held(call, *run(call))
 
 
+@pytest.mark.parametrize("page", [4, 16])
 @pytest.mark.parametrize("wild", [-1, 10**6, 2**31 - 1, -(2**31)])
-def test_pages_that_do_not_exist(wild):
+def test_pages_that_do_not_exist(wild, page):
     """They are read as zeros, without a fault, and nobody else's result changes."""
-    call = made(DecodeCase(lengths=(300, 300), page=16, **BIG), device="cuda")
+    call = made(DecodeCase(lengths=(300, 300), page=page, **BIG), device="cuda")
     o, lse = run(call)
     table = call.page_table.clone()
     table[0, 3] = wild

@@ -1,6 +1,6 @@
 """Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,grid,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,grid,features,ragged,sweep] [--peers ROWS.json]
 
 Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
 memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
@@ -142,6 +142,36 @@ class Bench:
         self.note(kind="sweep", **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
 
 
+def features(bench: Bench) -> None:
+    """What a fixed split, small pages, a tree, changes of the scores and a common prefix cost or save."""
+    for cell in (Cell(1, 8192, 32, 8, 64), Cell(16, 8192, 32, 8, 64)):
+        calls = bench.caches(cell, [cell.s] * cell.b)
+        us = {"plain": bench.ours(calls)}
+        for split in (512, 2048):
+            us[f"split {split}"] = bench.ours([replace(call, split=split) for call in calls])
+        us["softcap"] = bench.ours([replace(call, softcap=30.0) for call in calls])
+        us["window 1024"] = bench.ours([replace(call, mask=SlidingWindow(1023, 0)) for call in calls])
+        slopes = torch.linspace(0.1, 1.0, cell.hq, device=DEVICE)[None]
+        us["alibi, sink"] = bench.ours([replace(call, alibi_slopes=slopes, sink=slopes[0]) for call in calls])
+        more = bench.caches(replace(cell, q=8), [cell.s] * cell.b)
+        us["8 queries"] = bench.ours(more)
+        tree = torch.ones(1, 8, 8, dtype=torch.bool, device=DEVICE).tril()
+        us["8 queries, tree"] = bench.ours([replace(call, tree=tree) for call in more])
+        for page in (1, 4, 8):
+            us[f"pages of {page}"] = bench.ours(bench.caches(replace(cell, page=page), [cell.s] * cell.b))
+        bench.note(kind="features", **vars(cell), us={name: round(each, 2) for name, each in us.items()})
+    cell, prefix = Cell(64, 8192 + 1024, 32, 8, 64), 8192
+    calls = bench.caches(cell, [cell.s] * cell.b)
+    for call in calls:
+        call.page_table[:, : prefix // cell.page] = call.page_table[:1, : prefix // cell.page]
+    apart, joint = bench.ours(calls), bench.ours([replace(call, shared_prefix=prefix) for call in calls])
+    whole, joined = decoding.decode(calls[0]), decoding.decode(replace(calls[0], shared_prefix=prefix))
+    error = (whole[0].float() - joined[0].float()).abs().max().item()
+    bench.note(
+        kind="prefix", **vars(cell), apart_us=round(apart, 2), joint_us=round(joint, 2), times=round(apart / joint, 2), difference=error
+    )
+
+
 def tunings() -> Iterator[dict]:
     yield {}
     yield from ({"kv_stages": n} for n in (2, 3, 4, 5, 6))
@@ -149,6 +179,7 @@ def tunings() -> Iterator[dict]:
     yield from ({"tile_n": 128, "kv_stages": n} for n in (2, 3))
     yield from ({"blocks": 2, "kv_stages": n} for n in (2, 3))
     yield from ({"blocks": 2, "tile_n": 32, "kv_stages": n} for n in (4, 6))
+    yield {"evict_first": True}
     yield from ({"fixed": n} for n in (0, 1, 4))
     yield from ({"group": n, "most_pieces": n} for n in (6, 20))
 
@@ -244,7 +275,9 @@ def check(bench: Bench) -> None:
         for page, queries, mask in ((64, 1, Full()), (256, 4, Causal()), (0, 30, SlidingWindow(500, 0)))
     ]
     cases.append(DecodeCase(lengths=lengths, queries=(1, 3, 0, 7, 1, 40, 2), heads=(8, 2), dims=(128, 128), page=48))
-    cases.append(DecodeCase(lengths=(100_000,), heads=(32, 1), dims=(128, 128)))
+    cases += [DecodeCase(lengths=(100_000,), heads=(32, 1), dims=(128, 128)), DecodeCase(lengths=lengths, page=5, dims=(128, 128))]
+    cases.append(DecodeCase(lengths=lengths, heads=(8, 2), dims=(128, 128), page=64, split=300))
+    cases.append(DecodeCase(lengths=lengths, heads=(8, 2), dims=(128, 128), page=64, queries=5, tree=5))
     for case in cases:
         before = time.monotonic()
         try:
@@ -273,6 +306,14 @@ def host(bench: Bench) -> None:
         bench.note(kind="host", way=name, us=round(us, 2), graph_us=round(replayed_us([run] * 20), 2))
 
 
+def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
+    """So that what fails keeps nothing else from being measured."""
+    try:
+        run(bench)
+    except (RuntimeError, AssertionError, TypeError) as failure:
+        bench.note(kind=run.__name__, failed=f"{type(failure).__name__}: {str(failure)[:300]}")
+
+
 def ragged(bench: Bench) -> None:
     draw = torch.Generator().manual_seed(0)
     for b, mean in ((64, 8192), (16, 8192), (256, 2048)):
@@ -286,7 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,grid,ragged,sweep")
+    parser.add_argument("--only", default="check,host,grid,features,ragged,sweep")
     parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
@@ -297,9 +338,9 @@ def main() -> None:
         return time.monotonic() - START < given.seconds
 
     if "check" in only:
-        check(bench)
+        guarded(bench, check)
     if "host" in only:
-        host(bench)
+        guarded(bench, host)
     if "grid" in only:
         for page in PAGES:
             for b, s in SHAPES:
@@ -315,6 +356,8 @@ def main() -> None:
         ):
             if left():
                 bench.sweep(cell)
+    if "features" in only and left():
+        guarded(bench, features)
     if "ragged" in only and left():
         ragged(bench)
     if "grid" in only:

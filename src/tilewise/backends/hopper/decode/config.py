@@ -32,6 +32,7 @@ class Config(ScoreChanges):
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
+    evict_first: bool = False  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
     group: int = 12

@@ -80,6 +80,7 @@ def launch(
         batch=lengths.seqlens.shape[0],
         queries=work.queries if config.ragged else mQ.shape[1],
         total=mQ.shape[1],
+        by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
         capacity=capacity,
         heads_k=mK.shape[2],
         group=group,

@@ -9,7 +9,7 @@ from tilewise.backends.hopper.decode import scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.sm90 import tma
-from tilewise.sm90.dsl import Constexpr, Int32, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
+from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
 from tilewise.sm90.wgmma import K_MAJOR
 
 WARP = 32
@@ -99,7 +99,8 @@ def load_box(
         to = cute.local_tile(sX[None, None, state.index], box, (i, c))
         gX = cute.local_tile(source.gmem[None, None, head, entry], box, (row, c))
         s, g = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(gX, 0, 2))
-        cute.copy(source.atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
+        policy = Int64(tma.FIRST) if const_expr(config.evict_first) else None
+        cute.copy(source.atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=policy)
 
 
 WIDE, BYTES = 8, 16  # numbers that a lane fetches at a time, and their bytes

@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     batch: Int32
     queries: Int32  # of every sequence, at most where they are ragged
     total: Int32  # queries of an entry
+    by_blocks: object  # divisor: thread blocks
     capacity: Int32
     heads_k: Int32
     group: Int32
@@ -115,10 +116,9 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         units += mine
         tiles += mine * found.tiles
     units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
-    blocks, g = arch.grid_dim()[0], arch.block_idx()[0]
-    fixed = min(tiles // (4 * blocks), config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
-    total = tiles + fixed * units
-    share, more = total // blocks, total % blocks
+    g = arch.block_idx()[0]
+    fixed = min((tiles >> 2) // shape.by_blocks, config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
+    share, more = divmod(tiles + fixed * units, shape.by_blocks)
     begin = g * share + min(g, more)
     return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
 
@@ -135,7 +135,7 @@ def block_of(place: Int32, shares: Shares) -> Int32:
 def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
     """The sequence in which this block's share begins."""
     lane, at, before = arch.lane_idx(), Int32(0), Int32(0)
-    b, start, going = Int32(0), Int32(0), shares.begin < shares.end
+    b, start, going = Int32(0), Int32(0), shape.batch > 1 and shares.begin < shares.end
     while going:
         found = sequence_of(min(at + lane, shape.batch - 1), shape, config)
         cost = found.row_tiles * shape.heads_k * (found.tiles + shares.fixed) if at + lane < shape.batch else Int32(0)
