@@ -11,8 +11,9 @@ from decode_problems import DecodeCase, held, made
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
+from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, workspace
+from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = NEEDED
@@ -120,3 +121,41 @@ def test_wild_offsets_of_ragged_queries():
     call = made(DecodeCase(lengths=(70, 90, 100), queries=(2, 3, 1)))
     for cu in ([0, 5, 2, 6], [-4, 100, 101, 102], [0, 2, 2**31 - 1, -5]):
         run(replace(call, cu_seqlens_q=torch.tensor(cu, dtype=torch.int32)))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As `Emulated.on_gpu`, for what asks torch's CUDA without ado, too."""
+    for name, stand_in in {"current_device": lambda: None, "current_stream": lambda _: 0, "capturing": lambda: False}.items():
+        monkeypatch.setattr(short, name, stand_in)
+    monkeypatch.setattr(short, "as_operand", lambda bundle, _: bundle)
+    monkeypatch.setattr(repeat, "_KNOWN", {})
+    with Emulated().on_gpu():
+        yield
+
+
+def test_repeated_calls(on_gpu):
+    """By the short way, with other lengths, strides and numbers of sequences: what the long way gives."""
+    call = made(DecodeCase(lengths=(0, 1, 63, 64, 65, 300)))
+    shorter = replace(call, seqlens=torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32))
+    apart = torch.empty(*call.q.shape[:3], 2 * call.q.shape[3], dtype=call.q.dtype)[..., : call.q.shape[3]].copy_(call.q)
+    fewer = replace(call, q=call.q[:3], k_cache=call.k_cache[:3], v_cache=call.v_cache[:3], seqlens=call.seqlens[:3])
+    for each in (call, shorter, replace(call, q=apart), fewer):
+        found = repeat.decode(each, decoding.decoder)
+        assert all(map(torch.equal, found, decoding.decode(each)))
+    assert len(repeat._KNOWN) == 1
+
+
+@pytest.mark.slow
+def test_repeated_calls_with_a_prefix_and_tensors_of_their_own(on_gpu, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16, sink=True))
+    for each in (call, replace(call, sink=call.sink + 1.0)):
+        found = repeat.decode(each, decoding.decoder)
+        held(each, *found)
+    assert len(repeat._KNOWN) == 1
+
+
+def test_calls_that_are_not_covered_are_remembered(on_gpu):
+    call = replace(made(DecodeCase(lengths=(5,))), scale=-1.0)
+    assert repeat.decode(call, decoding.decoder) is repeat.decode(call, lambda _: pytest.fail("asked again")) is None
