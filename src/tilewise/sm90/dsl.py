@@ -5,21 +5,7 @@ import operator
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import (
-    BFloat16,
-    Boolean,
-    Constexpr,
-    Float16,
-    Float32,
-    Int16,
-    Int32,
-    Int64,
-    Uint8,
-    Uint32,
-    const_expr,
-    pipeline,
-    range_constexpr,
-)
+from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int16, Int32, Int64, Uint32, const_expr, pipeline, range_constexpr
 from cutlass._mlir.ir import Value
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
@@ -41,7 +27,6 @@ __all__ = [
     "LayoutEnum",
     "OperandMajorMode",
     "SmemAllocator",
-    "Uint8",
     "Uint32",
     "Value",
     "arch",

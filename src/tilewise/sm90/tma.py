@@ -29,19 +29,15 @@ def describe(mX: cute.Tensor, staged: cute.Layout, tile: tuple[int, int], cluste
     return Tma(*cpasync.make_tiled_tma_atom(op, mX, cute.select(staged, mode=[0, 1]), tile, num_multicast=cluster))
 
 
-def make_pipe(
-    storage: SmemAllocator, stages: int, tx_bytes: int, readers: int, cluster: int = 1, writers: int = 1
-) -> pipeline.PipelineTmaAsync:  # fmt: skip
+def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int, cluster: int = 1) -> pipeline.PipelineTmaAsync:
     """A pipe whose stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps of all `cluster` thread blocks.
-
-    writers: arrivals that fill a stage, where threads write it themselves (`wait_for_empty`, `filled`).
 
     Its mbarriers are initialised, and visible after `barriers_ready`.
     """
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=storage.allocate_array(cute.Int64, 2 * stages),
         num_stages=stages,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, writers),
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers * cluster),
         tx_count=tx_bytes,
         cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
@@ -73,21 +69,6 @@ def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
     """
     with arch.elect_one():
         arch.mbarrier_arrive(pipe.consumer_get_barrier(state))
-
-
-@cute.jit
-def wait_for_empty(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-    """Until threads may write the stage themselves."""
-    pipe.sync_object_empty.wait(state.index, state.phase)
-
-
-@cute.jit
-def filled(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-    """This warp has written its part of the stage, for the tensor cores to read."""
-    arch.fence_proxy("async.shared", space="cta")
-    arch.sync_warp()
-    with arch.elect_one():
-        arch.mbarrier_arrive(pipe.producer_get_barrier(state))
 
 
 def at_first(stages: int) -> pipeline.PipelineState:

@@ -115,7 +115,7 @@ def kernels(call: DecodeCall) -> list[tuple]:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32, Uint8
+    from tilewise.sm90.dsl import Float32, Int32, cutlass
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -137,7 +137,7 @@ def arguments(config: Config) -> list:
         numbers(config.ragged, jit.size()),
         numbers(config.entries, sequences),
         numbers(config.leftpad, sequences),
-        jit.tensor(Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
+        jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
     work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(4)))
@@ -159,15 +159,15 @@ def _work(call: DecodeCall, config: Config) -> Work:
 
 
 def _need(call: DecodeCall, config: Config) -> Need:
-    group = call.q.shape[-2] // call.k_cache.shape[2]
-    rows = call.max_seqlen_q * group
-    blocks, shape = plan.num_sms(call.q.device) * config.blocks, (min(TILE_M, rows), call.v_cache.shape[3])
+    queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
+    rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
+    blocks = plan.num_sms(call.q.device) * config.blocks
     if call.split is None:
-        return Need(blocks, 2 * blocks, 3 * blocks, *shape, call.max_seqlen_q)
+        return Need(blocks, 2 * blocks, 3 * blocks, min(TILE_M, rows), dim, queries)
     split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     most = -(-capacity // (split * config.tile_n))
-    units = call.seqlens.shape[0] * call.k_cache.shape[2] * -(-rows // TILE_M)
-    return Need(blocks, units * most, units * (1 + -(-most // config.group)), *shape, call.max_seqlen_q, split, most)
+    units = call.seqlens.shape[0] * heads_k * -(-rows // TILE_M)
+    return Need(blocks, units * most, units * (1 + -(-most // config.group)), min(TILE_M, rows), dim, queries, split, most)
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

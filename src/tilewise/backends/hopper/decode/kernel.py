@@ -121,7 +121,7 @@ def kernel(
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
     bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
-    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS, writers=config.loaders) for size in bytes_of_stage))
+    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS) for size in bytes_of_stage))
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
@@ -129,9 +129,9 @@ def kernel(
     if warp < WARPS:
         consume(Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
     elif warp < WARPS + config.loaders:
-        loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, config.head_dim, config)
+        loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, 0, config.head_dim, config)
     else:
-        loads.produce(load_V, tensors.V, sm.V_by_token, pipes.v, shape, warp - WARPS - config.loaders, config.head_dim_v, config)
+        loads.produce(load_V, tensors.V, sm.V_by_token, pipes.v, shape, warp - WARPS - config.loaders, 1, config.head_dim_v, config)
 
 
 @cute.jit

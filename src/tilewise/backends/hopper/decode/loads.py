@@ -29,10 +29,10 @@ def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
 
 @cute.jit
 def produce(
-    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, dim: Constexpr[int],
-    config: Constexpr[Config],
+    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, values: Constexpr[int],
+    dim: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
-    """The `warp`-th of those that load mX (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
+    """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.kv_stages)
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
@@ -45,7 +45,7 @@ def produce(
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             if const_expr(config.gathers):
-                state = gather_piece(mX, sX, pipe, state, b, piece, sequence, shape, warp, dim, config)
+                state = gather_piece(mX, sX, pipe, state, b, piece, sequence, shape, warp, values, dim, config)
             else:
                 state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
             at = piece.next
@@ -103,6 +103,7 @@ def load_box(
         cute.copy(source.atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=policy)
 
 
+FILLED = 3  # and the following: named barriers of those that load K, and V
 WIDE, BYTES = 8, 16  # numbers that a lane fetches at a time, and their bytes
 ABREAST = 16  # fetches of a lane on their way at a time, at most
 
@@ -110,19 +111,29 @@ ABREAST = 16  # fetches of a lane on their way at a time, at most
 @cute.jit
 def gather_piece(
     mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
-    sequence: Sequence, shape: Shape, warp: Int32, dim: Constexpr[int], config: Constexpr[Config],
+    sequence: Sequence, shape: Shape, warp: Int32, values: Constexpr[int], dim: Constexpr[int], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     gX = mX[None, None, piece.head_k, None]
     pages = pages_of(b, piece.first, gX, sequence, shape, config)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
         ahead = pages_of(b, n + 1, gX, sequence, shape, config)
-        tma.wait_for_empty(pipe, state)
+        pipe.sync_object_empty.wait(state.index, state.phase)
         gather_tile(gX, sX[None, None, state.index].iterator.toint(), pages, warp, dim, config)
-        tma.filled(pipe, state)
+        filled(pipe, state, FILLED + values, warp, config)
         for part in range_constexpr(2):
             pages[part].store(ahead[part].load())
         state.advance()
     return state
+
+
+@cute.jit
+def filled(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barrier: Int32, warp: Int32, config: Constexpr[Config]):
+    """The warps that load K, or V, have written their parts of a stage, for the tensor cores to read."""
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=barrier, number_of_threads=config.loaders * WARP)
+    if warp == 0:
+        with arch.elect_one():
+            arch.mbarrier_arrive(pipe.producer_get_barrier(state))
 
 
 @cute.jit

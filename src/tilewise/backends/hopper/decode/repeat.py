@@ -106,30 +106,16 @@ def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed 
 
 
 def _key(call: DecodeCall) -> tuple:
-    q, k, v = call.q, call.k_cache, call.v_cache
-    there = tuple(
-        x is None for x in (call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink)
+    """What a decoder depends on, and whether the kernel covers a call."""
+    q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
+    others = call.page_table, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink
+    there = tuple(x is None for x in others)
+    sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], q.numel() == 0, 0 in k.shape
+    paged = 0 if call.page_table is None else k.shape[1]
+    counts = (
+        (call.seqlens.shape[0], k.shape[1], None if call.page_table is None else call.page_table.shape[1])
+        if call.split or call.shared_prefix
+        else ()
     )
-    sizes = (
-        q.shape[-2:],
-        k.shape[1] if call.page_table is not None else k.shape[1] == 0,
-        k.shape[2:],
-        v.shape[3],
-        q.numel() == 0,
-        k.shape[0] == 0,
-    )
-    return (
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        *sizes,
-        there,
-        call.max_seqlen_q,
-        call.split,
-        call.shared_prefix,
-        call.seqlens.shape[0] * (call.split is not None or call.shared_prefix > 0),
-        call.mask,
-        call.scale,
-        call.softcap,
-    )
+    options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
+    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, counts, *options)

@@ -8,7 +8,7 @@ from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
-from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Uint8, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
@@ -137,7 +137,7 @@ def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: In
         for c in range_constexpr(cute.size(S, mode=[1])):
             key = first + fragments.column(c)
             if key >= 0 and key < new:
-                shown = Uint8(0)
+                shown = cutlass.Uint8(0)
                 if token >= 0 and token < new:
                     shown = tree[min(b, tree.shape[0] - 1), token, key]
                 S[r, c] = -Float32.inf if shown == 0 else S[r, c]
