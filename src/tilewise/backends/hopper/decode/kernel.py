@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.backends.hopper.decode.rows import Keys
+from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
@@ -153,7 +153,7 @@ class Tile(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     state: fragments.Rows
-    keys: Keys
+    unit: Unit
     slopes: cute.Tensor | None
     sequence: Sequence
     free: tuple[Int32, Int32]  # keys that all rows see
@@ -175,7 +175,9 @@ def consume(shared: Shared, config: Constexpr[Config]):
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             if const_expr(config.split):
                 for i in cutlass.range(scheduler.parts_of(piece, shape), unroll=1):
-                    state = attend(shared, state, b, scheduler.part_of(piece, i, shape), sequence, config)
+                    found = scheduler.sequence_of(b, shape, config)  # anew, as registers are scarce; likewise the piece
+                    held = scheduler.piece_of(Place(b, start, at), found, shares, shape, config)
+                    state = attend(shared, state, b, scheduler.part_of(held, i, shape), found, config)
             elif piece.last > piece.first:
                 state = attend(shared, state, b, piece, sequence, config)
             at = piece.next
@@ -199,7 +201,7 @@ def attend(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         state=fragments.fresh_rows(),
-        keys=rows.keys_of(sequence, unit, shape),
+        unit=unit,
         slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
         sequence=sequence,
         free=rows.free_of(sequence, shape, config),
@@ -228,11 +230,12 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     warpgroup.wait_group(0)
     tma.release(pipes.k, state)
     if const_expr(config.modified):
-        rows.modify(acc_S, n0, tile.keys, tile.slopes, changes, config)
+        rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape), tile.slopes, changes, config)
     if n0 < free[0] or n0 + config.tile_n > free[1]:
-        rows.hide(acc_S, tile.keys, n0)
+        keys = rows.keys_of(sequence, tile.unit, shared.shape)  # anew: few tiles need them, and registers are scarce
+        rows.hide(acc_S, keys, n0)
         if const_expr(config.tree):
-            rows.hide_in_tree(acc_S, tile.keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
+            rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
