@@ -11,6 +11,7 @@ from tilewise.problem import Call, DecodeCall
 from tilewise.testing import tolerance
 
 CAUSAL = Causal()
+BEHIND = 5  # rows of ragged queries behind the last sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
                 for p in range(-(-n // case.page)):
                     part = rows[p * case.page : (p + 1) * case.page]
                     cache[int(table[b, p]), : len(part)] = part
-    q = normal(sum(queries), heads_q, case.dims[0]) if ragged else normal(batch, queries[0], heads_q, case.dims[0])
+    q = normal(sum(queries) + BEHIND, heads_q, case.dims[0]) if ragged else normal(batch, queries[0], heads_q, case.dims[0])
     cu = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], **ints) if ragged else None
     numbers = torch.linspace(0.05, 1.0, heads_q, dtype=torch.float32, device="cpu")
     call = DecodeCall(
@@ -132,9 +133,7 @@ def shown_by(tree: Tensor, queries: int, keys: int) -> Mask:
     """What queries see of keys as far as the tree of the newest has a say."""
     new = tree.shape[0]
     shown = torch.ones(queries, keys, dtype=torch.bool, device=tree.device)
-    seen = min(new, keys)
-    shown[:, keys - seen :] = False
-    rows = min(queries, new)
+    seen, rows = min(new, keys), min(queries, new)
     shown[queries - rows :, keys - seen :] = tree[new - rows :, new - seen :]
     return Dense(shown)
 
@@ -158,3 +157,6 @@ def held(call: DecodeCall, o: Tensor, lse: Tensor) -> None:
             torch.testing.assert_close(of_lse, want, rtol=1e-6, atol=1e-6)
         else:
             tolerance.check_outputs(alone, of_o, of_lse)
+    if call.cu_seqlens_q is not None:
+        behind = int(call.cu_seqlens_q[-1])
+        assert not o[behind:].any() and (lse[:, behind:] == -math.inf).all()

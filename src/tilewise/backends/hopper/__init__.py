@@ -12,12 +12,14 @@ from torch import Tensor
 from tilewise.backends import Backend
 from tilewise.backends.hopper import coverage, forecast, packing, warmup
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.decode import call as decode
+from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.problem import Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import jit, prebuilt
 
 __all__ = ["Hopper"]
@@ -66,6 +68,10 @@ class Hopper(Backend):
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """See backward/call.py."""
         return backward.backward(call, o, lse, d_o, d_lse, bias_grad)
+
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
+        return decoding.decode(call, decode.decoder)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""

@@ -181,6 +181,8 @@ def consume(shared: Shared, config: Constexpr[Config]):
             elif piece.last > piece.first:
                 state = attend(shared, state, b, piece, sequence, config)
             at = piece.next
+    if const_expr(config.ragged):
+        merge.store_nothing(shared.tensors, shape)
 
 
 @cute.jit

@@ -129,7 +129,7 @@ def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
 
 @cute.jit
 def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
-    """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree sees none of it."""
+    """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree has no place in it."""
     S, new = fragments.by_rows(acc_S), tree.shape[2]
     first = n0 + arch.lane_idx() % QUAD * 2 - (length - new)  # in the tree
     for r in range_constexpr(fragments.ROWS):
@@ -137,7 +137,7 @@ def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: In
         for c in range_constexpr(cute.size(S, mode=[1])):
             key = first + fragments.column(c)
             if key >= 0 and key < new:
-                shown = cutlass.Uint8(0)
+                shown = cutlass.Uint8(1)
                 if token >= 0 and token < new:
                     shown = tree[min(b, tree.shape[0] - 1), token, key]
                 S[r, c] = -Float32.inf if shown == 0 else S[r, c]
