@@ -7,8 +7,8 @@ import torch
 from decode_problems import DecodeCase, made
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import SHARED_BYTES, TILES, configure
+from tilewise.backends.hopper.decode import prefix, repeat
+from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, TILES, configure
 from tilewise.masks import Causal, PrefixLM, SlidingWindow
 
 CALL = made(DecodeCase(lengths=(5, 9)))
@@ -38,15 +38,24 @@ def test_what_it_does_not_cover(changes, sentence):
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
-def test_stages_fill_the_shared_memory(dims):
-    for page_size in (None, 16, 5):
-        config = configure(torch.bfloat16, *dims, page_size)
+def test_stages_are_what_memory_wants(dims):
+    for page_size, few in ((None, False), (16, True), (5, False)):
+        config = configure(torch.bfloat16, *dims, page_size, few)
         stage = 2 * config.tile_n * sum(dims)
-        assert config.kv_stages * stage <= SHARED_BYTES < (config.kv_stages + 1) * stage
+        assert config.kv_stages >= 2 and config.kv_stages * stage <= IN_FLIGHT < (config.kv_stages + 1) * stage
+
+
+def test_tiles_are_small_where_keys_are_few():
+    small, large = (
+        made(DecodeCase(lengths=(FEW_KEYS // 2,), dims=(128, 128))),
+        made(DecodeCase(lengths=(FEW_KEYS // 2 + 1,), dims=(128, 128))),
+    )
+    assert [decoding.config_of(call).tile_n for call in (small, large, replace(small, split=64))] == [64, 128, 128]
+    assert repeat._key(small) != repeat._key(large) == repeat._key(replace(large, seqlens=large.seqlens.repeat(2)))
 
 
 @pytest.mark.parametrize(
-    ("page_size", "box"), [(None, 0), (1, 1), (4, 1), (5, 1), (12, 1), (8, 8), (24, 8), (16, 16), (48, 16), (64, 64), (256, 64)]
+    ("page_size", "box"), [(None, 0), (1, 1), (4, 1), (5, 1), (12, 1), (8, 8), (24, 8), (16, 16), (48, 16), (64, 64), (256, 128)]
 )
 def test_boxes_of_pages(page_size, box):
     config = configure(torch.bfloat16, 128, 128, page_size)

@@ -7,7 +7,7 @@ from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import prefix, workspace
 from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, lengths_of
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -94,6 +94,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         call.q.shape[-1],
         call.v_cache.shape[3],
         page_size,
+        few=few_keys(call),
         softcap=call.softcap > 0.0,
         alibi=call.alibi_slopes is not None,
         sinks=call.sink is not None,

@@ -10,7 +10,8 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
-SHARED_BYTES = 226 * 1024  # of a multiprocessor, for K and V; a thread block takes 1 KB, its barriers less than another
+IN_FLIGHT = 128 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+FEW_KEYS, FEW_TILE = 1 << 14, 64  # of so many of all key heads there are no two tiles of 128 for a multiprocessor: tiles have at most 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,8 @@ class Config(ScoreChanges):
         return LEAST_BOX if self.gathers else self.box or self.tile_n
 
 
-# (head_dim, head_dim_v): keys of a tile. A stage, K and V, is 32 KB or a little less or more.
-TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
+# (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
+TILES = {(64, 64): 128, (96, 96): 128, (128, 128): 128, (192, 128): 64, (256, 256): 32}
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -68,11 +69,12 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, **fields) -> Config:
-    """fields: of `Config`, those of the call and others in place of the usual."""
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
+    """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
-    tile_n, blocks = fields.pop("tile_n", TILES[dims]), fields.pop("blocks", 1)
-    stages = fields.pop("kv_stages", SHARED_BYTES // blocks // (2 * tile_n * sum(dims)))
+    usual = min(TILES[dims], FEW_TILE) if few else TILES[dims]
+    tile_n, blocks = fields.pop("tile_n", usual), fields.pop("blocks", 1)
+    stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
     box = gcd(page_size, tile_n) if page_size else 0
     box = 1 if 0 < box < LEAST_BOX else box
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
+from tilewise.backends.hopper.decode.config import FEW_KEYS
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
@@ -91,6 +92,13 @@ def lengths_of(call: DecodeCall) -> Lengths:
     return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
 
 
+def few_keys(call: DecodeCall) -> bool:
+    """Whether there is room for few only. With a split tiles are the same in every batch, as bits would not be."""
+    _, capacity, heads_k, _ = call.k_cache.shape
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    return call.split is None and call.seqlens.shape[0] * capacity * pages * heads_k <= FEW_KEYS
+
+
 _KNOWN: dict[tuple, Decoder | Prefixed | None] = {}
 
 
@@ -118,4 +126,4 @@ def _key(call: DecodeCall) -> tuple:
         else ()
     )
     options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, counts, *options)
+    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, few_keys(call), counts, *options)
