@@ -68,6 +68,15 @@ def test_pieces_of_a_fixed_size():
         assert torch.equal(alone, o[1:2]) and torch.equal(of_alone, lse[1:2])
 
 
+def test_columns_of_key_heads():
+    """Thread blocks side by side have the key heads of the same tokens, one each or several; queries and pieces are as in one row."""
+    call = made(DecodeCase(lengths=(400, 0, 65), queries=(2, 40, 3), heads=(8, 4)))
+    for slots, aligned in ((8, True), (6, True), (8, False)):
+        found = run(call, slots=slots, aligned=aligned)
+        held(call, *found)
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, aligned=aligned)))
+
+
 @pytest.mark.slow
 def test_many_pieces():
     """Groups of a unit's pieces are added up first."""

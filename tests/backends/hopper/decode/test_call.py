@@ -74,3 +74,10 @@ def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
         {"mask": SlidingWindow(9, 0) & Causal()},
     ):
         assert not prefix.pays(replace(call, **changes))
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "columns"), [(1, 1), (3, 3), (8, 8), (7, 7), (32, 32), (40, 10), (48, 16), (131, 131), (264, 132), (134, 2)]
+)
+def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
+    assert decoding.columns(heads_k, 132) == columns

@@ -11,7 +11,8 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 128 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
-FEW_KEYS, FEW_TILE = 1 << 14, 64  # of so many of all key heads there are no two tiles of 128 for a multiprocessor: tiles have at most 64
+SMALL_TILE = 64  # keys of a tile at most, where there are few
+FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
     """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
-    usual = min(TILES[dims], FEW_TILE) if few else TILES[dims]
+    small = few or fields.get("tree") or fields.get("onto")  # which take registers
+    usual = min(TILES[dims], SMALL_TILE) if small else TILES[dims]
     tile_n, blocks = fields.pop("tile_n", usual), fields.pop("blocks", 1)
     stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
     box = gcd(page_size, tile_n) if page_size else 0

@@ -3,7 +3,7 @@
 Two warps load, one K and one V (loads.py), into a ring deep enough to keep memory busy while a warpgroup multiplies, takes the softmax, begins and
 ends units. The rows of a tile are the query tokens of a sequence times the heads that share a key head. Q goes straight to registers, O straight
 to memory, or where a unit lies in several blocks by way of merge.py. Nothing here depends on a number that the host would have to read.
-Predicted bottleneck: HBM; a tile of 64 keys at head_dim 128 takes 2,500 clocks to arrive, and 1,200 to be worked on.
+Predicted bottleneck: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks to arrive, and half of that to be worked on.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
@@ -83,6 +83,7 @@ def launch(
         by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
         capacity=capacity,
         heads_k=mK.shape[2],
+        heads=mK.shape[2] // work.columns,
         group=group,
         by_group=cute.fast_divmod_create_divisor_v2(group),
         page_size=page_size,
@@ -95,7 +96,7 @@ def launch(
     dtype = mK.element_type
     kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
-        grid=(work.blocks, 1, 1),
+        grid=(work.columns, work.blocks, 1),
         block=(THREADS + 2 * config.loaders * WARP, 1, 1),
         min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=100 if config.blocks > 1 else None,

@@ -202,6 +202,7 @@ def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending
 @cute.jit
 def store_nothing(tensors: Tensors, shape: Shape):
     """O = 0 and LSE = -inf for the rows of ragged queries behind the last sequence, spread over all blocks."""
+    (column, block, _), (columns, blocks, _) = arch.block_idx(), arch.grid_dim()
     zeros, thread = cute.make_rmem_tensor(WIDE, tensors.O.element_type), arch.thread_idx()[0]
     zeros.fill(0.0)
     first, heads, per_head = (
@@ -209,7 +210,7 @@ def store_nothing(tensors: Tensors, shape: Shape):
         tensors.O.shape[2],
         tensors.O.shape[3] // WIDE,
     )
-    for row in cutlass.range(first + arch.block_idx()[0], shape.total, arch.grid_dim()[0], unroll=1):
+    for row in cutlass.range(first + block * columns + column, shape.total, blocks * columns, unroll=1):
         for which in cutlass.range(thread, heads * per_head, THREADS, unroll=1):
             place = tensors.O[0, row, which // per_head, None].iterator + which % per_head * WIDE
             cute.autovec_copy(zeros, cute.make_tensor(place.align(WIDE * tensors.O.element_type.width // 8), cute.make_layout(WIDE)))

@@ -40,7 +40,8 @@ class Work(NamedTuple):
     sums: Tensor  # (slots, rows, head_dim_v) fp32: O of each piece
     lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
     arrivals: Tensor  # (counters,) int32
-    blocks: int  # thread blocks of the launch
+    columns: int  # of key heads, side by side
+    blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most
     split: int  # tiles of a piece; 0: not fixed
     most_pieces: int  # of a unit, then

@@ -5,6 +5,10 @@ sequence; before its tiles each unit has `fixed` places that stand for what it c
 unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one that goes
 on in a later one in slot 2 g + 1.
 
+A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
+and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
+above then holds for (column) G + g.
+
 With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
 share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
 """
@@ -24,9 +28,10 @@ class Shape(NamedTuple):
     batch: Int32
     queries: Int32  # of every sequence, at most where they are ragged
     total: Int32  # queries of an entry
-    by_blocks: object  # divisor: thread blocks
+    by_blocks: object  # divisor: thread blocks of a column
     capacity: Int32
     heads_k: Int32
+    heads: Int32  # of them, of a column
     group: Int32
     by_group: object  # divisor
     page_size: object  # divisor; None: no pages
@@ -112,11 +117,11 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     for first in cutlass.range(0, shape.batch, WARP, unroll=4):
         b = first + arch.lane_idx()
         found = sequence_of(min(b, shape.batch - 1), shape, config)
-        mine = found.row_tiles * shape.heads_k if b < shape.batch else Int32(0)
+        mine = found.row_tiles * shape.heads if b < shape.batch else Int32(0)
         units += mine
         tiles += mine * found.tiles
     units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
-    g = arch.block_idx()[0]
+    _, g, _ = arch.block_idx()
     fixed = min((tiles >> 2) // shape.by_blocks, config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
     share, more = divmod(tiles + fixed * units, shape.by_blocks)
     begin = g * share + min(g, more)
@@ -125,7 +130,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
 
 @cute.jit
 def block_of(place: Int32, shares: Shares) -> Int32:
-    """Whose share a place in the row is."""
+    """Whose share a place in the row is: g."""
     large = shares.more * (shares.share + 1)
     late = shares.more + (place - large) // max(shares.share, 1)
     return place // (shares.share + 1) if place < large else late
@@ -138,7 +143,7 @@ def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
     b, start, going = Int32(0), Int32(0), shape.batch > 1 and shares.begin < shares.end
     while going:
         found = sequence_of(min(at + lane, shape.batch - 1), shape, config)
-        cost = found.row_tiles * shape.heads_k * (found.tiles + shares.fixed) if at + lane < shape.batch else Int32(0)
+        cost = found.row_tiles * shape.heads * (found.tiles + shares.fixed) if at + lane < shape.batch else Int32(0)
         sums = scan(cost)
         passed = arch.popc(arch.vote_ballot_sync(before + sums <= shares.begin))
         b = at + passed
@@ -162,7 +167,7 @@ def scan(x: Int32) -> Int32:
 @cute.jit
 def span_of(sequence: Sequence, shares: Shares, shape: Shape) -> Int32:
     """Places of a sequence in the row."""
-    return sequence.row_tiles * shape.heads_k * (sequence.tiles + shares.fixed)
+    return sequence.row_tiles * shape.heads * (sequence.tiles + shares.fixed)
 
 
 @cute.jit
@@ -175,15 +180,17 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
     first, last = sequence.first + first - tiles, sequence.first + last - tiles
-    head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+    column, g, _ = arch.block_idx()
+    head_k, row_tile = column * shape.heads + unit // sequence.row_tiles, unit % sequence.row_tiles
     if const_expr(config.split):
         first, last = (begin_of_piece(x, sequence, shape) for x in (first, last))
         low, most = sequence.first // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)
         number, count = first // shape.split - low, (sequence.first + sequence.tiles - 1) // shape.split + 1 - low
         origin = (place.sequence * shape.heads_k + head_k) * most + row_tile
     else:
-        origin = block_of(tiles, shares)
-        number, count = arch.block_idx()[0] - origin, block_of(begin + each - 1, shares) - origin + 1
+        of_first = block_of(tiles, shares)
+        number, count = g - of_first, block_of(begin + each - 1, shares) - of_first + 1
+        origin = column * shape.by_blocks.divisor + of_first
     return Piece(head_k, row_tile * config.tile_m, first, last, number, count, origin, begin + each)
 
 
@@ -226,4 +233,5 @@ def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, confi
         groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
         units = units * cute.ceil_div(shape.queries * shape.group, config.tile_m)
         return units + piece.origin * groups + group // config.group if grouped else piece.origin
-    return arch.grid_dim()[0] + slot_of(group, piece, shape, config) if grouped else piece.origin
+    columns, blocks, _ = arch.grid_dim()
+    return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin

@@ -20,6 +20,7 @@ _RESERVES: dict[torch.device, tuple[Tensor, int]] = {}  # and how many are taken
 class Need(NamedTuple):
     """Of a launch: pieces of `rows` rows of `dim` numbers, and what `Work` says beside."""
 
+    columns: int
     blocks: int
     slots: int
     counters: int
@@ -53,7 +54,8 @@ def of(need: Need, device: torch.device) -> Work:
         memory, counters = kept
     sums, lse, _ = memory.tensor_split((need.slots * need.rows * need.dim, need.numbers))
     shape = need.slots, need.rows
-    return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, need.blocks, need.queries, need.split, need.most_pieces)
+    numbers = need.columns, need.blocks, need.queries, need.split, need.most_pieces
+    return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, *numbers)
 
 
 def _memory(need: Need, device: torch.device) -> Tensor:
