@@ -9,11 +9,12 @@ printed and written to OUT.jsonl as soon as it is there. The order is such that 
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from decode_problems import DecodeCase, held, made
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import repeat
 from tilewise.masks import Causal, Full, SlidingWindow
@@ -34,6 +36,7 @@ COLD, POOL = 160e6, 8.8e9  # bytes of distinct caches that a graph reads; number
 HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
 SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
 MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
+SWEPT = [(1, 8192), (1, 32768), (16, 1024), (4, 8192), (16, 8192), (64, 8192)]
 DEVICE = torch.device("cuda")
 START = time.monotonic()
 
@@ -129,17 +132,34 @@ class Bench:
         self.note(kind=kind, **vars(cell), MB=round(size / 1e6, 1), tokens=sum(given), **row)
 
     def sweep(self, cell: Cell) -> None:
-        """Stages, keys of a tile, thread blocks and the price of a unit, one at a time from the usual, best first."""
+        """Every tuning, best first; keys of `us` are tile x stages, and what else is not as usual."""
         calls = self.caches(cell, [cell.s] * cell.b)
         size, found = 4 * cell.b * cell.s * cell.hk * DIM, {}
         for tuning in tunings():
             try:
-                found[json.dumps(tuning)] = round(self.ours(calls, **tuning), 2)
+                found[short(tuning)] = round(self.ours(calls, **tuning), 2)
             except (RuntimeError, AssertionError, ValueError) as failure:
-                found[json.dumps(tuning)] = f"{type(failure).__name__}: {str(failure)[:120]}"
+                found[short(tuning)] = f"{type(failure).__name__}: {str(failure)[:120]}"
         ranked = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
         best = next(iter(ranked.values()))
         self.note(kind="sweep", **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
+
+    def compile(self, cells: list[Cell]) -> None:
+        """What a sweep of the cells needs, on all cores at once."""
+        todo = []
+        for cell in cells:
+            call, *_ = self.caches(cell, [cell.s] * cell.b)
+            fields = [{name: value for name, value in tuning.items() if name != "aligned"} for tuning in tunings()]
+            todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
+        states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
+        self.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))})
+
+
+def short(tuning: dict) -> str:
+    if not tuning:
+        return "usual"
+    order = "aligned" if tuning["aligned"] else "one row"
+    return f"{tuning['tile_n']}x{tuning['kv_stages']} {order}{' evict_first' * tuning['evict_first']}"
 
 
 def features(bench: Bench) -> None:
@@ -172,16 +192,14 @@ def features(bench: Bench) -> None:
     )
 
 
-def tunings() -> Iterator[dict]:
-    yield {}
-    yield from ({"kv_stages": n} for n in (2, 3, 4, 5, 6))
-    yield from ({"tile_n": 32, "kv_stages": n} for n in (4, 8, 14))
-    yield from ({"tile_n": 128, "kv_stages": n} for n in (2, 3))
-    yield from ({"blocks": 2, "kv_stages": n} for n in (2, 3))
-    yield from ({"blocks": 2, "tile_n": 32, "kv_stages": n} for n in (4, 6))
-    yield {"evict_first": True}
-    yield from ({"fixed": n} for n in (0, 1, 4))
-    yield from ({"group": n, "most_pieces": n} for n in (6, 20))
+def tunings() -> list[dict]:
+    """The usual, then keys of a tile and stages, key heads of the same tokens side by side or not, and what the L2 cache does."""
+    tiles, orders = ((64, 2), (64, 3), (128, 2)), itertools.product((True, False), (False, True))
+    found = [
+        {"tile_n": tile_n, "kv_stages": stages, "aligned": aligned, "evict_first": first}
+        for (aligned, first), (tile_n, stages) in itertools.product(orders, tiles)
+    ]
+    return [{}, *found]
 
 
 def torch_peers(calls: list[DecodeCall], cell: Cell) -> dict[str, list[Callable]]:
@@ -347,13 +365,9 @@ def main() -> None:
                 if left():
                     bench.cell("decode", Cell(b, s, 32, 8, page), others=b * s <= 1 << 17)
     if "sweep" in only:
-        for cell in (
-            Cell(1, 1024, 32, 8, 0),
-            Cell(1, 8192, 32, 8, 0),
-            Cell(16, 8192, 32, 8, 0),
-            Cell(16, 8192, 32, 8, 16),
-            Cell(1, 32768, 32, 1, 0),
-        ):
+        cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
+        bench.compile(cells)
+        for cell in cells:
             if left():
                 bench.sweep(cell)
     if "features" in only and left():
