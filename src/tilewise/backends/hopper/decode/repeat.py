@@ -118,7 +118,7 @@ def _key(call: DecodeCall) -> tuple:
     q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
     others = call.page_table, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink
     there = tuple(x is None for x in others)
-    sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], q.numel() == 0, 0 in k.shape
+    sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], 0 in q.shape, 0 in k.shape
     paged = 0 if call.page_table is None else k.shape[1]
     counts = (
         (call.seqlens.shape[0], k.shape[1], None if call.page_table is None else call.page_table.shape[1])
