@@ -10,6 +10,7 @@ from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat
 from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, TILES, configure
 from tilewise.masks import Causal, PrefixLM, SlidingWindow
+from tilewise.sm90 import jit, prebuilt
 
 CALL = made(DecodeCase(lengths=(5, 9)))
 
@@ -60,6 +61,14 @@ def test_tiles_are_small_where_keys_are_few():
 def test_boxes_of_pages(page_size, box):
     config = configure(torch.bfloat16, 128, 128, page_size)
     assert config.box == box and config.gathers == (box == 1)
+
+
+def test_without_a_compiler_only_prebuilt_kernels_do(monkeypatch):
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["cutlass is not installed"])
+    monkeypatch.setattr(prebuilt, "entry", lambda launch, config, arch: config.box == 0)
+    assert not decoding.why_not(CALL)
+    (told,) = decoding.why_not(made(DecodeCase(lengths=(5, 9), page=16)))
+    assert told.startswith("there is no kernel at hand for hopper.decode.kernel") and "box=16" in told
 
 
 def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):

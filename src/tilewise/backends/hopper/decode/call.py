@@ -1,11 +1,14 @@
 """Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import prefix, workspace
 from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of
 from tilewise.backends.hopper.decode.window import window_of
@@ -13,7 +16,7 @@ from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
 from tilewise.problem import DecodeCall
-from tilewise.sm90 import jit
+from tilewise.sm90 import jit, prebuilt
 
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 MOST_BYTES = 1 << 30  # of pieces, with a split
@@ -43,6 +46,9 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append("there is nothing to read")
     if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
         wrong.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of pieces, more than {MOST_BYTES >> 20}")
+    if not wrong and jit.why_no_compiler():
+        lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
+        wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
     return wrong
 
 
@@ -107,6 +113,13 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         split=call.split is not None,
         **tuning,
     )
+
+
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
+    """What `jit.compiled` takes, for calls with such heads; none where no tile holds them. changes: fields of `Config` that are True."""
+    if tile_dims(head_dim, head_dim_v) is None:
+        return []
+    return [(LAUNCH, arguments, each) for each in shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))]
 
 
 def kernels(call: DecodeCall) -> list[tuple]:

@@ -11,6 +11,7 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 128 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
@@ -80,3 +81,9 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     box = gcd(page_size, tile_n) if page_size else 0
     box = 1 if 0 < box < LEAST_BOX else box
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)
+
+
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:
+    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`."""
+    found = (configure(dtype, head_dim, head_dim_v, page_size, few, **fields) for few in (False, True) for page_size in PAGES)
+    return list(dict.fromkeys(found))
