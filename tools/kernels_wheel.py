@@ -3,7 +3,7 @@
     python tools/kernels_wheel.py                                      # all that ships, into dist/
     python tools/kernels_wheel.py --head-dim 64,128 --dtype bf16       # less
 
-A kernel takes five seconds; all of them, on two cores, a quarter of an hour. What is compiled is kept in build/kernels under a digest of what it is
+A kernel takes five seconds; all of them, on two cores, twenty minutes. What is compiled is kept in build/kernels under a digest of what it is
 made from, so that a run that was stopped goes on, and after a change only what it reached is compiled.
 
 The DSL compiles a launch function for the processor that it runs on, and to call its runtime library, which may not be handed on. So the function
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,9 +72,16 @@ def problems(head_dims: str = HEAD_DIMS, dtypes: str = DTYPES, masks: str = MASK
         yield Problem(device="cuda", dtype=names[dtype], **sizes, group=1, mask=mask, grad=grad)
 
 
-def kernels(wanted: Iterator[Problem]) -> list[warmup.Kernel]:
+def kernels(wanted: Iterable[Problem]) -> list[warmup.Kernel]:
     """Each once."""
     return list(dict.fromkeys(kernel for problem in wanted for kernel in warmup.of_problem(problem)))
+
+
+def of_decode(wanted: Iterable[Problem]) -> list[warmup.Kernel]:
+    """The kernels that decode, where the problems' masks are such as they take."""
+    return warmup.of_decode(
+        warmup.Cell(each.head_dim, each.head_dim_v, each.dtype, mask) for each in wanted for mask in warmup.MASKS[each.mask]
+    )
 
 
 def zig() -> Path:
@@ -182,7 +189,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the kernels, and build none")
     given = parser.parse_args()
     os.environ["TILEWISE_CACHE"] = "0"
-    todo = kernels(problems(given.head_dim, given.dtype, given.mask, not given.forward))
+    wanted = list(problems(given.head_dim, given.dtype, given.mask, not given.forward))
+    todo = [*kernels(wanted), *of_decode(wanted)]
     if given.list:
         for kernel in todo:
             print(*warmup.describe(kernel))

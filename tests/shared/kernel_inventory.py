@@ -10,6 +10,8 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.decode import call as decode_call
+from tilewise.backends.hopper.decode import config as decoding
 from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.forward import rows
@@ -40,6 +42,11 @@ def of_forward(config) -> Kernel:
 
 def of_backward(config) -> Kernel:
     return Kernel(f"backward {_tile(config)}", gradients.LAUNCH, gradients.arguments, config)
+
+
+def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+    config = decoding.configure(dtype, *dims, page_size or None, **changes)
+    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.LAUNCH, decode_call.arguments, config)
 
 
 def of_bias(sums: tuple, sees: str, everything: bool, bias: torch.dtype) -> Kernel:
@@ -94,6 +101,17 @@ RUNS = [(dims, sees, changes) for dims in forward.TILES for sees in ("rows", "ru
 def changed_forward(dims, sees, changes) -> Kernel:
     return of_forward(forward.configure(torch.bfloat16, *dims, sees, **changes))
 
+
+# Decode
+
+DECODE_CHANGES = {"softcap": True, "alibi": True, "sinks": True, "ragged": True, "leftpad": True}
+DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64, {}), ((64, 64), 4, {"split": True, "tree": True})]
+DECODE_TOO = [
+    *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
+    *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),
+    *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),
+]
+DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 # Backward
 
@@ -170,6 +188,7 @@ def fast() -> Iterator[Kernel]:
     yield from map(of_forward, SHIPPED)
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()
+    yield from itertools.starmap(of_decode, DECODE)
     yield from (of_backward(many_keys(*shape, {})) for shape in SHAPES)
     yield from (of_backward(few_keys(*shape, {}, dtype)) for shape in FEW for dtype in DTYPES)
     yield from (of_backward(of_length(*case)) for case in LONG + OF_SMALLER_HEADS)
@@ -187,3 +206,4 @@ def slow() -> Iterator[Kernel]:
     yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED_TOO)
     yield from (of_backward(few_keys(*case)) for case in OF_FEW_KEYS_TOO)
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
+    yield from itertools.starmap(of_decode, DECODE_TOO)

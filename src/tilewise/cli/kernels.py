@@ -51,13 +51,13 @@ def warmup(options: Namespace, console: Console) -> int:
 
 
 def _of_cells(options: Namespace) -> list[warming.Kernel]:
-    """The kernels of calls of any length."""
+    """The kernels of calls of any length, and those that decode."""
     asked = _workloads(options, dtype="bf16,fp16", mask="full,causal,window:1", seqlen="1")
     plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked]
     cells = [
         warming.Cell(*each, extras, grad=not options.forward) for each in plain for extras in warming.extras_from(options.extras or "")
     ]
-    return warming.kernels(cells)
+    return [*warming.kernels(cells), *warming.of_decode(cells)]
 
 
 def _of_sets(options: Namespace) -> list[warming.Kernel]:

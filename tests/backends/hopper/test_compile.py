@@ -25,6 +25,8 @@ from kernel_inventory import (
     BIASES,
     CHANGED,
     CHANGED_TOO,
+    DECODE,
+    DECODE_TOO,
     DTYPES,
     EVERY,
     FEW,
@@ -44,6 +46,7 @@ from kernel_inventory import (
     many_keys,
     of_backward,
     of_bias,
+    of_decode,
     of_forward,
     of_intervals,
     of_length,
@@ -159,6 +162,18 @@ def test_intervals_of_documents(inspect):
     """The small kernels ahead of "rows"."""
     for kernel in of_intervals():
         check_nothing_spills(inspect(kernel))
+
+
+@pytest.mark.parametrize(("dims", "page_size", "changes"), DECODE + slow(DECODE_TOO), ids=str)
+def test_decode(dims, page_size, changes, inspect):
+    """Both products once, in one loop; pages that the copy engine cannot fetch are loaded by threads."""
+    kernel = of_decode(dims, page_size, changes)
+    config, found = kernel.config, inspect(kernel)
+    check_nothing_spills(found)
+    check_descriptors(found)
+    assert found.counts["gsb0"] == found.counts["ARRIVE"] == found.counts["DEPBAR 0"] == 2
+    assert found.counts["HGMMA"] == config.head_dim // 16 + config.tile_n // 16
+    assert (found.counts["UTMALDG"] == 0) == config.gathers
 
 
 def check_shipped(kernel: Kernel, inspect):

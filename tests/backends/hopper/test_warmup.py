@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_problems import DecodeCase, made
 
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
+from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.forward import config
 from tilewise.cli import grammar
 from tilewise.errors import UnsupportedError
@@ -76,6 +78,20 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     assert warmup.kernels(cells) == forward
 
 
+def test_kernels_that_decode():
+    """They are what calls of every size and page ask for, each once, whatever the mask."""
+    masks = (Full(), Causal(), SlidingWindow(9, 0), PrefixLM(3))
+    found = warmup.of_decode(warmup.Cell(*dims, BF16, mask) for dims in ((64, 40), (128, 128), (256, 256)) for mask in masks)
+    for dims, page, length in itertools.product(((64, 64), (128, 128), (256, 256)), (0, 16, 64, 256), (9, 1 << 14)):
+        call = made(DecodeCase(lengths=(9,), capacity=length, dims=dims, heads=(4, 4), page=page))
+        (kernel,) = decoding.kernels(call)
+        assert warmup.Kernel(*kernel) in found
+    assert len(found) == len(set(found)) == 3 * 9 - 6 and {warmup.describe(each)[0] for each in found} == {"decode"}
+    assert not warmup.of_decode([CELL._replace(mask=PrefixLM(3)), CELL._replace(extras=("bias",)), CELL._replace(head_dim=300)])
+    (changed, *_) = warmup.of_decode([CELL._replace(extras=("softcap", "sink"))])
+    assert changed.config.softcap and changed.config.sinks and not changed.config.sink
+
+
 def test_extras_from_text():
     assert warmup.extras_from("") == [()]
     assert warmup.extras_from("softcap,alibi+sink+alibi") == [("softcap",), ("alibi", "sink")]
@@ -122,7 +138,7 @@ def test_outcomes_of_compiling(kept, exported, monkeypatch):
 @pytest.mark.slow
 def test_processes_compile_and_the_next_run_finds_all(kept, capsys):
     command = ["warmup", "--head-dim", "64", "--dtype", "bf16", "--mask", "window:1", "--processes", "2"]
-    expected = len(warmup.kernels([CELL._replace(grad=True)]))
+    expected = len(warmup.kernels([CELL._replace(grad=True)])) + len(warmup.of_decode([CELL]))
     for state in ("compiled", "cached"):
         assert grammar.main(command) == 0
         said = capsys.readouterr().out
@@ -134,7 +150,12 @@ def test_the_command_lists_and_clears(kept, exported, capsys):
     assert grammar.main(["warmup", "--forward", "--list", "--head-dim", "64,192/128", "--dtype", "bf16"]) == 0
     said = capsys.readouterr().out
     cells = [warmup.Cell(*dims, BF16, mask) for dims in ((64, 64), (192, 128)) for mask in (Full(), Causal(), SlidingWindow(1, 0))]
-    assert said.count("forward") == len(warmup.kernels(cells)) and "192/128" in said and not cache.entries()
+    assert (
+        said.count("forward") == len(warmup.kernels(cells))
+        and said.count("decode") == len(warmup.of_decode(cells)) > 9
+        and "192/128" in said
+        and not cache.entries()
+    )
     cache.store(cache.entry(kernel.launch, kernel.config, jit.arch()), exported)
     assert grammar.main(["warmup", "--clear"]) == 0 and not cache.entries()
     assert f"removed: 1 kernels from {kept}" in capsys.readouterr().out

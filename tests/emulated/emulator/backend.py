@@ -21,6 +21,7 @@ from emulator.program import Program
 from emulator.ptx import parse
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import plan as backward_plan
+from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.sm90 import jit
 
@@ -47,6 +48,10 @@ class Emulated(Hopper):
     def backward(self, *arguments, **named):
         with self.on_gpu():
             return super().backward(*arguments, **named)
+
+    def decode(self, call):
+        with self.on_gpu():
+            return decode.decode(call)
 
     def compiled(self, launch, arguments, config, options="") -> Callable:
         """In place of `tilewise.sm90.jit.compiled`."""

@@ -12,13 +12,15 @@ from torch import Tensor
 from tilewise.backends import Backend
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.decode import call as decode
+from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.masks import Unread
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.problem import Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import helpers, jit, prebuilt
 
 __all__ = ["Hopper"]
@@ -89,6 +91,10 @@ class Hopper(Backend):
         else:
             found = backward.backward(fitting, o, lse, d_o, d_lse, bias_grad)
         return found if fitting is call else widths.cut(call, found)
+
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
+        return decoding.decode(call, decode.decoder)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""

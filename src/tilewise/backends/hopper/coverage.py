@@ -1,11 +1,16 @@
 """What the Hopper kernels cover, on whatever machine, and which of them a call launches."""
 
+from collections.abc import Iterable
+
 import torch
 
 from tilewise.backends.hopper import entries, widths
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.decode import call as decode
+from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
+from tilewise.masks import Mask
 from tilewise.problem import Call, Problem
 
 
@@ -34,3 +39,13 @@ def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
     call = launched(call)
     return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
+
+
+DECODE = {"softcap": "softcap", "alibi": "alibi", "sink": "sinks"}  # what changes scores, as the kernel's Config has it
+
+
+def of_decode(dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, extras: Iterable[str] = ()) -> list[tuple]:
+    """What `jit.compiled` takes, for the kernels that decode; none where they do not cover that."""
+    if window_of(mask) is None or not DECODE.keys() >= set(extras):
+        return []
+    return decode.shipped(dtype, head_dim, head_dim_v, [DECODE[name] for name in extras])

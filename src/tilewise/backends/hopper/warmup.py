@@ -71,6 +71,12 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     return _kernels(cells, ((n, n) for n in _lengths()))
 
 
+def of_decode(cells: Iterable[Cell]) -> list[Kernel]:
+    """The kernels that decode calls of these kinds, each once: of contiguous caches and of pages; none where decoding does not cover a kind."""
+    found = (coverage.of_decode(cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, cell.extras) for cell in cells)
+    return list(dict.fromkeys(Kernel(*kernel) for each in found for kernel in each))
+
+
 def _lengths() -> list[int]:
     return sorted({*config.lengths(), *backward_config.lengths()})
 

@@ -117,7 +117,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
         if bias_grad:
             d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
-    return Gradients(d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rescale(call)))
+    return Gradients(
+        d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rescale(call))
+    )
 
 
 def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,205 @@
+"""Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.decode import prefix, workspace
+from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.decode.config import shipped as shipped_configs
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of
+from tilewise.backends.hopper.decode.window import window_of
+from tilewise.backends.hopper.decode.workspace import Need
+from tilewise.backends.hopper.forward import plan
+from tilewise.backends.hopper.operands import Scores
+from tilewise.problem import DecodeCall
+from tilewise.sm90 import jit, prebuilt
+
+LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+MOST_BYTES = 1 << 30  # of pieces, with a split
+ALIGNED = True  # whether thread blocks side by side read the key heads of the same tokens
+IDLE = 20  # of so many multiprocessors one may be idle for that
+
+
+def why_not(call: DecodeCall) -> list[str]:
+    """Sentences that say why the kernel does not cover the call; empty where it does."""
+    dtype, dims = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1])
+    wrong = []
+    if dtype not in (torch.bfloat16, torch.float16) or {call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
+        wrong.append(
+            f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
+        )
+    elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
+        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
+    if window_of(call.mask) is None:
+        wrong.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
+    if call.scale <= 0.0:
+        wrong.append(f"it takes a positive scale, not {call.scale}")
+    if call.cache_batch_idx is not None and call.page_table is not None:
+        wrong.append("it takes cache_batch_idx or page_table, not both")
+    if call.split is not None and call.split < 1:
+        wrong.append(f"it takes a split of at least 1 key, not {call.split}")
+    if 0 in call.k_cache.shape or call.q.numel() == 0:
+        wrong.append("there is nothing to read")
+    if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
+        wrong.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of pieces, more than {MOST_BYTES >> 20}")
+    if not wrong and jit.why_no_compiler():
+        lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
+        wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
+    return wrong
+
+
+def decode(call: DecodeCall, aligned: bool = ALIGNED, **tuning) -> tuple[Tensor, Tensor] | None:
+    """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32; None where the kernel does not cover the call.
+
+    aligned: as ALIGNED; tuning: fields of `Config` in place of the usual.
+    """
+    if why_not(call):
+        return None
+    with torch.cuda.device(call.q.device):
+        if prefix.pays(call):
+            first = prefix.of(call)
+            found = _compute(first, config_of(first, out=torch.float32, **tuning), aligned)
+            return _compute(call, config_of(call, onto=True, **tuning), aligned, prefix.prior(call, *found))
+        return _compute(call, config_of(call, **tuning), aligned)
+
+
+def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
+    o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=config.out or call.q.dtype, device=call.q.device)
+    heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
+    shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
+    lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
+    if ragged:
+        tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
+    window, changed = _numbers(call, config)
+    jit.compiled(LAUNCH, arguments, config)(Tensors(*tensors), lengths_of(call), _work(call, config, aligned), window, prior, changed)
+    return o, lse
+
+
+def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
+    """What computes calls like this one; None where the kernel does not cover them."""
+    if why_not(call):
+        return None
+    if prefix.pays(call):
+        first = prefix.of(call)
+        return Prefixed(_decoder(first, config_of(first, out=torch.float32)), _decoder(call, config_of(call, onto=True)))
+    return _decoder(call, config_of(call))
+
+
+def _decoder(call: DecodeCall, config: Config) -> Decoder:
+    kernel = jit.compiled(LAUNCH, arguments, config)
+    return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
+
+
+def config_of(call: DecodeCall, **tuning) -> Config:
+    page_size = call.k_cache.shape[1] if call.page_table is not None else None
+    return configure(
+        call.q.dtype,
+        call.q.shape[-1],
+        call.v_cache.shape[3],
+        page_size,
+        few=few_keys(call),
+        softcap=call.softcap > 0.0,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sink is not None,
+        ragged=call.cu_seqlens_q is not None,
+        entries=call.cache_batch_idx is not None,
+        leftpad=call.leftpad is not None,
+        tree=call.tree is not None,
+        split=call.split is not None,
+        **tuning,
+    )
+
+
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
+    """What `jit.compiled` takes, for calls with such heads; none where no tile holds them. changes: fields of `Config` that are True."""
+    if tile_dims(head_dim, head_dim_v) is None:
+        return []
+    return [(LAUNCH, arguments, each) for each in shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))]
+
+
+def kernels(call: DecodeCall) -> list[tuple]:
+    """What `jit.compiled` takes, for every kernel that the call launches."""
+    if prefix.pays(call):
+        return [(LAUNCH, arguments, config_of(prefix.of(call), out=torch.float32)), (LAUNCH, arguments, config_of(call, onto=True))]
+    return [(LAUNCH, arguments, config_of(call))]
+
+
+def arguments(config: Config) -> list:
+    """Stand-ins for the launch's operands."""
+    from tilewise.sm90.dsl import Float32, Int32, cutlass
+
+    dtype = changes.dsl(config.dtype)
+    batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
+    slots, rows, new = (jit.size() for _ in range(3))
+    sequences = jit.size() if config.ragged else batch
+    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
+    v, o = (
+        jit.tensor(dtype, entries, capacity, heads_k, dim_v),
+        jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
+    )
+    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+
+    def numbers(there: bool, *sizes):
+        return jit.tensor(Int32, *sizes, aligned=False) if there else None
+
+    lengths = Lengths(
+        numbers(True, sequences),
+        numbers(config.box > 0, sequences, jit.size()),
+        numbers(config.ragged, jit.size()),
+        numbers(config.entries, sequences),
+        numbers(config.leftpad, sequences),
+        jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
+    )
+    kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(5)))
+    prior = None
+    if config.onto:
+        like_o, like_lse = (
+            jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v),
+            jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False),
+        )
+        prior = Prior(like_o, like_lse, Int32(0))
+    inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
+    sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
+    changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
+    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+
+
+def columns(heads_k: int, blocks: int) -> int:
+    """As many columns of key heads (scheduler.py) as leave few of so many thread blocks idle."""
+    return max(n for n in range(1, heads_k + 1) if heads_k % n == 0 and blocks % n * IDLE <= blocks)
+
+
+def _work(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Work:
+    return workspace.of(_need(call, config, aligned), call.q.device)
+
+
+def _need(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Need:
+    queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
+    rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
+    blocks = plan.num_sms(call.q.device) * config.blocks
+    side_by_side = columns(heads_k, blocks) if aligned else 1
+    cut = side_by_side, blocks // side_by_side
+    if call.split is None:
+        return Need(*cut, 2 * blocks, 3 * blocks, min(TILE_M, rows), dim, queries)
+    split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+    most = -(-capacity // (split * config.tile_n))
+    units = call.seqlens.shape[0] * heads_k * -(-rows // TILE_M)
+    return Need(*cut, units * most, units * (1 + -(-most // config.group)), min(TILE_M, rows), dim, queries, split, most)
+
+
+def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:
+    window = window_of(call.mask)
+    assert window is not None  # or `why_not` had said so
+    return window, _scores(call, config)
+
+
+def _scores(call: DecodeCall, config: Config) -> Scores:
+    slopes, sink = (None if x is None else x.float().contiguous() for x in (call.alibi_slopes, call.sink))
+    scaled = changes.outer_log2(config, call.scale, call.softcap)
+    return Scores(scaled, *changes.factors(config, call.scale, call.softcap), None, slopes, None, sink, None, 0)

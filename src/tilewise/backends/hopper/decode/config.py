@@ -1,0 +1,89 @@
+"""How the decode kernel is cut: literal data, one line a case."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
+TILE_M = 64  # rows of a unit: query tokens times heads of a group
+LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
+IN_FLIGHT = 128 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
+SMALL_TILE = 64  # keys of a tile at most, where there are few
+FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScoreChanges):
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    tile_n: int
+    kv_stages: int
+    box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
+    blocks: int = 1  # thread blocks of a multiprocessor
+    ragged: bool = False
+    entries: bool = False
+    leftpad: bool = False
+    tree: bool = False
+    onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
+    out: torch.dtype | None = None  # of O, where it is not dtype
+    split: bool = False  # pieces of a fixed size
+    sinks: bool = False
+    evict_first: bool = False  # what the L2 cache does with K and V
+    fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
+    most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
+    group: int = 12
+    sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
+    row_max: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        return TILE_M
+
+    @property
+    def gathers(self) -> bool:
+        """Whether threads fetch single tokens, because pages are too small or too odd for the copy engine."""
+        return self.box == 1
+
+    @property
+    def loaders(self) -> int:
+        """Warps that load, of K and V each."""
+        return 2 if self.gathers else 1
+
+    @property
+    def rows_of_box(self) -> int:
+        return LEAST_BOX if self.gathers else self.box or self.tile_n
+
+
+# (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
+TILES = {(64, 64): 128, (96, 96): 128, (128, 128): 128, (192, 128): 64, (256, 256): 32}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+@lru_cache(maxsize=4096)
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
+    """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
+    dims = tile_dims(head_dim, head_dim_v)
+    small = few or fields.get("tree") or fields.get("onto")  # which take registers
+    usual = min(TILES[dims], SMALL_TILE) if small else TILES[dims]
+    tile_n, blocks = fields.pop("tile_n", usual), fields.pop("blocks", 1)
+    stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
+    box = gcd(page_size, tile_n) if page_size else 0
+    box = 1 if 0 < box < LEAST_BOX else box
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)
+
+
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:
+    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`."""
+    found = (configure(dtype, head_dim, head_dim_v, page_size, few, **fields) for few in (False, True) for page_size in PAGES)
+    return list(dict.fromkeys(found))

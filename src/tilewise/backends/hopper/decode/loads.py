@@ -1,0 +1,189 @@
+"""K and V on their way to shared memory, tile after tile of the block's share.
+
+One warp each asks the copy engine for a box of a page, or of the cache, at a time. Page numbers are read a tile ahead. Boxes beyond the last key that
+a row may see are asked for where there is no page, and come as zeros; so does a page whose number is out of range. Pages that are too small or too
+odd for boxes are gathered token by token, by two warps each, which likewise write zeros for what is not there.
+"""
+
+from tilewise.backends.hopper.decode import scheduler
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
+from tilewise.sm90 import tma
+from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
+from tilewise.sm90.wgmma import K_MAJOR
+
+WARP = 32
+
+
+def columns(dim: int) -> int:
+    """Of a swizzled block in shared memory, which is how wide a box is."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
+    """The descriptor for boxes of mX (tokens, dim, heads, entries)."""
+    box = config.rows_of_box, columns(dim)
+    layout = sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, *box), mX.element_type, 1)
+    return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(layout, mode=[0, 1]), box))
+
+
+@cute.jit
+def produce(
+    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, values: Constexpr[int],
+    dim: Constexpr[int], config: Constexpr[Config],
+):  # fmt: skip
+    """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
+    state = tma.at_first_empty(config.kv_stages)
+    shares = scheduler.shares_of(shape, config)
+    b, start, at = scheduler.locate(shares, shape, config)
+    while at < shares.end:
+        sequence = scheduler.sequence_of(b, shape, config)
+        span = scheduler.span_of(sequence, shares, shape)
+        if at - start >= span:
+            b += 1
+            start += span
+        else:
+            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
+            if const_expr(config.gathers):
+                state = gather_piece(mX, sX, pipe, state, b, piece, sequence, shape, warp, values, dim, config)
+            else:
+                state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
+            at = piece.next
+
+
+@cute.jit
+def load_piece(
+    source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
+    sequence: Sequence, shape: Shape, dim: Constexpr[int], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    if const_expr(config.box == 0):
+        entry = b
+        if const_expr(config.entries):
+            entry = shape.lengths.entries[b]
+        for n in cutlass.range(piece.first, piece.last, unroll=1):
+            pipe.producer_acquire(state)
+            load_box(source, sX, pipe, state, 0, n, piece.head_k, entry, dim, config)
+            state.advance()
+    else:
+        boxes = const_expr(config.tile_n // config.box)
+        page, row = page_of(b, piece.first, source, sequence, shape, config)
+        for n in cutlass.range(piece.first, piece.last, unroll=1):
+            next_page, next_row = page_of(b, n + 1, source, sequence, shape, config)
+            pipe.producer_acquire(state)
+            for i in range_constexpr(boxes):
+                load_box(source, sX, pipe, state, i, arch.shuffle_sync(row, i), piece.head_k, arch.shuffle_sync(page, i), dim, config)
+            page, row = next_page, next_row
+            state.advance()
+    return state
+
+
+@cute.jit
+def page_of(b: Int32, n: Int32, source: tma.Tma, sequence: Sequence, shape: Shape, config: Constexpr[Config]):
+    """(page, box in it) of this lane's box of tile n; of boxes that no row sees a page that does not exist."""
+    token = n * config.tile_n + arch.lane_idx() * config.box
+    number, row = divmod(token, shape.page_size)
+    page = Int32(source.gmem.shape[3])
+    if token < sequence.end and token + config.box > sequence.begin:
+        page = shape.lengths.pages[b, number]
+    return page, row // config.box
+
+
+@cute.jit
+def load_box(
+    source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, i: Constexpr[int], row: Int32,
+    head: Int32, entry: Int32, dim: Constexpr[int], config: Constexpr[Config],
+):  # fmt: skip
+    """Box `row` of an entry into the i-th place of a stage."""
+    box = const_expr((config.rows_of_box, columns(dim)))
+    for c in range_constexpr(dim // box[1]):
+        to = cute.local_tile(sX[None, None, state.index], box, (i, c))
+        gX = cute.local_tile(source.gmem[None, None, head, entry], box, (row, c))
+        s, g = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(gX, 0, 2))
+        policy = Int64(tma.FIRST) if const_expr(config.evict_first) else None
+        cute.copy(source.atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state), cache_policy=policy)
+
+
+FILLED = 3  # and the following: named barriers of those that load K, and V
+WIDE, BYTES = 8, 16  # numbers that a lane fetches at a time, and their bytes
+ABREAST = 16  # fetches of a lane on their way at a time, at most
+
+
+@cute.jit
+def gather_piece(
+    mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
+    sequence: Sequence, shape: Shape, warp: Int32, values: Constexpr[int], dim: Constexpr[int], config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
+    gX = mX[None, None, piece.head_k, None]
+    pages = pages_of(b, piece.first, gX, sequence, shape, config)
+    for n in cutlass.range(piece.first, piece.last, unroll=1):
+        ahead = pages_of(b, n + 1, gX, sequence, shape, config)
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        gather_tile(gX, sX[None, None, state.index].iterator.toint(), pages, warp, dim, config)
+        filled(pipe, state, FILLED + values, warp, config)
+        for part in range_constexpr(2):
+            pages[part].store(ahead[part].load())
+        state.advance()
+    return state
+
+
+@cute.jit
+def filled(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barrier: Int32, warp: Int32, config: Constexpr[Config]):
+    """The warps that load K, or V, have written their parts of a stage, for the tensor cores to read."""
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=barrier, number_of_threads=config.loaders * WARP)
+    if warp == 0:
+        with arch.elect_one():
+            arch.mbarrier_arrive(pipe.producer_get_barrier(state))
+
+
+@cute.jit
+def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Shape, config: Constexpr[Config]):
+    """(page, row in it) of this lane's tokens of tile n, every 32nd; page -1 where no row sees the token, or there is no such page."""
+    turns = const_expr(-(-config.tile_n // WARP))
+    pages, rows = cute.make_rmem_tensor(turns, Int32), cute.make_rmem_tensor(turns, Int32)
+    for i in range_constexpr(turns):
+        token = n * config.tile_n + i * WARP + arch.lane_idx()
+        number, row = divmod(token, shape.page_size)
+        page = Int32(-1)
+        if token < sequence.end and token >= sequence.begin:
+            page = shape.lengths.pages[b, number]
+        pages[i], rows[i] = (page if page < gX.shape[0] else Int32(-1)), row
+    return pages, rows
+
+
+@cute.jit
+def gather_tile(gX: cute.Tensor, address: Int32, pages: tuple, warp: Int32, dim: Constexpr[int], config: Constexpr[Config]):
+    """This warp's half of a tile, piece after piece of a token. gX: (pages, page_size, head_dim); address: of the stage."""
+    lanes, of_token = const_expr(config.loaders * WARP), const_expr(dim // WIDE)
+    width = const_expr(columns(dim) // WIDE)  # pieces of a token in a block of columns
+    turns = const_expr(config.tile_n * of_token // lanes)
+    at_once = const_expr(max(n for n in range(1, ABREAST + 1) if turns % n == 0))
+    fetched = cute.make_rmem_tensor((WIDE, at_once), gX.element_type)
+    for batch in range_constexpr(turns // at_once):
+        fetched.fill(0.0)
+        for i in range_constexpr(at_once):
+            which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
+            token, column = which // of_token, which % of_token * WIDE
+            page, row = (of_lane(x, token) for x in pages)
+            if page >= 0 and column < gX.shape[2]:
+                source = (gX[page, row, None].iterator + column).align(BYTES)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WIDE)), fetched[None, i])
+        words = cute.recast_tensor(fetched, Int32)
+        for i in range_constexpr(at_once):
+            which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
+            token, piece = which // of_token, which % of_token
+            block, place = piece // width, piece % width
+            swizzle = token % 8 if const_expr(width == 8) else token // 2 % 4
+            to = address + ((block * config.tile_n + token) * width + (place ^ swizzle)) * BYTES
+            values = [words[w, i] for w in range(4)]
+            arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *values])
+
+
+@cute.jit
+def of_lane(x: cute.Tensor, token: Int32) -> Int32:
+    """A token's number, of which lane token % 32 has the (token // 32)-th. All lanes ask, for a token of their own each."""
+    found = Int32(0)
+    for i in range_constexpr(cute.size(x)):
+        there = arch.shuffle_sync(x[i], token % WARP)
+        found = there if token // WARP == i else found
+    return found

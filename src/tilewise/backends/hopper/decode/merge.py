@@ -1,0 +1,218 @@
+"""Pieces of a unit that several thread blocks have computed: the last to arrive adds them up, in the order of their keys.
+
+A piece is O divided by its own sum, fp32, and the rows' log-sum-exp. Sums are weighted by exp(lse_i - lse) and taken in one fixed order, so the bits
+are the same whichever block comes last. Of many pieces, groups are added up first.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.decode import rows, scheduler
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Prior, Tensors, Work
+from tilewise.backends.hopper.decode.rows import Unit
+from tilewise.backends.hopper.decode.scheduler import Piece, Shape
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.fragments import LN2, LOG2_E
+
+THREADS = 128
+WIDE = 4  # numbers that a thread reads or writes at a time
+ABREAST = 20  # pieces that are read at a time
+ARRIVED = 2  # a named barrier
+
+
+class Ending(NamedTuple):
+    """What joins a unit when all of its pieces are together."""
+
+    sinks: cute.Tensor | None  # (heads_q,) fp32
+    prior: Prior | None
+
+
+class Level(NamedTuple):
+    """Pieces number first, first + step, ... of a unit, `count` of them, which count themselves at `counter`."""
+
+    first: Int32
+    step: Int32
+    count: Int32
+    counter: Int32
+    plane: Int32  # of the log-sum-exps that are read
+    last: Boolean  # the sum is the unit's
+
+
+@cute.jit
+def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit,
+             shape: Shape, config: Constexpr[Config]):  # fmt: skip
+    """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory."""
+    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3])
+    grouped = piece.count > config.most_pieces
+    group = piece.number // config.group * config.group if grouped else Int32(0)
+    count = min(Int32(config.group), piece.count - group) if grouped else piece.count
+    level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
+    going = Boolean(True)
+    while going:
+        going = arrive(work.arrivals.iterator + level.counter, level.count, told)
+        if going:
+            add_up(level, tensors, work, ending, piece, unit, shape, config)
+            going = not level.last
+            counter, groups = scheduler.counter_of(Int32(0), Boolean(False), piece, shape, config), cute.ceil_div(piece.count, config.group)
+            level = Level(Int32(0), Int32(config.group), groups, counter, Int32(1), Boolean(True))
+
+
+@cute.jit
+def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32):
+    O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
+    for r in range_constexpr(fragments.ROWS):
+        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        if row < unit.rows:
+            first = work.sums[slot, row, None].iterator + column
+            for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                if fragments.column(c) < dim:
+                    pair[0], pair[1] = O[r, c], O[r, c + 1]
+                    cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(8), cute.make_layout(2)))
+            if column == 0:
+                work.lse[0, slot, row] = lse[r]
+
+
+@cute.jit
+def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
+    """Whether this block is the last of `count`; what the others have written, it may then read."""
+    thread = arch.thread_idx()[0]
+    arch.inline_ptx("fence.acq_rel.gpu;")
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    if thread == 0:
+        before = arch.atomic_add(counter, Int32(1))
+        if before == count - 1:
+            counter.store(Int32(0))
+        told[0] = before
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    last = told[0] == count - 1
+    arch.inline_ptx("fence.acq_rel.gpu;")
+    return last
+
+
+@cute.jit
+def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit, shape: Shape,
+           config: Constexpr[Config]):  # fmt: skip
+    """By the warpgroup: of the level's pieces the sum, into O and L or over the first of them."""
+    dim = tensors.O.shape[3]
+    per_row, slot0 = dim // WIDE, scheduler.slot_of(level.first, piece, shape, config)
+    total, part = cute.make_rmem_tensor(WIDE, Float32), cute.make_rmem_tensor((WIDE, ABREAST), Float32)
+    lse = cute.make_rmem_tensor(ABREAST, Float32)
+    for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, THREADS, unroll=1):
+        row, column = which // per_row, which % per_row * WIDE
+        top, weight = -Float32.inf, Float32(0.0)
+        total.fill(0.0)
+        for first in cutlass.range(0, level.count, ABREAST, unroll=1):
+            part.fill(0.0)
+            for i in range_constexpr(ABREAST):
+                lse[i] = -Float32.inf
+                if first + i < level.count:
+                    slot = scheduler.slot_of(level.first + (first + i) * level.step, piece, shape, config)
+                    lse[i] = work.lse[level.plane, slot, row]
+                    cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
+            for i in range_constexpr(ABREAST):
+                higher = arch.fmax(top, lse[i])
+                base = Float32(0.0) if higher == -Float32.inf else higher
+                before, mine = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (top, lse[i]))
+                top = higher
+                weight = weight * before + mine
+                for c in range_constexpr(WIDE):
+                    total[c] = total[c] * before + part[c, i] * mine
+        whole = top + cute.math.log2(weight) * LN2
+        whole = -Float32.inf if weight == 0.0 else whole
+        factor = 1.0 if weight == 0.0 else 1.0 / weight
+        if level.last:
+            token, head = rows.place_of(row, unit)
+            whole, own, earlier = weights_of(whole, ending, unit, token, head, config)
+            numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
+            found.fill(0.0)
+            if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+                if earlier != 0.0:
+                    cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
+            for c in range_constexpr(WIDE):
+                numbers[c] = (total[c] * (factor * own) + found[c] * earlier).to(tensors.O.element_type)
+            cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
+            if column == 0:
+                tensors.L[unit.entry, head, unit.first_query + token] = whole
+        else:
+            for c in range_constexpr(WIDE):
+                total[c] = total[c] * factor
+            cute.autovec_copy(total, wide(work.sums, slot0, row, column))
+            if column == 0:
+                work.lse[1, slot0, row] = whole
+
+
+@cute.jit
+def wide(sums: cute.Tensor, slot: Int32, row: Int32, column: Int32) -> cute.Tensor:
+    return cute.make_tensor((sums[slot, row, None].iterator + column).align(16), cute.make_layout(WIDE))
+
+
+@cute.jit
+def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32, n: Constexpr[int]) -> cute.Tensor:
+    """n numbers of a row of O, or of what is shaped like it, from `column` on."""
+    first = mX[unit.entry, unit.first_query + token, head, None].iterator + column
+    return cute.make_tensor(first.align(n * mX.element_type.width // 8), cute.make_layout(n))
+
+
+@cute.jit
+def weights_of(
+    lse: Float32, ending: Ending, unit: Unit, token: Int32, head: Int32, config: Constexpr[Config]
+) -> tuple[Float32, Float32, Float32]:
+    """A row's log-sum-exp in the end, and what its O is multiplied with, and that of the prefix."""
+    earlier, sink = -Float32.inf, -Float32.inf
+    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if unit.joins:
+            earlier = ending.prior.L[unit.entry, head, unit.first_query + token]
+    if const_expr(config.sinks):
+        sink = ending.sinks[head]
+    if const_expr(not (config.onto or config.sinks)):
+        return lse, Float32(1.0), Float32(0.0)
+    top = arch.fmax(arch.fmax(lse, earlier), sink)
+    base = Float32(0.0) if top == -Float32.inf else top
+    own, before, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, earlier, sink))
+    total = own + before + other
+    whole = -Float32.inf if total == 0.0 else base + cute.math.log2(total) * LN2
+    inverse = Float32(1.0) if total == 0.0 else 1.0 / total
+    return whole, own * inverse, before * inverse
+
+
+@cute.jit
+def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending, unit: Unit, config: Constexpr[Config]):
+    """A unit that is this block's alone."""
+    O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
+    found.fill(0.0)
+    for r in range_constexpr(fragments.ROWS):
+        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        if row < unit.rows:
+            token, head = rows.place_of(row, unit)
+            whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)
+            for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
+                at = column + const_expr(fragments.column(c))
+                if fragments.column(c) < tensors.O.shape[3]:
+                    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+                        if earlier != 0.0:
+                            cute.autovec_copy(vector(ending.prior.O, unit, token, head, at, 2), found)
+                    for i in range_constexpr(2):
+                        pair[i] = (O[r, c + i] * own + found[i] * earlier).to(tensors.O.element_type)
+                    cute.autovec_copy(pair, vector(tensors.O, unit, token, head, at, 2))
+            if column == 0:
+                tensors.L[unit.entry, head, unit.first_query + token] = whole
+
+
+@cute.jit
+def store_nothing(tensors: Tensors, shape: Shape):
+    """O = 0 and LSE = -inf for the rows of ragged queries behind the last sequence, spread over all blocks."""
+    (column, block, _), (columns, blocks, _) = arch.block_idx(), arch.grid_dim()
+    zeros, thread = cute.make_rmem_tensor(WIDE, tensors.O.element_type), arch.thread_idx()[0]
+    zeros.fill(0.0)
+    first, heads, per_head = (
+        min(max(shape.lengths.cu_seqlens_q[shape.batch], 0), shape.total),
+        tensors.O.shape[2],
+        tensors.O.shape[3] // WIDE,
+    )
+    for row in cutlass.range(first + block * columns + column, shape.total, blocks * columns, unroll=1):
+        for which in cutlass.range(thread, heads * per_head, THREADS, unroll=1):
+            place = tensors.O[0, row, which // per_head, None].iterator + which % per_head * WIDE
+            cute.autovec_copy(zeros, cute.make_tensor(place.align(WIDE * tensors.O.element_type.width // 8), cute.make_layout(WIDE)))
+        for head in cutlass.range(thread, heads, THREADS, unroll=1):
+            tensors.L[0, head, row] = -Float32.inf

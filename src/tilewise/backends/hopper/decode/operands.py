@@ -1,0 +1,54 @@
+"""What crosses the boundary between torch and a decode launch; as in hopper/operands.py, a field is a tensor or number, a stand-in, or the DSL's."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """Ragged queries are those of one entry, one after another; then so are O and L."""
+
+    Q: Tensor  # (batch or 1, seqlen_q or total_q, heads_q, head_dim)
+    K: Tensor  # (entries or pages, capacity or page_size, heads_k, head_dim)
+    V: Tensor  # likewise, with head_dim_v
+    O: Tensor  # as Q, with head_dim_v
+    L: Tensor  # (batch or 1, heads_q, seqlen_q or total_q) fp32
+
+
+class Lengths(NamedTuple):
+    """int32, but for the tree; read on the GPU."""
+
+    seqlens: Tensor  # (batch,): clamped to [0, capacity]
+    pages: Tensor | None  # (batch, max_pages)
+    cu_seqlens_q: Tensor | None  # (batch + 1,)
+    entries: Tensor | None  # (batch,): the entry of K and V that holds a sequence
+    leftpad: Tensor | None  # (batch,): the first token that may be seen
+    tree: Tensor | None  # (batch or 1, new, new) uint8: which of the newest tokens see which
+
+
+class Prior(NamedTuple):
+    """What an earlier launch found for the first `tokens` keys of every sequence. Shaped as O and L, fp32."""
+
+    O: Tensor
+    L: Tensor
+    tokens: int
+
+
+class Work(NamedTuple):
+    """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
+
+    sums: Tensor  # (slots, rows, head_dim_v) fp32: O of each piece
+    lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
+    arrivals: Tensor  # (counters,) int32
+    columns: int  # of key heads, side by side
+    blocks: int  # thread blocks of a column
+    queries: int  # of a sequence, at most
+    split: int  # tiles of a piece; 0: not fixed
+    most_pieces: int  # of a unit, then
+
+
+class Window(NamedTuple):
+    """A row at position p sees the keys [p + lo, p + hi]."""
+
+    lo: int
+    hi: int

@@ -1,0 +1,53 @@
+"""A prefix that all sequences have: its keys are read once, for the rows of all of them, and what they give is joined with each sequence's own."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper.decode.operands import Prior
+from tilewise.backends.hopper.decode.window import FAR, window_of
+from tilewise.masks import Full
+from tilewise.problem import DecodeCall
+
+LEAST_SAVED = 30 << 20  # bytes that need not be read again; fewer take less time than another launch
+
+_LENGTHS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def pays(call: DecodeCall) -> bool:
+    """Whether the prefix is worth a launch of its own: where every query sees all of it, and distances from it do not matter."""
+    window = window_of(call.mask)
+    if call.shared_prefix < 1 or call.leftpad is not None or call.alibi_slopes is not None or window is None or window.lo > -FAR:
+        return False
+    _, _, heads_k, dim = call.k_cache.shape
+    of_token = heads_k * (dim + call.v_cache.shape[3]) * call.q.element_size()
+    return (call.seqlens.shape[0] - 1) * call.shared_prefix * of_token >= LEAST_SAVED
+
+
+def of(call: DecodeCall) -> DecodeCall:
+    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry."""
+    q = call.q.reshape(1, -1, *call.q.shape[-2:])
+    changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
+    for name in ("page_table", "cache_batch_idx"):
+        if (x := getattr(call, name)) is not None:
+            changed[name] = x[:1]
+    return replace(call, seqlens=_length(call.shared_prefix, q.device), **changed)
+
+
+def prior(call: DecodeCall, o: Tensor, lse: Tensor) -> Prior:
+    """What `of(call)` gave, (1, rows, heads, head_dim_v) and (1, heads, rows), as the call's own launch takes it."""
+    if call.cu_seqlens_q is not None:
+        return Prior(o, lse, call.shared_prefix)
+    batch, seqlen_q = call.q.shape[:2]
+    return Prior(o[0].unflatten(0, (batch, seqlen_q)), lse[0].unflatten(1, (batch, seqlen_q)).transpose(0, 1), call.shared_prefix)
+
+
+def _length(n: int, device: torch.device) -> Tensor:
+    """(1,) int32; a graph that is captured makes its own, where there is none yet."""
+    if (device, n) in _LENGTHS:
+        return _LENGTHS[device, n]
+    made = torch.full((1,), n, dtype=torch.int32, device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        _LENGTHS[device, n] = made
+    return made

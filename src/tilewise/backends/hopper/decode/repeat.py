@@ -1,0 +1,129 @@
+"""Calls of decode like one before: kernel, workspace and numbers are remembered by what they depend on, which is no tensor's content or length."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import short
+from tilewise.backends.hopper.decode import prefix
+from tilewise.backends.hopper.decode.config import FEW_KEYS
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
+from tilewise.backends.tables.keeping import hold
+from tilewise.problem import DecodeCall
+from tilewise.sm90.jit import aligned, readable
+
+DEFAULT_STREAM = 0  # which cannot be captured
+MOST = 256  # calls that are remembered
+
+Decoded = tuple[Tensor, Tensor]
+
+
+class Decoder:
+    """Calls that differ in tensors, their lengths and strides, on whichever stream is current.
+
+    Workspace is kept, one a stream, whose launches follow each other. A CUDA graph may be replayed on any stream, so what it captures gets its own.
+    """
+
+    def __init__(
+        self, call: DecodeCall, kernel: Callable, numbers: Callable[[DecodeCall], tuple], workspace: Callable[[], Work], out: torch.dtype
+    ) -> None:
+        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of dtype `out`;
+        numbers(call): window and scores.
+        """
+        self.out = out
+        self.kernel, self.numbers, self.workspace = kernel, numbers, workspace
+        self.device = call.q.device.index
+        self.empty = short.allocator(call.q.device)
+        self.ragged = call.cu_seqlens_q is not None
+        self.by_call = call.alibi_slopes is not None or call.sink is not None  # whether the numbers hold tensors
+        self.kept: dict[int, tuple] = {}  # by stream: workspace and, where they hold no tensor, numbers
+
+    def __call__(self, call: DecodeCall, prior: Prior | None = None) -> Decoded:
+        """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32."""
+        if short.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(call, prior)
+        q, k, v = call.q, call.k_cache, call.v_cache
+        *_, seqlen_q, heads, _ = q.shape if not self.ragged else (1, *q.shape)
+        batch, dim = 1 if self.ragged else q.shape[0], v.shape[3]
+        o = self.empty((batch, seqlen_q, heads, dim), (seqlen_q * heads * dim, heads * dim, dim, 1), self.out)
+        lse = self.empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32)
+        if self.ragged:
+            q = q.unsqueeze(0)
+        stream = short.current_stream(self.device)
+        work, window, scores = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(
+            call, stream
+        )
+        if self.by_call:
+            window, scores = self.numbers(call)
+        lengths = lengths_of(call)
+        try:
+            self.kernel((q, k, v, o, lse), lengths, work, window, prior, scores)
+        except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
+            lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, window, prior, scores)
+        return (o[0], lse[0]) if self.ragged else (o, lse)
+
+    def _begin(self, call: DecodeCall, stream: int) -> tuple:
+        """What a stream keeps, or a graph gets."""
+        work, numbers = self.workspace(), self.numbers(call)
+        if short.capturing():
+            hold(numbers)
+            return work, *numbers
+        fresh = short.as_operand(work, True), *((None, None) if self.by_call else numbers)
+        self.kept[stream] = fresh
+        return fresh
+
+
+class Prefixed:
+    """Two launches: of the prefix that all sequences have, and of the rest."""
+
+    def __init__(self, first: Decoder, rest: Decoder) -> None:
+        self.first, self.rest = first, rest
+
+    def __call__(self, call: DecodeCall) -> Decoded:
+        found = self.first(prefix.of(call))
+        return self.rest(call, prefix.prior(call, *found))
+
+
+def lengths_of(call: DecodeCall) -> Lengths:
+    tree = None if call.tree is None else call.tree.view(torch.uint8)
+    return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
+
+
+def few_keys(call: DecodeCall) -> bool:
+    """Whether there is room for few only. With a split tiles are the same in every batch, as bits would not be."""
+    _, capacity, heads_k, _ = call.k_cache.shape
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    return call.split is None and call.seqlens.shape[0] * capacity * pages * heads_k <= FEW_KEYS
+
+
+_KNOWN: dict[tuple, Decoder | Prefixed | None] = {}
+
+
+def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed | None]) -> Decoded | None:
+    """By the decoder of calls like this one, which `decoder(call)` makes the first time; None where it makes none."""
+    key = _key(call)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = decoder(call)
+    found = _KNOWN[key]
+    return None if found is None else found(call)
+
+
+def _key(call: DecodeCall) -> tuple:
+    """What a decoder depends on, and whether the kernel covers a call."""
+    q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
+    others = call.page_table, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink
+    there = tuple(x is None for x in others)
+    sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], 0 in q.shape, 0 in k.shape
+    paged = 0 if call.page_table is None else k.shape[1]
+    counts = (
+        (call.seqlens.shape[0], k.shape[1], None if call.page_table is None else call.page_table.shape[1])
+        if call.split or call.shared_prefix
+        else ()
+    )
+    options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
+    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, few_keys(call), counts, *options)

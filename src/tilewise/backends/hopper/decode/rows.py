@@ -1,0 +1,159 @@
+"""A unit's rows: query tokens times heads of a group, where they lie, and which keys each sees."""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.decode import loads
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
+from tilewise.backends.hopper.forward import scores
+from tilewise.backends.hopper.operands import Scores
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
+WIDE = 8  # numbers that a thread clears at a time
+CLEARED = 1  # a named barrier
+QUAD = fragments.QUAD
+
+
+class Unit(NamedTuple):
+    """Where the rows of a unit lie."""
+
+    entry: Int32  # of Q, O and L
+    first_query: Int32
+    head0: Int32  # query head of the group's first
+    row0: Int32  # the unit's first row among the sequence's
+    rows: Int32  # of the unit
+    group: object  # divisor
+    joins: Boolean  # those of a prefix
+
+
+class Keys(NamedTuple):
+    """For this thread's rows: position of the query, and the keys [begin, end) it sees. (ROWS,) int32 each."""
+
+    position: cute.Tensor
+    begin: cute.Tensor
+    end: cute.Tensor
+
+
+@cute.jit
+def unit_of(b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Unit:
+    rows = min(sequence.queries * shape.group - piece.row0, config.tile_m)
+    entry = Int32(0) if const_expr(config.ragged) else b
+    return Unit(entry, sequence.first_query, piece.head_k * shape.group, piece.row0, rows, shape.by_group, sequence.joins)
+
+
+@cute.jit
+def place_of(row: Int32, unit: Unit) -> tuple[Int32, Int32]:
+    """(query token of its sequence, query head) of a unit's row."""
+    token, head = divmod(unit.row0 + row, unit.group)
+    return token, unit.head0 + head
+
+
+@cute.jit
+def row_of(r: Constexpr[int]) -> Int32:
+    """The row of its tile that this thread holds as its r-th."""
+    return arch.warp_idx() * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
+
+
+@cute.jit
+def load_queries(fragment: cute.Tensor, mQ: cute.Tensor, unit: Unit, config: Constexpr[Config]):
+    """Q in the registers from which the first product reads it: words of two, in the order (row, half of 8 columns, 16 columns)."""
+    words = cute.recast_tensor(fragment, Int32)
+    words.fill(0)
+    for r in range_constexpr(fragments.ROWS):
+        row = row_of(r)
+        if row < unit.rows:
+            token, head = place_of(row, unit)
+            gQ = mQ[unit.entry, unit.first_query + token, head, None]
+            first = gQ.iterator + arch.lane_idx() % QUAD * 2
+            for c in range_constexpr(config.head_dim // 8):
+                if 8 * c < gQ.shape[0]:
+                    word = cute.make_tensor(cute.recast_ptr((first + 8 * c).align(4), dtype=Int32), cute.make_layout(1))
+                    words[r + 2 * c] = word[0]
+
+
+@cute.jit
+def keys_of(sequence: Sequence, unit: Unit, shape: Shape) -> Keys:
+    keys = Keys(*(cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in Keys._fields))
+    for r in range_constexpr(fragments.ROWS):
+        token, _ = place_of(row_of(r), unit)
+        position = sequence.length - sequence.queries + token
+        keys.position[r] = position
+        keys.begin[r] = max(sequence.left, position + shape.window.lo)
+        keys.end[r] = min(sequence.length, position + shape.window.hi + 1)
+    return keys
+
+
+@cute.jit
+def free_of(sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The keys [begin, end) that all rows of a sequence see."""
+    begin = max(sequence.left, sequence.length - 1 + shape.window.lo)
+    end = min(sequence.length, sequence.length - sequence.queries + shape.window.hi + 1)
+    if const_expr(config.tree):
+        end = min(end, sequence.length - shape.lengths.tree.shape[2])
+    return begin, end
+
+
+@cute.jit
+def slopes_of(changes: Scores, b: Int32, unit: Unit) -> cute.Tensor:
+    """ALiBi's of this thread's rows, (ROWS,) fp32."""
+    slopes = cute.make_rmem_tensor(fragments.ROWS, Float32)
+    for r in range_constexpr(fragments.ROWS):
+        _, head = place_of(min(row_of(r), unit.rows - 1), unit)
+        slopes[r] = changes.slopes[min(b, changes.slopes.shape[0] - 1), head]
+    return slopes
+
+
+@cute.jit
+def modify(acc_S: cute.Tensor, n0: Int32, keys: Keys, slopes: cute.Tensor | None, changes: Scores, config: Constexpr[Config]):
+    """Softcap and ALiBi."""
+    S, first = fragments.by_rows(acc_S), n0 + arch.lane_idx() % QUAD * 2
+    for r in range_constexpr(fragments.ROWS):
+        place, slope = (keys.position[r] - first).to(Float32), slopes[r] if const_expr(config.alibi) else None
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = scores.logit(S[r, c], Float32(0.0), place - float(fragments.column(c)), changes, slope, config)
+
+
+@cute.jit
+def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
+    """-inf for the keys that a row does not see."""
+    S = fragments.by_rows(acc_S)
+    first = n0 + arch.lane_idx() % QUAD * 2
+    for r in range_constexpr(fragments.ROWS):
+        begin, end = keys.begin[r] - first, keys.end[r] - first
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            at = const_expr(fragments.column(c))
+            S[r, c] = S[r, c] if at >= begin and at < end else -Float32.inf
+
+
+@cute.jit
+def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
+    """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree has no place in it."""
+    S, new = fragments.by_rows(acc_S), tree.shape[2]
+    first = n0 + arch.lane_idx() % QUAD * 2 - (length - new)  # in the tree
+    for r in range_constexpr(fragments.ROWS):
+        token = keys.position[r] - (length - new)
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            key = first + fragments.column(c)
+            if key >= 0 and key < new:
+                shown = cutlass.Uint8(1)
+                if token >= 0 and token < new:
+                    shown = tree[min(b, tree.shape[0] - 1), token, key]
+                S[r, c] = -Float32.inf if shown == 0 else S[r, c]
+
+
+@cute.jit
+def clear_values(address: Int32, n0: Int32, sequence: Sequence, config: Constexpr[Config]):
+    """0 in the rows of a tile of V that no row of the unit sees, whatever lies there; by the warpgroup that reads it.
+
+    The stage at `address` is blocks of columns, each a token after another. A swizzle changes places within a token's part of a block only.
+    """
+    width = const_expr(loads.columns(config.head_dim_v) // WIDE)  # pieces of a token in a block
+    pieces = const_expr(config.tile_n * config.head_dim_v // WIDE)
+    for i in cutlass.range(arch.thread_idx()[0], pieces, THREADS, unroll=1):
+        key = n0 + i // width % config.tile_n
+        if key < sequence.begin or key >= sequence.end:
+            arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address + i * 16, Int32(0)])
+    arch.fence_proxy("async.shared", space="cta")
+    arch.barrier(barrier_id=CLEARED, number_of_threads=THREADS)

@@ -1,0 +1,237 @@
+"""Which thread block computes what: equal shares of all key tiles, found by every warp for itself from lengths in global memory.
+
+A unit is a sequence, a key head and a tile of rows (query tokens times heads of a group). All units' tiles of keys lie in one row, sequence after
+sequence; before its tiles each unit has `fixed` places that stand for what it costs beside them. Block g of G takes the g-th part of the row. A
+unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one that goes
+on in a later one in slot 2 g + 1.
+
+A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
+and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
+above then holds for (column) G + g.
+
+With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
+share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Lengths, Window
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+WARP = 32
+
+
+class Shape(NamedTuple):
+    """Numbers of a launch."""
+
+    batch: Int32
+    queries: Int32  # of every sequence, at most where they are ragged
+    total: Int32  # queries of an entry
+    by_blocks: object  # divisor: thread blocks of a column
+    capacity: Int32
+    heads_k: Int32
+    heads: Int32  # of them, of a column
+    group: Int32
+    by_group: object  # divisor
+    page_size: object  # divisor; None: no pages
+    split: object  # divisor: tiles of a piece; None: as many as a block's share holds
+    most_pieces: Int32  # of a unit, with a split
+    window: Window
+    lengths: Lengths
+    prefix: object  # Int32: keys that are another launch's business; None: none
+
+
+class Sequence(NamedTuple):
+    """What a sequence gives to do."""
+
+    first_query: Int32  # in its entry of Q
+    queries: Int32
+    length: Int32
+    begin: Int32  # keys [begin, end) that any of its rows may see
+    end: Int32
+    left: Int32  # the first key that any query may see
+    first: Int32  # tile of keys
+    tiles: Int32  # at least 1, so that a unit is some block's
+    row_tiles: Int32
+    joins: Boolean  # whether the prefix has been computed for it
+
+
+class Shares(NamedTuple):
+    """The row of tiles, and this block's part of it."""
+
+    fixed: Int32
+    share: Int32  # places of a block, and one more for the first `more`
+    more: Int32
+    begin: Int32
+    end: Int32
+
+
+class Place(NamedTuple):
+    """In the row: where a sequence starts, and where this warp is."""
+
+    sequence: Int32
+    start: Int32
+    at: Int32
+
+
+class Piece(NamedTuple):
+    """The tiles of keys [first, last) of a unit: its piece `number` of `count`, or with a split also some that follow."""
+
+    head_k: Int32
+    row0: Int32
+    first: Int32
+    last: Int32
+    number: Int32
+    count: Int32
+    origin: Int32  # the block of the first piece, or with a split the unit
+    next: Int32  # the place in the row behind the unit
+
+
+@cute.jit
+def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
+    lengths, window = shape.lengths, shape.window
+    length = min(max(lengths.seqlens[b], 0), shape.capacity)
+    first_query, queries, left = Int32(0), shape.queries, Int32(0)
+    if const_expr(config.ragged):
+        first_query = min(max(lengths.cu_seqlens_q[b], 0), shape.total)
+        queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
+    if const_expr(config.leftpad):
+        left = min(max(lengths.leftpad[b], 0), length)
+    joins = Boolean(False)
+    if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
+        joins = length - queries + window.hi + 1 >= shape.prefix
+        left = shape.prefix if joins else left
+    begin = max(left, length - queries + window.lo)
+    end = max(min(length, length + window.hi), 0)
+    begin = min(begin, end)
+    first = begin // config.tile_n
+    tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
+    rows = queries * shape.group
+    return Sequence(first_query, queries, length, begin, end, left, first, tiles, cute.ceil_div(rows, config.tile_m), joins)
+
+
+@cute.jit
+def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
+    tiles, units = Int32(0), Int32(0)
+    for first in cutlass.range(0, shape.batch, WARP, unroll=4):
+        b = first + arch.lane_idx()
+        found = sequence_of(min(b, shape.batch - 1), shape, config)
+        mine = found.row_tiles * shape.heads if b < shape.batch else Int32(0)
+        units += mine
+        tiles += mine * found.tiles
+    units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
+    _, g, _ = arch.block_idx()
+    fixed = min((tiles >> 2) // shape.by_blocks, config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
+    share, more = divmod(tiles + fixed * units, shape.by_blocks)
+    begin = g * share + min(g, more)
+    return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
+
+
+@cute.jit
+def block_of(place: Int32, shares: Shares) -> Int32:
+    """Whose share a place in the row is: g."""
+    large = shares.more * (shares.share + 1)
+    late = shares.more + (place - large) // max(shares.share, 1)
+    return place // (shares.share + 1) if place < large else late
+
+
+@cute.jit
+def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
+    """The sequence in which this block's share begins."""
+    lane, at, before = arch.lane_idx(), Int32(0), Int32(0)
+    b, start, going = Int32(0), Int32(0), shape.batch > 1 and shares.begin < shares.end
+    while going:
+        found = sequence_of(min(at + lane, shape.batch - 1), shape, config)
+        cost = found.row_tiles * shape.heads * (found.tiles + shares.fixed) if at + lane < shape.batch else Int32(0)
+        sums = scan(cost)
+        passed = arch.popc(arch.vote_ballot_sync(before + sums <= shares.begin))
+        b = at + passed
+        start = before + arch.shuffle_sync(sums - cost, passed % WARP)
+        going = passed == WARP
+        before += arch.shuffle_sync(sums, WARP - 1)
+        at += WARP
+    return Place(b, start, shares.begin)
+
+
+@cute.jit
+def scan(x: Int32) -> Int32:
+    """Sums of the lanes up to and with each."""
+    lane = arch.lane_idx()
+    for step in range_constexpr(WARP.bit_length() - 1):
+        other = arch.shuffle_sync(x, (lane - (1 << step)) % WARP)
+        x += other if lane >= 1 << step else Int32(0)
+    return x
+
+
+@cute.jit
+def span_of(sequence: Sequence, shares: Shares, shape: Shape) -> Int32:
+    """Places of a sequence in the row."""
+    return sequence.row_tiles * shape.heads * (sequence.tiles + shares.fixed)
+
+
+@cute.jit
+def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Piece:
+    """Of the unit at a place. It may have no tiles: then others compute the unit's."""
+    each = sequence.tiles + shares.fixed
+    unit = (place.at - place.start) // each
+    begin = place.start + unit * each
+    tiles = begin + shares.fixed
+    first = max(place.at, tiles)
+    last = max(min(shares.end, begin + each), first)
+    first, last = sequence.first + first - tiles, sequence.first + last - tiles
+    column, g, _ = arch.block_idx()
+    head_k, row_tile = column * shape.heads + unit // sequence.row_tiles, unit % sequence.row_tiles
+    if const_expr(config.split):
+        first, last = (begin_of_piece(x, sequence, shape) for x in (first, last))
+        low, most = sequence.first // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        number, count = first // shape.split - low, (sequence.first + sequence.tiles - 1) // shape.split + 1 - low
+        origin = (place.sequence * shape.heads_k + head_k) * most + row_tile
+    else:
+        of_first = block_of(tiles, shares)
+        number, count = g - of_first, block_of(begin + each - 1, shares) - of_first + 1
+        origin = column * shape.by_blocks.divisor + of_first
+    return Piece(head_k, row_tile * config.tile_m, first, last, number, count, origin, begin + each)
+
+
+@cute.jit
+def begin_of_piece(tile: Int32, sequence: Sequence, shape: Shape) -> Int32:
+    """The first tile from `tile` on at which a piece begins, or the unit ends."""
+    size = shape.split.divisor
+    later = min((tile + size - 1) // shape.split * size, sequence.first + sequence.tiles)
+    return later if tile > sequence.first else tile
+
+
+@cute.jit
+def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
+    """With a split: the i-th of the pieces that a Piece holds."""
+    size = shape.split.divisor
+    begin = (piece.first // shape.split + i) * size
+    first, last = max(piece.first, begin), min(piece.last, begin + size)
+    return Piece(piece.head_k, piece.row0, first, last, piece.number + i, piece.count, piece.origin, piece.next)
+
+
+@cute.jit
+def parts_of(piece: Piece, shape: Shape) -> Int32:
+    """How many there are."""
+    held = (piece.last - 1) // shape.split - piece.first // shape.split + 1
+    return held if piece.last > piece.first else Int32(0)
+
+
+@cute.jit
+def slot_of(j: Int32, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Where piece j of the unit is kept."""
+    if const_expr(config.split):
+        return piece.origin * shape.most_pieces + j
+    return 2 * (piece.origin + j) + (1 if j == 0 else 0)
+
+
+@cute.jit
+def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
+    if const_expr(config.split):
+        groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
+        units = units * cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        return units + piece.origin * groups + group // config.group if grouped else piece.origin
+    columns, blocks, _ = arch.grid_dim()
+    return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin

@@ -1,0 +1,92 @@
+"""What the decode kernel covers, its configurations, and the workspace of launches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_problems import DecodeCase, made
+
+from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import prefix, repeat
+from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, TILES, configure
+from tilewise.masks import Causal, PrefixLM, SlidingWindow
+from tilewise.sm90 import jit, prebuilt
+
+CALL = made(DecodeCase(lengths=(5, 9)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"q": CALL.q.float()},
+            "it computes bf16 and fp16, the same for q and the caches, not torch.float32, torch.bfloat16 and torch.bfloat16",
+        ),
+        ({"v_cache": CALL.v_cache.half()}, "not torch.bfloat16, torch.bfloat16 and torch.float16"),
+        ({"q": CALL.q[..., :60], "k_cache": CALL.k_cache[..., :60]}, "multiples of 8, not 60 and 64"),
+        ({"v_cache": CALL.v_cache.repeat(1, 1, 1, 5)}, "up to 256 that are multiples of 8, not 64 and 320"),
+        ({"mask": PrefixLM(3)}, "it takes masks of one band on the bottom right diagonal, not PrefixLM(3)"),
+        ({"scale": -1.0}, "it takes a positive scale, not -1.0"),
+        ({"split": 0}, "it takes a split of at least 1 key, not 0"),
+        ({"q": CALL.q[:, :0]}, "there is nothing to read"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_what_it_does_not_cover(changes, sentence):
+    (told,) = decoding.why_not(replace(CALL, **changes))
+    assert told.endswith(sentence)
+    assert decoding.decode(replace(CALL, **changes)) is None
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_stages_are_what_memory_wants(dims):
+    for page_size, few in ((None, False), (16, True), (5, False)):
+        config = configure(torch.bfloat16, *dims, page_size, few)
+        stage = 2 * config.tile_n * sum(dims)
+        assert config.kv_stages >= 2 and config.kv_stages * stage <= IN_FLIGHT < (config.kv_stages + 1) * stage
+
+
+def test_tiles_are_small_where_keys_are_few():
+    small, large = (
+        made(DecodeCase(lengths=(FEW_KEYS // 2,), dims=(128, 128))),
+        made(DecodeCase(lengths=(FEW_KEYS // 2 + 1,), dims=(128, 128))),
+    )
+    assert [decoding.config_of(call).tile_n for call in (small, large, replace(small, split=64))] == [64, 128, 128]
+    assert repeat._key(small) != repeat._key(large) == repeat._key(replace(large, seqlens=large.seqlens.repeat(2)))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "box"), [(None, 0), (1, 1), (4, 1), (5, 1), (12, 1), (8, 8), (24, 8), (16, 16), (48, 16), (64, 64), (256, 128)]
+)
+def test_boxes_of_pages(page_size, box):
+    config = configure(torch.bfloat16, 128, 128, page_size)
+    assert config.box == box and config.gathers == (box == 1)
+
+
+def test_without_a_compiler_only_prebuilt_kernels_do(monkeypatch):
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["cutlass is not installed"])
+    monkeypatch.setattr(prebuilt, "entry", lambda launch, config, arch: config.box == 0)
+    assert not decoding.why_not(CALL)
+    (told,) = decoding.why_not(made(DecodeCase(lengths=(5, 9), page=16)))
+    assert told.startswith("there is no kernel at hand for hopper.decode.kernel") and "box=16" in told
+
+
+def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
+    call = made(DecodeCase(lengths=(200, 200, 200), prefix=128))
+    assert not prefix.pays(call)
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 2 * 128 * 2 * (64 + 64) * 2)
+    assert prefix.pays(call)
+    assert not prefix.pays(replace(call, shared_prefix=127))
+    for changes in (
+        {"alibi_slopes": torch.ones(1, 4)},
+        {"leftpad": torch.zeros(3, dtype=torch.int32)},
+        {"mask": SlidingWindow(9, 0) & Causal()},
+    ):
+        assert not prefix.pays(replace(call, **changes))
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "columns"), [(1, 1), (3, 3), (8, 8), (7, 7), (32, 32), (40, 10), (48, 16), (131, 131), (264, 132), (134, 2)]
+)
+def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
+    assert decoding.columns(heads_k, 132) == columns

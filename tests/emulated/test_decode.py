@@ -1,0 +1,170 @@
+"""The decode kernel, carried out without a GPU: right by the one tolerance, the same bits at any pace, counters back at 0, no NaN of unused tokens.
+
+Compiling a configuration takes longer than carrying it out: a quick test has few, and the others are slow.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_problems import DecodeCase, held, made
+from emulator.backend import NEEDED, Emulated
+from emulator.machine import PACES
+
+from tilewise.backends.hopper import short
+from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.masks import Causal, Full, SlidingWindow
+
+pytestmark = NEEDED
+
+WINDOW = SlidingWindow(100, 0)
+CHANGES = {"softcap": 5.0, "alibi": True, "sink": True}
+QUICK = [
+    DecodeCase(lengths=(0, 1, 63, 64, 65, 300)),
+    DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
+    DecodeCase(lengths=(70, 0, 140), queries=5, page=4),
+]
+WIDE = [
+    DecodeCase(lengths=(300, 17, 0), page=16),
+    DecodeCase(lengths=(2, 40, 300), queries=3, heads=(8, 2), mask=Full()),
+    DecodeCase(lengths=(5, 150, 300), queries=20, heads=(8, 2), page=48),
+    DecodeCase(lengths=(70, 1, 500), queries=4, mask=SlidingWindow(50, 3), page=256),
+    DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True, mask=Causal(offset=-2)),
+    DecodeCase(lengths=(70, 3, 0, 200, 130), queries=7, tree=7),
+    DecodeCase(lengths=(70, 3, 0, 200, 130), queries=3, tree=9, page=16),
+    *(DecodeCase(lengths=(70, 1, 130), dims=dims, page=page) for dims in ((128, 128), (72, 40), (256, 256)) for page in (0, 16, 5)),
+    *(DecodeCase(lengths=(70, 1, 100), dims=dims, queries=2, **CHANGES) for dims in ((192, 128), (96, 96), (256, 256))),
+    DecodeCase(lengths=tuple(i * 7 % 50 for i in range(70)), heads=(2, 1)),
+]
+
+
+def run(call, pace: str = "random", seed: int = 0, slots: int = 4, **tuning):
+    with Emulated(pace, seed, slots).on_gpu():
+        found = decoding.decode(call, **tuning)
+    assert found is not None, decoding.why_not(call)
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
+    return found
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
+def test_cases(case):
+    call = made(case)
+    results = [run(call, pace, seed) for seed, pace in enumerate(PACES)]
+    held(call, *results[0])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_pieces_of_a_fixed_size():
+    """A sequence has the same bits alone, in a batch, and however many multiprocessors there are; with groups of pieces, too."""
+    call = made(DecodeCase(lengths=(3, 600, 129), heads=(4, 2), split=100))
+    grouped = {"most_pieces": 3, "group": 2}
+    o, lse = run(call, **grouped)
+    held(call, o, lse)
+    entry = {name: getattr(call, name)[1:2] for name in ("q", "k_cache", "v_cache", "seqlens")}
+    for slots in (1, 7):
+        alone, of_alone = run(replace(call, **entry), slots=slots, **grouped)
+        assert torch.equal(alone, o[1:2]) and torch.equal(of_alone, lse[1:2])
+
+
+def test_columns_of_key_heads():
+    """Thread blocks side by side have the key heads of the same tokens, one each or several; queries and pieces are as in one row."""
+    call = made(DecodeCase(lengths=(400, 0, 65), queries=(2, 40, 3), heads=(8, 4)))
+    for slots, aligned in ((8, True), (6, True), (8, False)):
+        found = run(call, slots=slots, aligned=aligned)
+        held(call, *found)
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, aligned=aligned)))
+
+
+@pytest.mark.slow
+def test_many_pieces():
+    """Groups of a unit's pieces are added up first."""
+    call = made(DecodeCase(lengths=(2500, 3), heads=(4, 1)))
+    results = [run(call, pace, seed, 9, most_pieces=2, group=3) for seed, pace in enumerate(PACES)]
+    held(call, *results[0])
+    assert all(map(torch.equal, results[0], other) for other in results[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(
+            lengths=(270, 133, 128, 200, 131), queries=2, prefix=130, sink=True
+        ),  # two queries, so the third sequence is too short to join
+        DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16),
+        DecodeCase(lengths=(270, 133, 0), prefix=128, page=16, split=64),
+    ],
+    ids=str,
+)
+def test_prefix_of_all(case, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(case)
+    assert prefix.pays(call)
+    held(call, *run(call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wild", [-1, 10**6, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("page", [4, 16])
+def test_pages_that_do_not_exist(page, wild):
+    """They are read as zeros, and nobody else's result changes."""
+    call = made(DecodeCase(lengths=(100, 100), page=page))
+    o, lse = run(call)
+    table = call.page_table.clone()
+    table[0, 3] = wild
+    spoiled, of_spoiled = run(replace(call, page_table=table))
+    assert torch.equal(spoiled[1], o[1]) and torch.equal(of_spoiled[1], lse[1])
+    assert spoiled.isfinite().all() and not torch.equal(spoiled[0], o[0])
+
+
+def test_lengths_beyond_the_cache_and_below_nothing():
+    call = made(DecodeCase(lengths=(100, 100, 100)))
+    held(replace(call, seqlens=(wild := torch.tensor([100_000, -5, 100], dtype=torch.int32))), *run(replace(call, seqlens=wild)))
+
+
+@pytest.mark.slow
+def test_wild_offsets_of_ragged_queries():
+    """They read and write nothing that is not there; the emulator would tell."""
+    call = made(DecodeCase(lengths=(70, 90, 100), queries=(2, 3, 1)))
+    for cu in ([0, 5, 2, 6], [-4, 100, 101, 102], [0, 2, 2**31 - 1, -5]):
+        run(replace(call, cu_seqlens_q=torch.tensor(cu, dtype=torch.int32)))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As `Emulated.on_gpu`, for what asks torch's CUDA without ado, too."""
+    for name, stand_in in {"current_device": lambda: None, "current_stream": lambda _: 0, "capturing": lambda: False}.items():
+        monkeypatch.setattr(short, name, stand_in)
+    monkeypatch.setattr(short, "as_operand", lambda bundle, _: bundle)
+    monkeypatch.setattr(repeat, "_KNOWN", {})
+    with Emulated().on_gpu():
+        yield
+
+
+def test_repeated_calls(on_gpu):
+    """By the short way, with other lengths, strides and numbers of sequences: what the long way gives."""
+    call = made(DecodeCase(lengths=(0, 1, 63, 64, 65, 300)))
+    shorter = replace(call, seqlens=torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32))
+    apart = torch.empty(*call.q.shape[:3], 2 * call.q.shape[3], dtype=call.q.dtype)[..., : call.q.shape[3]].copy_(call.q)
+    fewer = replace(call, q=call.q[:3], k_cache=call.k_cache[:3], v_cache=call.v_cache[:3], seqlens=call.seqlens[:3])
+    for each in (call, shorter, replace(call, q=apart), fewer):
+        found = repeat.decode(each, decoding.decoder)
+        assert all(map(torch.equal, found, decoding.decode(each)))
+    assert len(repeat._KNOWN) == 1
+
+
+@pytest.mark.slow
+def test_repeated_calls_with_a_prefix_and_tensors_of_their_own(on_gpu, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16, sink=True))
+    for each in (call, replace(call, sink=call.sink + 1.0)):
+        found = repeat.decode(each, decoding.decoder)
+        held(each, *found)
+    assert len(repeat._KNOWN) == 1
+
+
+def test_calls_that_are_not_covered_are_remembered(on_gpu):
+    call = replace(made(DecodeCase(lengths=(5,))), scale=-1.0)
+    assert repeat.decode(call, decoding.decoder) is repeat.decode(call, lambda _: pytest.fail("asked again")) is None

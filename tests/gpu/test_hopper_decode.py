@@ -1,0 +1,265 @@
+"""The decode kernel on a GPU: lengths, pages, groups, masks, poisoned caches, CUDA graphs, streams, the same bits every time, and its host's way."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_problems import DecodeCase, held, made
+from hopper_problems import NEEDS_HOPPER
+
+from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.masks import Causal, Full, SlidingWindow
+
+pytestmark = NEEDS_HOPPER
+
+RAGGED = (0, 1, 15, 16, 17, 63, 64, 65, 128, 129, 1000, 4097)
+DIMS = ((128, 128), (64, 64), (96, 96), (192, 128), (256, 256), (72, 40), (8, 8), (104, 104), (160, 160), (128, 64))
+BIG = {"dims": (128, 128), "heads": (8, 2)}
+
+
+def run(call):
+    found = repeat.decode(call, decoding.decoder)
+    assert found is not None, decoding.why_not(call)
+    return found
+
+
+def checked(case: DecodeCase, seed: int = 0):
+    call = made(case, seed, "cuda")
+    found = run(call)
+    held(call, *found)
+    assert all(map(torch.equal, found, run(call)))
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
+    return call, found
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_dims(dims, page):
+    for dtype in (torch.bfloat16, torch.float16):
+        checked(DecodeCase(lengths=RAGGED, heads=(6, 2), dims=dims, page=page, dtype=dtype))
+
+
+@pytest.mark.parametrize("page", [0, 1, 2, 5, 8, 12, 16, 24, 48, 64, 128, 256, 1024])
+def test_pages(page):
+    checked(DecodeCase(lengths=RAGGED, page=page, **BIG))
+    checked(DecodeCase(lengths=RAGGED, page=page, heads=(8, 1), dims=(64, 64)))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 2), (12, 4), (8, 1), (32, 1), (64, 1), (128, 1), (15, 3), (64, 8)], ids=str)
+def test_groups(heads):
+    for queries in (1, 2, 4, 16):
+        checked(DecodeCase(lengths=(5, 300, 1500, 0), heads=heads, dims=(128, 128), queries=queries))
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal(), Full(), Causal(offset=-3), SlidingWindow(100, 0), SlidingWindow(1000, 0), SlidingWindow(70, 5)], ids=repr
+)
+@pytest.mark.parametrize("queries", [1, 5, 40, (1, 3, 0, 40, 7)], ids=str)
+def test_masks(mask, queries):
+    for page in (0, 16):
+        checked(DecodeCase(lengths=(1, 64, 200, 1000, 3000), queries=queries, mask=mask, page=page, **BIG))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"softcap": 5.0}, {"alibi": True}, {"sink": True}, {"softcap": 9.0, "alibi": True, "sink": True}], ids=str
+)
+def test_changes_of_the_scores(changes):
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        checked(DecodeCase(lengths=RAGGED, queries=3, heads=(8, 2), dims=dims, page=64, **changes))
+    checked(DecodeCase(lengths=(70_000,), queries=1, heads=(16, 1), dims=(128, 128), **changes))
+
+
+def test_the_first_tokens_left_out_and_entries_elsewhere():
+    checked(DecodeCase(lengths=(70, 3, 500, 0, 4000), queries=2, leftpad=(5, 3, 200, 0, 3999), entries=True, **BIG))
+    checked(DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), page=32, **BIG))
+
+
+@pytest.mark.parametrize("queries", [7, 3, 20])
+def test_trees(queries):
+    for page in (0, 4, 16):
+        checked(DecodeCase(lengths=(70, 3, 0, 200, 5000), queries=queries, tree=7, page=page, **BIG))
+
+
+@pytest.mark.parametrize("page", [0, 4, 16])
+@pytest.mark.parametrize("split", [64, 300, 1024])
+def test_pieces_of_a_fixed_size(split, page):
+    """A sequence has the same bits alone, in any batch, padded and in a graph."""
+    call, (o, lse) = checked(DecodeCase(lengths=(3, 6000, 129, 4097), queries=2, page=page, split=split, **BIG))
+    for b in range(4):
+        entry = {name: getattr(call, name)[b : b + 1] for name in ("q", "seqlens")}
+        if page:
+            entry["page_table"] = call.page_table[b : b + 1]
+        else:
+            entry |= {"k_cache": call.k_cache[b : b + 1], "v_cache": call.v_cache[b : b + 1]}
+        alone = run(replace(call, **entry))
+        assert torch.equal(alone[0], o[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = run(call)
+    graph.replay()
+    assert all(map(torch.equal, captured, (o, lse)))
+
+
+@pytest.mark.parametrize("queries", [1, 2, (1, 0, 5, 40, 3)], ids=str)
+def test_prefix_of_all(queries, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    for page in (0, 16):
+        for extra in ({}, {"split": 128}, {"sink": True}):
+            case = DecodeCase(lengths=(1500, 1024, 1030, 4000, 20), queries=queries, prefix=1024, page=page, **extra, **BIG)
+            call, _ = checked(case)
+            assert prefix.pays(call)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads"), [(1, 131_072, (32, 1)), (1, 33_000, (32, 8)), (1, 1024, (32, 8)), (3, 20_000, (4, 4))], ids=str
+)
+def test_units_in_many_blocks(batch, length, heads):
+    checked(DecodeCase(lengths=(length,) * batch, heads=heads, dims=(128, 128)))
+
+
+@pytest.mark.parametrize("batch", [31, 32, 33, 100, 257, 1000])
+def test_batches(batch):
+    draw = torch.Generator().manual_seed(batch)
+    lengths = tuple(torch.randint(0, 150, (batch,), generator=draw).tolist())
+    checked(DecodeCase(lengths=lengths, heads=(4, 2), dims=(64, 64), page=16))
+
+
+def test_lengths_beyond_the_cache_and_below_nothing():
+    call = made(DecodeCase(lengths=(100, 100, 100), **BIG), device="cuda")
+    call = replace(call, seqlens=torch.tensor([100_000, -5, 100], dtype=torch.int32, device="cuda"))
+    held(call, *run(call))
+
+
+@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize("wild", [-1, 10**6, 2**31 - 1, -(2**31)])
+def test_pages_that_do_not_exist(wild, page):
+    """They are read as zeros, without a fault, and nobody else's result changes."""
+    call = made(DecodeCase(lengths=(300, 300), page=page, **BIG), device="cuda")
+    o, lse = run(call)
+    table = call.page_table.clone()
+    table[0, 3] = wild
+    spoiled, of_spoiled = run(replace(call, page_table=table))
+    torch.cuda.synchronize()
+    assert torch.equal(spoiled[1], o[1]) and torch.equal(of_spoiled[1], lse[1])
+    assert spoiled.isfinite().all() and not torch.equal(spoiled[0], o[0])
+
+
+def test_a_page_that_sequences_share():
+    call = made(DecodeCase(lengths=(128, 128), page=64, **BIG), device="cuda")
+    table = call.page_table.clone()
+    table[1] = table[0]
+    call = replace(call, page_table=table)
+    held(call, *run(call))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_graph_captured_at_short_lengths(page):
+    """And replayed at long ones, with other pages: as a fresh call, bit for bit."""
+    call = made(DecodeCase(lengths=(4000, 3000, 17, 2500), page=page, **BIG), device="cuda")
+    lengths, static = call.seqlens, replace(call, seqlens=torch.ones_like(call.seqlens), q=call.q.clone())
+    run(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = run(static)
+    draw = torch.Generator().manual_seed(0)
+    for turn in range(50):
+        now = lengths if turn == 0 else (lengths.cpu() * torch.rand(4, generator=draw)).int().cuda()
+        static.seqlens.copy_(now)
+        static.q.normal_()
+        graph.replay()
+        want = run(replace(static, seqlens=now))
+        assert torch.equal(o, want[0]) and torch.equal(lse, want[1])
+    held(static, o, lse)
+
+
+def test_graph_captured_before_any_call():
+    repeat._KNOWN.clear()
+    workspace._RESERVES.clear()
+    call = made(DecodeCase(lengths=(4000, 30), **BIG), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = run(call)
+    for _ in range(3):
+        graph.replay()
+        held(call, o, lse)
+
+
+def test_two_streams():
+    calls = [made(DecodeCase(lengths=(9000, 3000 + i), heads=(8, 2), dims=(128, 128)), i, "cuda") for i in range(2)]
+    want = [run(call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        found = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(call))
+        torch.cuda.synchronize()
+        for got, expected in zip(found, want, strict=True):
+            assert all(map(torch.equal, got, expected))
+
+
+def test_growing_lengths():
+    """Replay after replay the same bits as a fresh call."""
+    call = made(DecodeCase(lengths=(3000, 2000, 1000), page=16, **BIG), device="cuda")
+    grown = replace(call, seqlens=torch.ones_like(call.seqlens))
+    run(grown)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        o, lse = run(grown)
+    for _ in range(990):
+        grown.seqlens.add_(1)
+        graph.replay()
+        want = run(grown)
+        assert torch.equal(o, want[0]) and torch.equal(lse, want[1])
+
+
+@pytest.mark.slow
+def test_a_cache_of_more_than_two_to_the_31_numbers():
+    pages, page, heads = 70_000, 64, 8
+    k, v = (torch.empty(pages, page, heads, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    call = made(DecodeCase(lengths=(640, 100), page=page, heads=(8, 8), dims=(64, 64)), device="cuda")
+    table = call.page_table.clamp(0, call.k_cache.shape[0] - 1) + (pages - call.k_cache.shape[0])
+    k[-call.k_cache.shape[0] :], v[-call.v_cache.shape[0] :] = call.k_cache, call.v_cache
+    large = replace(call, k_cache=k, v_cache=v, page_table=table.int())
+    assert k.numel() > 2**31
+    assert all(map(torch.equal, run(large), run(call)))
+
+
+def test_tensors_that_do_not_lie_as_the_kernel_wants_them():
+    call = made(DecodeCase(lengths=(100, 70), **BIG), device="cuda")
+    want = run(call)
+    apart = torch.empty(call.q.numel() + 1, dtype=call.q.dtype, device="cuda")[1:].view(call.q.shape)
+    apart.copy_(call.q)
+    strided = torch.zeros(*call.k_cache.shape, 2, dtype=call.k_cache.dtype, device="cuda")[..., 0]
+    strided.copy_(call.k_cache)
+    for changed in (replace(call, q=apart), replace(call, k_cache=strided), replace(call, seqlens=call.seqlens.repeat_interleave(2)[::2])):
+        assert all(map(torch.equal, run(changed), want))
+
+
+def test_nothing_is_read_on_the_host():
+    call = made(DecodeCase(lengths=(300, 17), page=16, **BIG), device="cuda")
+    run(call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_repeated_call_takes_the_host_little_time():
+    call = made(DecodeCase(lengths=(64,), **BIG), device="cuda")
+    least = float("inf")
+    for _ in range(5):
+        run(call)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(100):
+            run(call)
+        least = min(least, (time.perf_counter() - begin) / 100)
+    assert least < 40e-6

@@ -1,0 +1,162 @@
+"""Problems of decoding: caches whose unused tokens and pages are NaN, and what each sequence's result is held to."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tilewise.masks import Causal, Dense, Mask
+from tilewise.problem import Call, DecodeCall
+from tilewise.testing import tolerance
+
+CAUSAL = Causal()
+BEHIND = 5  # rows of ragged queries behind the last sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """lengths: tokens of each sequence. queries: of every sequence, or of each. page: tokens of a page; 0: contiguous caches."""
+
+    lengths: tuple[int, ...]
+    queries: int | tuple[int, ...] = 1
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    page: int = 0
+    capacity: int | None = None
+    mask: Mask = CAUSAL
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    leftpad: tuple[int, ...] | None = None
+    entries: bool = False  # the cache's entries in another order, and more of them
+    split: int | None = None
+    prefix: int = 0  # so many first tokens are the same for all
+    tree: int = 0  # newest tokens that see each other as in a random tree; all of them are queries
+    dtype: torch.dtype = torch.bfloat16
+
+
+def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
+    """Every number of the caches that no sequence has is NaN; pages are in random order, and entries of the table behind a length's last are wild."""
+    draw = torch.Generator().manual_seed(seed)
+    ints = {"dtype": torch.int32, "device": "cpu"}
+
+    def normal(*shape) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(case.dtype)
+
+    batch, (heads_q, heads_k) = len(case.lengths), case.heads
+    ragged = isinstance(case.queries, tuple)
+    queries = case.queries if isinstance(case.queries, tuple) else (case.queries,) * batch
+    capacity = case.capacity or max(*case.lengths, 1)
+    table = entries = None
+    if case.page:
+        width = -(-capacity // case.page)
+        needed = [-(-n // case.page) for n in case.lengths]
+        shape, order = (sum(needed) + 3, case.page), torch.randperm(sum(needed) + 3, generator=draw, device="cpu").tolist()
+        table = torch.full((batch, width), 2**31 - 1, **ints)
+        table[:, 1::2] = -7
+        for b, n in enumerate(needed):
+            table[b, :n] = torch.tensor([order.pop() for _ in range(n)], **ints)
+    else:
+        shape = (batch + 2 * case.entries, capacity)
+        if case.entries:
+            entries = torch.randperm(batch + 2, generator=draw, device="cpu")[:batch].int()
+    caches = [torch.full((*shape, heads_k, dim), math.nan, dtype=case.dtype, device="cpu") for dim in case.dims]
+    same = {dim: normal(case.prefix, heads_k, dim) for dim in case.dims}
+    for b, n in enumerate(case.lengths):
+        first = case.leftpad[b] if case.leftpad else 0
+        for cache, dim in zip(caches, case.dims, strict=True):
+            rows = normal(n, heads_k, dim)
+            rows[:first] = math.nan
+            if case.prefix:
+                rows[: case.prefix] = same[dim][:n]
+            if table is None:
+                cache[b if entries is None else int(entries[b]), :n] = rows
+            else:
+                for p in range(-(-n // case.page)):
+                    part = rows[p * case.page : (p + 1) * case.page]
+                    cache[int(table[b, p]), : len(part)] = part
+    q = normal(sum(queries) + BEHIND, heads_q, case.dims[0]) if ragged else normal(batch, queries[0], heads_q, case.dims[0])
+    cu = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], **ints) if ragged else None
+    numbers = torch.linspace(0.05, 1.0, heads_q, dtype=torch.float32, device="cpu")
+    call = DecodeCall(
+        q=q,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        seqlens=torch.tensor(case.lengths, **ints),
+        page_table=table,
+        cu_seqlens_q=cu,
+        max_seqlen_q=max(queries),
+        cache_batch_idx=entries,
+        leftpad=torch.tensor(case.leftpad, **ints) if case.leftpad else None,
+        tree=random_trees(batch, case.tree, draw) if case.tree else None,
+        shared_prefix=case.prefix,
+        split=case.split,
+        mask=case.mask,
+        scale=case.dims[0] ** -0.5,
+        softcap=case.softcap,
+        alibi_slopes=numbers[None] if case.alibi else None,
+        sink=3.0 * numbers if case.sink else None,
+    )
+    moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
+    return replace(call, **moved)
+
+
+def random_trees(batch: int, new: int, draw: torch.Generator) -> Tensor:
+    """(batch, new, new) bool: each token sees itself and its ancestors; its parent is drawn from those before it."""
+    trees = torch.eye(new, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
+    for tree in trees:
+        for i in range(1, new):
+            tree[i] |= tree[int(torch.randint(0, i, (1,), generator=draw, device="cpu"))]
+    return trees
+
+
+def parts(call: DecodeCall, o: Tensor, lse: Tensor) -> list[tuple[Call, Tensor, Tensor]]:
+    """Each sequence alone, as a call of attention, and what there is of O and LSE for it."""
+    found = []
+    capacity = call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+    for b, n in enumerate(call.seqlens.clamp(0, capacity).tolist()):
+        rows = slice(None) if call.cu_seqlens_q is None else slice(*call.cu_seqlens_q[b : b + 2].tolist())
+        q, of_o = (x[b : b + 1] if call.cu_seqlens_q is None else x[None, rows] for x in (call.q, o))
+        of_lse = lse[b : b + 1] if call.cu_seqlens_q is None else lse[None, :, rows]
+        first = 0 if call.leftpad is None else min(int(call.leftpad[b]), n)
+        k, v = (sequence(call, x, b, n)[None, first:] for x in (call.k_cache, call.v_cache))
+        changes = {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
+        mask = call.mask
+        if call.tree is not None and k.shape[1]:
+            mask = shown_by(call.tree[min(b, call.tree.shape[0] - 1)], q.shape[1], k.shape[1]) & mask
+        found.append((Call(q=q, k=k, v=v, mask=mask, scale=call.scale, **changes), of_o, of_lse))
+    return found
+
+
+def shown_by(tree: Tensor, queries: int, keys: int) -> Mask:
+    """What queries see of keys as far as the tree of the newest has a say."""
+    new = tree.shape[0]
+    shown = torch.ones(queries, keys, dtype=torch.bool, device=tree.device)
+    seen, rows = min(new, keys), min(queries, new)
+    shown[queries - rows :, keys - seen :] = tree[new - rows :, new - seen :]
+    return Dense(shown)
+
+
+def sequence(call: DecodeCall, cache: Tensor, b: int, n: int) -> Tensor:
+    """(n, heads_k, dim): a sequence's tokens in a cache."""
+    if call.page_table is None:
+        return cache[b if call.cache_batch_idx is None else int(call.cache_batch_idx[b]), :n]
+    pages = call.page_table[b, : -(-n // cache.shape[1])].long()
+    return cache[pages].flatten(0, 1)[:n]
+
+
+def held(call: DecodeCall, o: Tensor, lse: Tensor) -> None:
+    """Each sequence by the one tolerance; one without keys exactly."""
+    for alone, of_o, of_lse in parts(call, o, lse):
+        if alone.q.shape[1] == 0:
+            continue
+        if alone.k.shape[1] == 0:
+            assert not of_o.any()
+            want = torch.full_like(of_lse, -math.inf) if alone.sink is None else alone.sink[None, :, None].expand_as(of_lse)
+            torch.testing.assert_close(of_lse, want, rtol=1e-6, atol=1e-6)
+        else:
+            tolerance.check_outputs(alone, of_o, of_lse)
+    if call.cu_seqlens_q is not None:
+        behind = int(call.cu_seqlens_q[-1])
+        assert not o[behind:].any() and (lse[:, behind:] == -math.inf).all()
