@@ -19,7 +19,7 @@ test-slow: $(VENV)/installed
 kernel-table: $(VENV)/installed
 	$(RUN) tools/gpu/kernel_table.py
 
-# The wheel of compiled kernels for H100 and H200, without a GPU, into dist/. Resumes; a quarter of an hour for all.
+# The wheel of compiled kernels for H100 and H200, without a GPU, into dist/. Resumes; twenty minutes for all.
 kernels: $(VENV)/installed
 	$(RUN) tools/kernels_wheel.py dist
 

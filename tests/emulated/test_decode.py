@@ -78,6 +78,16 @@ def test_columns_of_key_heads():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page", [0, 16, 5])
+def test_large_tiles(page):
+    """Of 128 keys, as calls have whose caches are larger."""
+    call = made(DecodeCase(lengths=(300, 1, 129, 0), queries=2, heads=(4, 2), dims=(128, 128), page=page))
+    found = run(call, tile_n=128, kv_stages=2)
+    held(call, *found)
+    assert all(map(torch.equal, found, run(call, "lazy", tile_n=128, kv_stages=2)))
+
+
+@pytest.mark.slow
 def test_many_pieces():
     """Groups of a unit's pieces are added up first."""
     call = made(DecodeCase(lengths=(2500, 3), heads=(4, 1)))

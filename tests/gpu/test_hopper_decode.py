@@ -120,6 +120,19 @@ def test_units_in_many_blocks(batch, length, heads):
     checked(DecodeCase(lengths=(length,) * batch, heads=heads, dims=(128, 128)))
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (12, 3), (16, 8), (32, 32), (40, 40), (48, 48)], ids=str)
+def test_columns_of_key_heads(heads):
+    """Whether the key heads of the same tokens are side by side or not, and with cuts in a fixed place: what fp64 says, and the same bits again."""
+    for lengths, split in (((9000,), None), ((40, 0, 3000, 2000, 1, 700), None), ((5000, 300), 512)):
+        call = made(DecodeCase(lengths=lengths, heads=heads, dims=(64, 64), page=16, split=split), device="cuda")
+        found = [decoding.decode(call, aligned=aligned) for aligned in (True, False, True, False)]
+        for each, again in zip(found[:2], found[2:], strict=True):
+            held(call, *each)
+            assert all(map(torch.equal, each, again))
+        if split:
+            assert all(map(torch.equal, *found[:2]))
+
+
 @pytest.mark.parametrize("batch", [31, 32, 33, 100, 257, 1000])
 def test_batches(batch):
     draw = torch.Generator().manual_seed(batch)

@@ -74,13 +74,19 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
     """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
-    small = few or fields.get("tree") or fields.get("onto")  # which take registers
-    usual = min(TILES[dims], SMALL_TILE) if small else TILES[dims]
-    tile_n, blocks = fields.pop("tile_n", usual), fields.pop("blocks", 1)
+    tile_n, blocks = fields.pop("tile_n", _tile_n(dims, few, fields)), fields.pop("blocks", 1)
     stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
     box = gcd(page_size, tile_n) if page_size else 0
     box = 1 if 0 < box < LEAST_BOX else box
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)
+
+
+def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
+    """Keys of a tile; what else takes registers leaves fewer for scores."""
+    if dims == (256, 256) and fields.get("softcap") and fields.get("alibi"):
+        return TILES[dims] // 2
+    small = few or fields.get("tree") or fields.get("onto")
+    return min(TILES[dims], SMALL_TILE) if small else TILES[dims]
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:

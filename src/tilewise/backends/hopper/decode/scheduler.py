@@ -1,9 +1,9 @@
 """Which thread block computes what: equal shares of all key tiles, found by every warp for itself from lengths in global memory.
 
 A unit is a sequence, a key head and a tile of rows (query tokens times heads of a group). All units' tiles of keys lie in one row, sequence after
-sequence; before its tiles each unit has `fixed` places that stand for what it costs beside them. Block g of G takes the g-th part of the row. A
-unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one that goes
-on in a later one in slot 2 g + 1.
+sequence; where units are many, each has `fixed` places before its tiles that stand for what it costs beside them. Block g of G takes the g-th part
+of the row. A unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one
+that goes on in a later one in slot 2 g + 1.
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
@@ -122,7 +122,8 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         tiles += mine * found.tiles
     units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
     _, g, _ = arch.block_idx()
-    fixed = min((tiles >> 2) // shape.by_blocks, config.fixed)  # where units are cut into many pieces, a unit costs no more than a piece
+    few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
+    fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
     share, more = divmod(tiles + fixed * units, shape.by_blocks)
     begin = g * share + min(g, more)
     return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
