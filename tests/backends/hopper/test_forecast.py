@@ -88,7 +88,8 @@ def test_sentences():
     assert f"{config.kv_stages} stages of {config.tile_n} keys, {config.consumers} warpgroups" in said
     assert f"{config.registers[1]} a computing thread" in said
     assert "head_dim 72, head_dim_v 72 are computed as 96, 96 (75% is useful work)" in said
-    assert "512 tiles of queries for 132 thread blocks, 3.88 each" in said and "predicted ceiling: " in said
+    tiles = call(4096, head_dim=72).heads_q * -(-4096 // config.tile_m)
+    assert f"{tiles} tiles of queries for 132 thread blocks, {tiles / 132:.2f} each" in said and "predicted ceiling: " in said
     assert "padding: none" in "\n".join(backend.details(call(4096)))
 
 

@@ -24,7 +24,7 @@ class Terms(NamedTuple):
     slope: Float32 | None
     origin: cute.Tensor | None  # (ROWS,) fp32: the key at distance 0 from each row, less the thread's first column
     sink: Float32 | None
-    head: Int32 | None  # for dropout, of `dropout.head_of`
+    head: Int32 | None = None  # for dropout, of `dropout.head_of`
 
 
 class Statistics(NamedTuple):
