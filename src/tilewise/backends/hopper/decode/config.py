@@ -10,7 +10,7 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
-IN_FLIGHT = 128 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
@@ -35,7 +35,7 @@ class Config(ScoreChanges):
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
-    evict_first: bool = False  # what the L2 cache does with K and V
+    evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
     group: int = 12
@@ -62,7 +62,7 @@ class Config(ScoreChanges):
 
 
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
-TILES = {(64, 64): 128, (96, 96): 128, (128, 128): 128, (192, 128): 64, (256, 256): 32}
+TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
