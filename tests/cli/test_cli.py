@@ -353,7 +353,7 @@ from tilewise.errors import UnsupportedError
 
 without = set()
 for each in pkgutil.walk_packages(tilewise.__path__, "tilewise."):
-    if not each.name.endswith("__main__"):
+    if not each.name.endswith(("__main__", "libtilewise_cpu")):
         try:
             import_module(each.name)
         except ModuleNotFoundError as error:
@@ -374,7 +374,7 @@ def test_without_rich_and_matplotlib():
     found = subprocess.run([sys.executable, "-c", WITHOUT_PRINTERS], capture_output=True, text=True)
     lines, said = found.stdout.splitlines(), "the package 'rich' is not installed; install it with: pip install \"tilewise[cli]\""
     printing = lines[0].split()
-    assert set(printing) - {"tilewise.demo.job", "tilewise.display.progress"} == {
+    assert set(printing) - {"tilewise.demo.job", "tilewise.demo.serve", "tilewise.display.progress"} == {
         f"tilewise.cli.{name}" for name in ("ahead", "commands", "kernels", "ladder", "output", "training")
     }
     assert lines[1] == "3" and lines[2].endswith("is not installed: pip install \"tilewise[cli]\", or take format='text'")
@@ -451,4 +451,4 @@ def test_calls_that_no_machine_holds_are_refused_in_one_sentence(capsys):
     error = RuntimeError(
         "[enforce fail at alloc.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 20479999997952 bytes."
     )
-    assert grammar._sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"
+    assert grammar.sentence(error) == "out of memory: 20,480.0 GB were wanted at once; give smaller lengths, batches or heads"

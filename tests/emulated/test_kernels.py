@@ -313,7 +313,7 @@ def test_a_kernel_without_a_wait_is_seen(change):
     assert any(seen)
 
 
-FETCHED_TOGETHER = Case(**ONE_HEAD | dict(seqlen_q=300, seqlen_k=300, head_dim=128, mask=Full()))
+FETCHED_TOGETHER = Case(**ONE_HEAD | dict(seqlen_q=500, seqlen_k=180, head_dim=128, mask=Full()))
 """The forward pass in clusters."""
 
 

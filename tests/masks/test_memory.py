@@ -43,8 +43,8 @@ def test_documents_of_every_step(backend, bounded, monkeypatch):
     for step in range(12):
         tw.attention(q, q, q, mask=packed(step), backend=backend).sum().backward()
     gc.collect()
-    # Tables of 2000 bands are 96 kB, and counted four times over.
-    assert len(expression._BANDS.values) <= 2 and len(regions) <= 3
+    # Tables of 2000 bands are 96 kB, and counted four times over; the mask within the documents may be there, too.
+    assert len(expression._BANDS.values) <= 3 and len(regions) <= 3
     assert sum(expression._band_bytes(planes) for planes in expression._BANDS.values.values()) <= 1 << 20
     assert sum(masks.A_CHARACTER * len(mask.source) for mask in masks._LONG.values.values()) <= 1 << 18
     assert mask_text._tree.cache_info().currsize == 0 and masks._plain.cache_info().currsize == 0

@@ -240,10 +240,10 @@ def test_a_bias_is_compiled_ahead_where_its_gradient_is_wanted(monkeypatch):
 def test_a_forward_with_gradients_begins_its_backward(monkeypatch):
     begun = []
     monkeypatch.setattr(hopper.helpers, "begin", lambda *groups: begun.extend(groups))
-    monkeypatch.setattr(hopper.forward, "forward", lambda call: len(begun))
+    monkeypatch.setattr(hopper.forward, "forward", lambda call: (len(begun),))
     call = call_of(Causal())
-    assert hopper.Hopper().forward(replace(call, grad=False)) == 0
-    assert hopper.Hopper().forward(call) == 1 and begun == backward.ahead(call)
+    assert hopper.Hopper().forward(replace(call, grad=False)) == (0,)
+    assert hopper.Hopper().forward(call) == (1,) and begun == backward.ahead(call)
 
 
 TOGETHER = """

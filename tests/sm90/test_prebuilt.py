@@ -37,12 +37,12 @@ def tool():
 
 @pytest.fixture(scope="session")
 def wheel(tool, exported, small, tmp_path_factory) -> Path:
-    """Of the one kernel that there is."""
-    (kernel,) = tool.kernels([PROBLEM])
-    assert kernel == small
+    """Of the kernels that the problem may need, all with the code of `small`, the only one that runs."""
+    kernels = warmup.of_problem(PROBLEM)
+    assert small in kernels and set(kernels) <= set(tool.kernels([PROBLEM]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "build", lambda *_, **__: exported)
-        return tool.write(tmp_path_factory.mktemp("dist"), {kernel: tool.entry(kernel)})
+        return tool.write(tmp_path_factory.mktemp("dist"), {kernel: tool.entry(kernel) for kernel in kernels})
 
 
 def forget() -> None:
@@ -89,7 +89,9 @@ def said_by(function) -> str:
 
 def test_a_kernel_comes_from_the_package(site, small, without_compiler):
     path = cache.entry(small[0], small[2], jit.arch())
-    assert path.parent == site / prebuilt.PACKAGE and prebuilt.describe().startswith(f"{path.parent}: 1 kernels, ")
+    assert path.parent == site / prebuilt.PACKAGE and prebuilt.describe().startswith(
+        f"{path.parent}: {len(warmup.of_problem(PROBLEM))} kernels, "
+    )
     before = {each: (each.stat().st_mtime_ns, each.read_bytes()) for each in path.parent.iterdir()}
     assert "launch(tensors" in said_by(jit.compiled(*small))
     assert before == {each: (each.stat().st_mtime_ns, each.read_bytes()) for each in path.parent.iterdir()} and not cache.entries()
@@ -126,7 +128,7 @@ problem = Problem(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=6
 assert Hopper().why_not(problem) == [], Hopper().why_not(problem)
 number = lambda name: __import__("ctypes").c_int.in_dll(stand_in, name)
 backend = EmulatedPrebuilt(stand_in, Path(sys.argv[1]).read_text())
-case = Case(batch=1, seqlen_q=70, seqlen_k=150, heads_q=2, heads_k=1, head_dim=64, dtype="bf16", mask=Full())
+case = Case(batch=1, seqlen_q=330, seqlen_k=120, heads_q=2, heads_k=1, head_dim=64, dtype="bf16", mask=Full())
 
 number("failure").value = 209
 try:
@@ -247,8 +249,12 @@ def test_the_wheel(wheel, tool, small):
         for name in set(names) - {f"{about}/RECORD"}:
             assert record[name] == (f"sha256={tool._digest(read(name))}", str(len(read(name))))
         said = read(f"{about}/METADATA").decode()
-        (entry,) = [read(name) for name in names if name.endswith(".so")]
-    assert "Requires-Dist: tilewise==0.1.0" in said and "Requires-Dist: apache-tvm-ffi>=0.1.15" in said and "\n1 kernels, compiled" in said
+        entry, *others = [read(name) for name in names if name.endswith(".so")]
+    assert (
+        "Requires-Dist: tilewise==0.1.0" in said
+        and "Requires-Dist: apache-tvm-ffi>=0.1.15" in said
+        and f"\n{1 + len(others)} kernels, compiled" in said
+    )
     versions = {tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", entry)}
     assert versions and max(versions) <= (2, 17)
     assert (
@@ -259,7 +265,7 @@ def test_the_wheel(wheel, tool, small):
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no disassembler")
 def test_code_for_the_host_runs_on_any_x86_64_v2(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        name = next(name for name in archive.namelist() if name.endswith(".so"))
         archive.extract(name, tmp_path)
     code = subprocess.run(["objdump", "-d", tmp_path / name], capture_output=True, text=True, check=True).stdout
     assert len(code.splitlines()) > 1000 and not re.search(r"%[yz]mm|\tv\w+ +.*%xmm", code)

@@ -42,7 +42,8 @@ def _sequence(cache, pages, b, n):
 def _decode(q, k, v, lengths, pages=None, mask=None, **options):
     given = {"cu_seqlens_q": None, "cache_batch_idx": None, "leftpad": None, "tree": None, "shared_prefix": 0, "split": None} | options
     seqlens, table = torch.tensor(lengths, dtype=torch.int32), None if pages is None else pages.int()
-    call = DecodeCall(q, k, v, seqlens, table, max_seqlen_q=q.shape[1], mask=mask or Causal(), scale=0.2, **given)
+    cache = {"q": q, "k_cache": k, "v_cache": v, "seqlens": seqlens, "page_table": table}
+    call = DecodeCall(**cache, max_seqlen_q=q.shape[1], mask=mask or Causal(), scale=0.2, **given)
     return Cpu().decode(call)
 
 

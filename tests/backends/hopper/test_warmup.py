@@ -12,6 +12,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import config as decode_config
 from tilewise.backends.hopper.forward import config
 from tilewise.cli import grammar
 from tilewise.errors import UnsupportedError
@@ -86,7 +87,12 @@ def test_kernels_that_decode():
         call = made(DecodeCase(lengths=(9,), capacity=length, dims=dims, heads=(4, 4), page=page))
         (kernel,) = decoding.kernels(call)
         assert warmup.Kernel(*kernel) in found
-    assert len(found) == len(set(found)) == 3 * 9 - 6 and {warmup.describe(each)[0] for each in found} == {"decode"}
+    shipped = {each for dims in ((64, 64), (128, 128), (256, 256)) for each in decode_config.shipped(BF16, *dims)}
+    assert (
+        len(found) == len(shipped)
+        and {kernel.config for kernel in found} == shipped
+        and {warmup.describe(each)[0] for each in found} == {"decode"}
+    )
     assert not warmup.of_decode([CELL._replace(mask=PrefixLM(3)), CELL._replace(extras=("bias",)), CELL._replace(head_dim=300)])
     (changed, *_) = warmup.of_decode([CELL._replace(extras=("softcap", "sink"))])
     assert changed.config.softcap and changed.config.sinks and not changed.config.sink
