@@ -43,7 +43,7 @@ def test_stages_are_what_memory_wants(dims):
     for page_size, few in ((None, False), (16, True), (5, False)):
         config = configure(torch.bfloat16, *dims, page_size, few)
         stage = 2 * config.tile_n * sum(dims)
-        assert IN_FLIGHT < (config.kv_stages + 1) * stage and (config.kv_stages == 2 or config.kv_stages * stage <= IN_FLIGHT)
+        assert (config.kv_stages + 1) * stage > IN_FLIGHT and (config.kv_stages == 2 or config.kv_stages * stage <= IN_FLIGHT)
 
 
 def test_tiles_are_small_where_keys_are_few():
