@@ -21,15 +21,14 @@ from tilewise.backends import philox
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import plan
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
-from tilewise.problem import Call, Dropout
-from tilewise.testing import conformance
+from tilewise.problem import Call, Dropout, Gradients
+from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make
 
 pytestmark = NEEDS_HOPPER
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40), (8, 8), (104, 104))
 PROBABILITIES = (0.1, 0.5, 0.999)
-MOST_IN_FP16 = 0.9  # what passes of more is too small for its normal numbers, by the factor that comes at the end (docs/numerics.md)
 EVERYTHING = {"softcap": 3.0, "bias": "hq", "alibi": "bh", "diagonal": True, "sink": True, "wide": True, "lse_grad": True}
 CHANGES = (
     {"softcap": 2.0},
@@ -48,8 +47,7 @@ def test_cases(dims, mask):
     for turn, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
         heads = ((4, 2), (3, 3), (8, 1))[turn % 3]
-        dtype, most = (("bf16", 1.0), ("fp16", MOST_IN_FP16))[turn % 2]
-        given = {"dtype": dtype, "dropout": min(PROBABILITIES[turn % 3], most), "lse_grad": turn % 2 == 0}
+        given = {"dtype": ("bf16", "fp16")[turn % 2], "dropout": PROBABILITIES[turn % 3], "lse_grad": turn % 2 == 0}
         run = conformance.run_case if turn % 3 == 2 else conformance.run_hidden
         held(Case(batch=2, heads_q=heads[0], heads_k=heads[1], mask=mask, **sizes, **given), seed=turn, run=run)
 
@@ -100,13 +98,12 @@ def test_nan_and_infinities(dims, mask):
 def test_random_problems(seed):
     draw = drawing(seed)
     for _ in range(12):
-        dtype, most = (("bf16", 1.0), ("fp16", MOST_IN_FP16))[draw(0, 2)]
         case = Case(
             **random_shape(draw),
             head_dim=8 * draw(1, 17),
             mask=(Full(), Causal(), SlidingWindow(draw(0, 200), draw(0, 200)))[draw(0, 3)],
-            dtype=dtype,
-            dropout=min((0.01, 0.3, 0.7, 0.99)[draw(0, 4)], most),
+            dtype=("bf16", "fp16")[draw(0, 2)],
+            dropout=(0.01, 0.3, 0.7, 0.99)[draw(0, 4)],
             sink=bool(draw(0, 2)),
             lse_grad=bool(draw(0, 2)),
         )
@@ -219,11 +216,14 @@ def test_the_public_call_takes_it():
     options = {"dropout_p": 0.3, "dropout_seed": 11, "dropout_offset": 4}
     inputs = _inputs()
     assert "hopper" in str(tw.explain(*inputs, causal=True, **options)).splitlines()[0]
-    got, want = (_results(lambda *x, b=backend: _attend(*x, backend=b, **options), inputs) for backend in ("hopper", "tiled"))
-    for x, y in zip(got, want, strict=True):
-        assert (x - y).float().norm() <= 0.02 * y.float().norm()
+    o, lse = _attend(*inputs, backend="hopper", return_lse=True, **options)
+    d_o = torch.randn_like(o)
+    grads = torch.autograd.grad(o, inputs, d_o)
+    call = Call(**dict(zip("qkv", (x.detach() for x in inputs), strict=True)), mask=Causal(), scale=128**-0.5, dropout=Dropout(0.3, 11, 4))
+    tolerance.check_outputs(call, o.detach(), lse.detach())
+    tolerance.check_gradients(call, Gradients(*grads, None, None), d_o)
     other = _attend(*inputs, dropout_p=0.3, dropout_seed=12)
-    assert not torch.equal(other, got[0]) and torch.equal(_attend(*inputs, **options), got[0])
+    assert not torch.equal(other, o) and torch.equal(_attend(*inputs, **options), o)
 
 
 def test_packed_sequences_draw_by_packed_positions():

@@ -90,7 +90,7 @@ def step(head_dim: int, mask: str) -> dict:
         "share_of_tolerance": used,
         "dsl_imported": "cutlass" in sys.modules,
         "without_compiler": jit.why_no_compiler(),
-        "kernels": prebuilt.describe(),
+        "kernels": prebuilt.describe().rpartition("/")[2],
         "import_torch_s": imported - begin,
         "import_tilewise_s": own - imported,
         "cuda_and_tensors_s": ready - own,

@@ -169,7 +169,7 @@ def _flash_attention_forward(
                 raise UnsupportedError(
                     f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
                 )
-            _documents(cum_seq_q, cum_seq_k, mask, seqused_k)  # in this layer's words where a tensor is missing
+            _check_starts(cum_seq_k)
             o, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, seqused_k=seqused_k, mask=mask, scale=scale, return_lse=True)
         return laid_out_as(o, query), lse, *_unused(query)
 
@@ -212,7 +212,8 @@ def _flash_attention_backward(
         grads = _gradients(grad_out, query, key, value, out, logsumexp, mask, dropout_p, scale)
     else:
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
-        mask = _documents(cum_seq_q, cum_seq_k, mask)
+        _check_starts(cum_seq_k)
+        mask = Unread(cum_seq_q, cum_seq_k, mask)
         grads = (x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
     return tuple(map(laid_out_as, grads, (query, key, value)))
 
@@ -252,13 +253,11 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
     return Causal() if left is None and right == 0 else SlidingWindow(left, right)
 
 
-def _documents(cum_seq_q: Tensor, cum_seq_k: Tensor | None, inner: Mask, seqused_k: Tensor | None = None) -> Unread:
-    """Packed sequences, each with `inner` for its mask."""
+def _check_starts(cum_seq_k: Tensor | None) -> None:
     if cum_seq_k is None:
         raise UnsupportedError(
             f"{LAYER}: cum_seq_k must say where the keys of each sequence begin, got None, which only a block_table allows"
         )
-    return Unread(cum_seq_q, cum_seq_k, inner, seqused_k)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> operator.Operands:

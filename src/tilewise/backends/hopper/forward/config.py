@@ -252,9 +252,8 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
     ways = TILES[dims]
     choices = ways.get(sees) or ways["interval"]
     made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
-    changed = [each for each in made if each[1].modified or each[1].dropout]
-    few = [each for each in changed if each[0].cost == 1.0 and each[1].blocks == 1]  # blocks: too many registers
-    return few or made
+    plain = not any(config.modified or config.dropout for _, config in made)
+    return [each for each in made if plain or (each[0].cost == 1.0 and each[1].blocks == 1)]  # blocks: too many registers
 
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
