@@ -91,16 +91,15 @@ ROWS = [
 ]
 
 # Why ours is not ahead of every peer by both clocks in a cell, by (name, direction): what the table says of it.
-_HOST = "its kernel is ahead or level: calls with a bias or a sink take the longer way through Python"
-_TILE = "short sequences that fill tiles badly: its kernel is behind; not looked into"
-_GROUPS = "few queries of grouped heads: its kernel is behind; not looked into"
+_LEVEL = "level: within 2 % by the kernel's clock"
+_ONCE = "one call of 50 ms and more a clock: calls of the same kernel lie up to 10 % apart"
+_SHORT = "a short sequence, or few keys: a launch of one or two rounds of blocks, and its kernel is behind"
 WHY: dict[tuple[str, str], str] = {
-    **{(name, "fwd"): _HOST for name in ("gpt-oss-20b-window", "gpt-oss-20b-full", "T5-large-encoder", "T5-XXL-encoder")},
-    **{(name, "fwd"): _HOST for name in ("AlphaFold2-MSA-row", "AlphaFold2-triangle", "AlphaFold3-diffusion")},
-    **{(name, "fwd"): _TILE for name in ("ViT-B/16", "ViT-H/14", "SigLIP-So400m")},
-    **{(name, "fwd"): _GROUPS for name in ("chunk-Llama-3-8B", "chunk-Llama-3-70B", "chunk-Qwen2.5-7B")},
-    ("Phi-3-mini", "fwd"): "level by the kernel's clock",
-    ("Llama-3-8B-packed", "bwd"): "the heads of a group are walked together under packed documents",
+    **{(name, "fwd"): _LEVEL for name in ("T5-large-encoder", "T5-XXL-encoder", "chunk-Qwen2.5-7B")},
+    **{(name, "fwd"): _SHORT for name in ("BERT-large-short", "SD1.5-16x16", "SD1.5-cross")},
+    **{("Wan2.1-1.3B-75k", direction): _ONCE for direction in ("fwd", "bwd")},
+    ("BERT-large-short", "bwd"): "level: the host's time, which spreads by a quarter from call to call",
+    ("Llama-3-8B-packed", "bwd"): "level; the heads of a group are walked together under packed documents",
 }
 
 
