@@ -80,9 +80,11 @@ def attention(
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
-    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
+    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None, None)
     usual = return_max_logits is False and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        if known.given.dropout_p:
+            beside = bias, alibi_slopes, sink, _random_state(dropout_seed, dropout_offset), None, None
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
@@ -165,9 +167,11 @@ def attention_varlen(
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
     options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
-    tensors, beside = (q, k, v), (None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
+    tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        if known.given.dropout_p:
+            beside = None, alibi_slopes, sink, _random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v, packed=True)

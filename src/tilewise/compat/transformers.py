@@ -268,7 +268,7 @@ def attention(
     if structure is not None:
         causal, mask = structure
         known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, mask, False)
-        beside = position_bias, None, s_aux, None, None
+        beside = position_bias, None, s_aux, None, None, None
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -61,8 +61,7 @@ def call_of(given: Operands) -> Call:
     """The `Call` that the operands describe."""
     dropout = None
     if given.rng is not None and given.dropout_p > 0.0:
-        seed, offset = given.rng.tolist()
-        dropout = Dropout(given.dropout_p, seed, offset)
+        dropout = Dropout(given.dropout_p, *given.rng.tolist())
     return Call(
         mask=masks.parse(given.mask, given.mask_tensors),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
