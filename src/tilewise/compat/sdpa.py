@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
             attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
         )
         if added and as_given:
-            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None)
+            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None, None)
             repeats.remember_as(repeats.TURNED, *given, options, beside, call)
     if lead is None:
         return o

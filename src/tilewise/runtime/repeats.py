@@ -58,20 +58,25 @@ class Known:
     check_back: dict[bool, Callable] = field(
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    draws: bool = False  # there is dropout
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
-        """O, and LSE where the call returns it, arranged as q, k and v are."""
-        if not self.there and beside[3] is None:
+        """O, and LSE where the call returns it, arranged as q, k and v are. With dropout and no `Beside.rng`, the seed is drawn here."""
+        if not (self.there or self.draws):
             beside = ALONE
             if self.grad:
                 return _Repeated.apply(self, q, k, v)
-        elif beside[1] is not None:
-            bias, slopes, *rest = beside
-            beside = bias, _slopes(slopes), *rest
+        else:
+            bias, slopes, sink, rng, *lengths = beside
+            if slopes is not None:
+                slopes = _slopes(slopes)
+            if self.draws and rng is None:
+                rng = operator.random_state()
+            beside = bias, slopes, sink, rng, *lengths
         if self.grad:
             return _Repeated.apply(self, q, k, v, *beside)
         if not self.arrangement:
@@ -230,8 +235,9 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
         arrangement = PACKED if lengths[0] is not None else ""
         known = Known(
-            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts, arrangement=arrangement
-        )
+            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts,
+            draws=given.dropout_p > 0.0, arrangement=arrangement,
+        )  # fmt: skip
         _KNOWN[_signature(tensors, there, options)] = known
 
 

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
+from tilewise.compat import sdpa
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call, Dropout
@@ -347,6 +348,28 @@ def test_dropout_is_drawn_at_each_call(stub, monkeypatch, kind, dtype):
     assert len(repeats._KNOWN) == 1
     with pytest.raises(ValueError, match="dropout_seed"):
         tw.attention(*x, **options, dropout_seed=-1)
+
+
+def test_dropout_of_drop_ins(stub, monkeypatch):
+    """They give no seed, so each call draws one."""
+    stub.dropout_p = 0.5
+    x = [each.transpose(1, 2).requires_grad_() for each in qkv()]
+
+    def results():
+        torch.manual_seed(3)
+        return [
+            run(lambda *x, return_lse: sdpa.scaled_dot_product_attention(*x, dropout_p=0.5, is_causal=True), x, {}, False) for _ in "ab"
+        ]
+
+    results()
+    with monkeypatch.context() as patched:
+        patched.setattr(repeats, "find", lambda *_: None)
+        long = results()
+    without_long_ways(monkeypatch, stub)
+    monkeypatch.setattr(sdpa, "attention", None)
+    short = results()
+    assert all(torch.equal(a, b) for each in zip(short, long, strict=True) for a, b in zip(*each, strict=True))
+    assert not torch.equal(short[0][0], short[1][0])
 
 
 def test_dropout_of_documents(stub, monkeypatch):
