@@ -203,7 +203,7 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     mask = _window(is_causal, window_size_left, window_size_right)
-    options, beside = (False, scale, 0.0, 0.0, False, None, mask, True), (None, None, None, cum_seq_q, cum_seq_k)
+    options, beside = (False, scale, 0.0, 0.0, False, None, mask, True), (None, None, None, None, cum_seq_q, cum_seq_k)
     with torch.no_grad():
         grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
     if grads is not None:

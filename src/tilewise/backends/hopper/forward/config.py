@@ -258,8 +258,8 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
-    if config.dropout and config.consumers == 3 and sees != "all":  # whose threads have too few registers
-        config = replace(config, tile_m=128, tile_n=128)
+    if config.dropout and config.consumers == 3:  # whose threads have too few registers
+        config = replace(config, tile_n=112) if sees == "all" else replace(config, tile_m=128, tile_n=128)
     if config.natural:
         return replace(config, tile_m=128, tile_n=LOGITS[dims] - 16 * config.dropout, late=False, cluster=1, dynamic=True)
     if config.softcap:
