@@ -166,7 +166,9 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each number of S, from the thread's first: constants, which take no registers
+    row: Int32  # of the first
+    column: Int32
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
@@ -188,14 +190,17 @@ def consume(
     qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
     consumer = arch.make_warp_uniform(thread // THREADS)
     all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
-    seqlen = gO.shape[0]
+    seqlen, cS = gO.shape[0], cute.make_identity_tensor((config.tile_m, config.tile_n))
+    row, column = qk.partition_C(cS)[0]
     n_blocks, free = walk.key_blocks(m_block, seqlen, config)
     tile = Tile(
         mma=mma,
         tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, 0],
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
-        tScS=qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n))),
+        tScS=mma.qk.get_slice(0).partition_C(cS),
+        row=m_block * config.tile_m + row,
+        column=column,
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim)), Float32),
         rows=fragments.fresh_rows(),
@@ -232,7 +237,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
-    fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
+    fragments.hide(acc_S, tile.tScS, tile.row, n_block * config.tile_n + tile.column, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, factors_of(tile, n_block), headroom=eight_bits.HEADROOM)
     tile.late.store(rescale.load())
     eight_bits.round_into(tile.P, acc_S)
@@ -253,7 +258,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     warpgroup.wait_group(1)  # S is there, N is not
     pipes.k.consumer_release(state)
     if const_expr(masked):
-        fragments.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.seqlen, config.causal)
+        fragments.hide(acc_S, tile.tScS, tile.row, n_block * config.tile_n + tile.column, tile.seqlen, config.causal)
     rescale = fragments.online_softmax(acc_S, tile.rows, factors_of(tile, n_block), headroom=eight_bits.HEADROOM)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
@@ -274,7 +279,7 @@ def factors_of(tile: Tile, n_block: Int32) -> cute.Tensor:
 @cute.jit
 def row_of(tile: Tile, r: Constexpr[int]) -> Int32:
     """The query of the thread's r-th row, or the last one."""
-    return min(tile.m0 + fragments.by_rows(tile.tScS)[r, 0][0], tile.seqlen - 1)
+    return min(tile.row + fragments.by_rows(tile.tScS)[r, 0][0], tile.seqlen - 1)
 
 
 @cute.jit
