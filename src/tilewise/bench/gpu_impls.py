@@ -19,9 +19,7 @@ from tilewise.masks import Causal, Full, SlidingWindow
 
 @dataclass(frozen=True)
 class OnLadder:
-    """A rung of the ladder, or a variant of one, under its plain name. What a rung in 8 bits multiplies is there before it is timed: as for its peers,
-    which are given 8 bits.
-    """
+    """A rung of the ladder, or a variant of one, under its plain name. What a rung in 8 bits multiplies is there before it is timed."""
 
     rung: Rung
     heads_first: bool = True

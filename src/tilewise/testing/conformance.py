@@ -30,8 +30,8 @@ def run_case(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu"
 
 
 def run_forward(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
-    """The forward half of `run_hidden`, for kernels that have no backward; run twice, and the bits must agree. A backend that is `in_eight_bits` is held
-    to what 8 bits can reach.
+    """The forward half of `run_hidden`, for kernels that have no backward; run twice, and the bits must agree. A backend that is `in_eight_bits` is
+    held to what 8 bits can reach.
     """
     call = make(case, seed, device)
     poisoned, guards = poison.guard(poison.hide(call, call.q)[0])
