@@ -173,9 +173,9 @@ def attention_varlen(
             masks are placed as if they were not there. None: all.
         q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
-    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q) or numbers
-    of 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document, whose index
-    is added to dropout_offset.
+    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q) or
+    numbers of 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document,
+    whose index is added to dropout_offset.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also

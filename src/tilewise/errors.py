@@ -17,7 +17,7 @@ from tilewise.tangents import has_tangent
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
-NOT_IN_EIGHT_BITS = "numbers of 8 bits, and their scales, have no gradient; one comes from 16-bit tensors with precision="
+NOT_IN_EIGHT_BITS = "numbers of 8 bits and their scales have no gradient (16-bit tensors with precision= have one)"
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
