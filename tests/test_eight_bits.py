@@ -305,23 +305,17 @@ def test_nan_in_given_tensors():
 
 class TestGradients:
     @pytest.mark.parametrize("precision", RECIPES)
-    def test_they_are_those_of_the_inputs_dtype(self, precision):
-        """Bit for bit the backward of the unquantised call, from the O and LSE of the quantised one."""
+    @pytest.mark.parametrize("backend", ["tiled", None])
+    def test_they_go_straight_through(self, precision, backend):
+        """Bit for bit those of the unquantised call, LSE's and the sink's among them, while O itself is of 8 bits."""
         q, k, v = (x.requires_grad_() for x in qkv())
-        sink, weights = normal(4, seed=3).float().requires_grad_(), normal(2, 70, 4, 40, seed=4)
-        o, lse = tw.attention(q, k, v, causal=True, sink=sink, precision=precision, return_lse=True, backend="tiled")
-        got = torch.autograd.grad((o, lse), (q, k, v, sink), (weights, torch.ones_like(lse)))
-        call = Call(q=q.detach(), k=k.detach(), v=v.detach(), sink=sink.detach(), mask=Causal(), scale=64**-0.5, grad=True)
-        want = Tiled().backward(call, o.detach(), lse.detach(), weights, torch.ones_like(lse))
-        for name, x in zip(("q", "k", "v", "sink"), got, strict=True):
-            assert torch.equal(x, getattr(want, name)), name
-
-    @pytest.mark.parametrize("precision", RECIPES)
-    def test_they_are_near_the_exact_ones(self, precision):
-        leaves, weights = [x.requires_grad_() for x in qkv()], normal(2, 70, 4, 40, seed=4)
-        got, want = (torch.autograd.grad(tw.attention(*leaves, causal=True, precision=each), leaves, weights) for each in (precision, None))
-        for x, y in zip(got, want, strict=True):
-            assert x.dtype == torch.bfloat16 and 0 < off(x, y) < 1.5 * LIMITS[precision]
+        leaves = q, k, v, normal(4, seed=3).float().requires_grad_()
+        outputs, grads = [], []
+        for each in (None, precision):
+            o, lse = tw.attention(q, k, v, causal=True, sink=leaves[3], precision=each, return_lse=True, backend=backend)
+            grads.append(torch.autograd.grad((o, lse), leaves, (normal(*o.shape, seed=4), torch.ones_like(lse))))
+            outputs.append(o.detach())
+        assert all(map(torch.equal, *grads)) and off(*outputs) > 1e-3
 
     def test_given_tensors_have_none(self):
         q, k, v = (x.to(E4M3) for x in qkv())
@@ -356,7 +350,7 @@ class TestPacked:
         got, want = (
             torch.autograd.grad(tw.attention_varlen(*leaves, cu, cu, precision=each), leaves, normal(60, 4, 40)) for each in ("int8", None)
         )
-        assert all(0 < off(x, y) < LIMITS["int8"] for x, y in zip(got, want, strict=True))
+        assert all(off(x, y) < 2.0**-8 for x, y in zip(got, want, strict=True))  # sums are in another order
 
     def test_tiles_do_not_end_where_documents_do(self):
         q, k, v = (x[0].to(E4M3) for x in qkv())

@@ -68,9 +68,9 @@ def attention(
             (inside torch.compile from the compiled program's, which differs from eager).
         dropout_offset: a second number that tells draws apart, in [0, 2**32): the same seed with another offset drops other pairs.
         deterministic: only backends whose gradients are bit-identical from run to run.
-        precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way, which is faster on GPUs that multiply 8 bits, and less exact
-            (docs/guide/eight-bits.md): Q K^T in e4m3 or int8, and P V in e4m3 or, "int8_qk", the inputs' dtype. Not with a bias or dropout. Gradients
-            are those of the inputs' own dtype at the unquantised inputs, from the O and LSE that this returned. None quantises nothing.
+        precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way: Q K^T in e4m3 or int8, P V in e4m3 or, "int8_qk", the inputs'
+            dtype. It is less exact (docs/guide/eight-bits.md), and faster where a backend has kernels for it; not with a bias or dropout. Gradients
+            are straight-through: those of the call without it, for which the backward pass computes O once more. None quantises nothing.
         q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by; None is 1. By their dimensions: () the whole tensor;
             (batch, heads) each head; (batch, heads, tokens) each token; of k and v also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
