@@ -1,7 +1,7 @@
 """The table of errors by recipe in docs/numerics.md: computed once, kept as rows, and written between markers.
 
-    python tools/eight_bits.py measure   compute the rows (some ten minutes on two cores; the same on every machine, but for a sum's last bits)
-    python tools/eight_bits.py fill      write the table into docs/numerics.md
+python tools/eight_bits.py measure   compute the rows (some ten minutes on two cores; the same on every machine, but for a sum's last bits)
+python tools/eight_bits.py fill      write the table into docs/numerics.md
 """
 
 import json
