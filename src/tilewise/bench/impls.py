@@ -269,7 +269,7 @@ class FlashAttention:
         reasons = []
         if device.type != "cuda":
             reasons.append(f"{self.name} runs on CUDA devices only")
-        if not _installed(self.module):
+        if not installed(self.module):
             reasons.append(f"{self.module} is not installed")
         if workload.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"{self.name} takes fp16 and bf16 only")
@@ -320,7 +320,7 @@ class FlashAttention:
         return None
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):  # a parent package is missing, or is no package
