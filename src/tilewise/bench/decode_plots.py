@@ -10,6 +10,8 @@ from tilewise.bench.plots import COLOURS, MARKERS, folder_of, small
 from tilewise.bench.store import Row
 from tilewise.display.style import STYLE
 
+PEER = "fastest peer"
+
 
 def decode_svg(rows: Iterable[Row]) -> str:
     """The chart of one device's even batches with one new token, as SVG text; ValueError where none has a time."""
@@ -27,7 +29,7 @@ def decode_svg(rows: Iterable[Row]) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        columns = min(4, len(panels))
+        columns = len({cell.case["page"] for cell in cells})
         lines = -(-len(panels) // columns)
         figure = Figure(figsize=(3.4 * columns, 2.8 * lines), layout="constrained")
         grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
@@ -47,7 +49,8 @@ def decode_svg(rows: Iterable[Row]) -> str:
         for axes in grid[len(panels) :]:
             axes.remove()
         handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=6)
+        texts = sorted(handles, key=lambda text: text == PEER)
+        figure.legend([handles[text] for text in texts], texts, loc="outside upper center", ncols=6)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return small(file.getvalue())
@@ -59,7 +62,7 @@ def _draw(axes, cells: list[Measured], colour: int) -> None:
     if not cells:
         return
     batch = cells[0].case["batch"]
-    for dashed, label in ((False, f"{batch} sequence{'s' if batch != 1 else ''}"), (True, "fastest peer")):
+    for dashed, label in ((False, f"{batch} sequence{'s' if batch != 1 else ''}"), (True, PEER)):
         found = [(cell.case["seqlen_k"], row.bytes / row.median_s * 1e-12) for cell in cells if (row := cell.best if dashed else cell.mine)]
         if found:
             style = (
