@@ -239,7 +239,9 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
 def combine(pieces: Pieces, results: Results, config: Constexpr[Config]):
     """A thread block a row, a thread a column of O."""
     row, head_k, b = arch.block_idx()
-    add_up(pieces.O[row, None, None, head_k, b], pieces.L[row, None, head_k, b], results.O[row, None, head_k, b], results.L, (row, head_k, b))
+    add_up(
+        pieces.O[row, None, None, head_k, b], pieces.L[row, None, head_k, b], results.O[row, None, head_k, b], results.L, (row, head_k, b)
+    )
 
 
 @cute.jit

@@ -37,6 +37,8 @@ class DecodeRung:
             k_cache, v_cache: (batch, capacity, heads_k, 128) bf16, finite behind a sequence's length too.
             lengths: (batch,) int32, which nobody reads on the host; clamped to [0, capacity].
 
+        A rung with counters runs on one stream at a time.
+
         Returns:
             O, (batch, heads_q, 128) bf16; 0 for a sequence of no tokens.
 
@@ -95,7 +97,7 @@ class DecodeRung:
         if k_cache.numel() == 0 or q.numel() == 0:
             return o.zero_(), lse.fill_(-torch.inf)
         pieces = [q.new_empty(shape, dtype=torch.float32) for shape in ((batch, heads_q, splits, head_dim), (batch, heads_q, splits))]
-        counters = [torch.zeros((batch, k_cache.shape[2]), dtype=torch.int32, device=q.device)] if self.counts else []
+        counters = [_counters(batch, k_cache.shape[2], q.device)] if self.counts else []
         with torch.cuda.device(q.device):
             tensors = *map(jit.aligned, (q, k_cache, v_cache)), o, lse, lengths.contiguous()
             self.compiled()(*tensors, *pieces, *counters, scale / math.log(2))
@@ -119,6 +121,17 @@ class DecodeRung:
         return [q, k, v, o, lse, lengths, *pieces, *counters, Float32(1.0)]
 
 
+_KEPT: dict[torch.device, Tensor] = {}
+
+
+def _counters(batch: int, heads_k: int, device: torch.device) -> Tensor:
+    """(batch, heads_k) int32, which are 0 between launches and so are made once for a device: rungs that count run on one stream at a time."""
+    kept = _KEPT.get(device)
+    if kept is None or kept.numel() < batch * heads_k:
+        kept = _KEPT[device] = torch.zeros(batch * heads_k, dtype=torch.int32, device=device)
+    return kept[: batch * heads_k].view(batch, heads_k)
+
+
 def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
     for name, x, axes in (
         ("q", q, "(batch, heads_q, head_dim)"),
@@ -132,7 +145,9 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) 
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or v_cache.device != k_cache.device:
         raise ShapeError(f"v_cache must be as k_cache, {tuple(k_cache.shape)} {k_cache.dtype}; got {tuple(v_cache.shape)} {v_cache.dtype}")
     if k_cache.dtype != q.dtype or k_cache.shape[3] != q.shape[2]:
-        raise ShapeError(f"k_cache must have q's dtype and head_dim, {q.dtype} and {q.shape[2]}; got {k_cache.dtype} and {k_cache.shape[3]}")
+        raise ShapeError(
+            f"k_cache must have q's dtype and head_dim, {q.dtype} and {q.shape[2]}; got {k_cache.dtype} and {k_cache.shape[3]}"
+        )
     if k_cache.shape[2] == 0 or q.shape[1] % k_cache.shape[2]:
         raise ShapeError(f"q has {q.shape[1]} heads, which must be a multiple of k_cache's {k_cache.shape[2]}")
     if lengths.dtype != torch.int32:
