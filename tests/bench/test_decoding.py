@@ -191,6 +191,10 @@ def test_contenders_by_name():
     assert "it takes pages of multiples of 256 tokens" in FlashAttention("fa2", "no_such", 256).why_not(CELLS[1], cuda)
     assert FlashAttention("fa2", "no_such", 256).why_not(CELLS[0], cuda) == ["no_such is not installed"]
     assert "it takes pages only" in FlashInfer().why_not(CELLS[0], cuda)
+    d2 = known()["d2"]
+    assert (
+        len(d2.why_not(CELLS[2], cuda)) == 2 and "d2 runs on a Hopper GPU" in d2.why_not(CELLS[0], CPU) and not d2.why_not(CELLS[0], cuda)
+    )
     assert Sdpa("cudnn").why_not(CELLS[0], cuda) == [] and len(Sdpa("cudnn").why_not(CELLS[2], cuda)) == 2
 
 
@@ -225,6 +229,17 @@ def test_tables(of_a_gpu):
     assert "- adding up the pieces of one key head takes longer than reading its keys (0.50 to 0.50): b1 1k 32:1 p0 q1" in text
     assert "Ahead of the fastest peer in" in text and "Measured on NVIDIA H100" in text and "UNEXPLAINED" not in text
     assert decode_tables.decode_tables([]) == "Not measured yet."
+
+
+def test_the_ladders_rungs_beside_others(of_a_gpu):
+    assert decode_tables.rungs_table(of_a_gpu) == "Not measured yet."
+    first = [row for row in of_a_gpu if row.case["page"] == 0 and row.case["seqlen_q"] == 1][:2]
+    rungs = [replace(first[0], impl=name, median_s=first[0].median_s * times) for name, times in (("d1", 4.0), ("d2", 3.0))]
+    us = first[0].median_s * 1e6
+    text = decode_tables.rungs_table([*first, *rungs])
+    assert f"| 1 x 1k, heads 32:8 | {4 * us:,.1f} (0.50) | {3 * us:,.1f} (0.67) | {us:,.1f} (2.00) | {2 * us:,.1f} (1.00) fa3 |" in text
+    (cell,) = decode_tables.measured([*first, *rungs])
+    assert cell.best.impl == "fa3"
 
 
 def test_every_pattern_of_why_is_of_a_cell():

@@ -34,6 +34,8 @@ def test_what_counts_as_a_line_of_code(tmp_path):
     assert steps.new_lines(["a", "b", "c"], ["a", "x", "c"]) == 1
 
 
-@pytest.mark.parametrize("stem, name", [("k1_naive", "k1"), ("k4_1_wgmma_qk", "k4_1"), ("k5_1_roles", "k5_1"), ("k6_pingpong", "k6"), ("d1_split_kv", "d1")])
+@pytest.mark.parametrize(
+    "stem, name", [("k1_naive", "k1"), ("k4_1_wgmma_qk", "k4_1"), ("k5_1_roles", "k5_1"), ("k6_pingpong", "k6"), ("d1_split_kv", "d1")]
+)
 def test_names(stem, name):
     assert steps.name_of(Path(f"{stem}.py")) == name

@@ -1,4 +1,4 @@
-"""Contenders for decoding: tilewise.decode, torch's SDPA, FlashAttention and FlashInfer where they are installed.
+"""Contenders for decoding: tilewise.decode, the ladder's rungs, torch's SDPA, FlashAttention and FlashInfer where they are installed.
 
 As in impls.py: `why_not` says in sentences what a contender lacks, `prepare` does once what its users do once (plans, metadata), and returns
 `attend(copy) -> O` (batch, new, heads_q, head_dim) with one copy of the caches.
@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.bench import gpu_impls
 from tilewise.bench.decode_cells import Caches, Cell
 from tilewise.bench.impls import installed
+from tilewise.ladder import DECODE_RUNGS, DecodeRung
 
 Attend = Callable[[int], Tensor]
 CONTENDERS = "tilewise,sdpa:cudnn,sdpa:flash,fa2,fa3,fa3:vllm,fa4,flashinfer"
@@ -52,6 +53,26 @@ class Tilewise:
             "backend": self.backend,
         }
         return lambda copy: tilewise.decode(caches.q, *caches.copies[copy], **options)
+
+
+@dataclass(frozen=True)
+class OnLadder:
+    """A rung of the ladder's branch for decoding: contiguous caches, one new token."""
+
+    rung: DecodeRung
+
+    @property
+    def name(self) -> str:
+        return self.rung.name
+
+    def why_not(self, cell: Cell, device: torch.device) -> list[str]:
+        wrong = ["the ladder takes contiguous caches only"] if cell.page else []
+        wrong += ["the ladder takes one new token only"] if cell.new > 1 else []
+        return wrong + ([f"{self.name} runs on a Hopper GPU"] if device.type != "cuda" else [])
+
+    def prepare(self, caches: Caches) -> Attend:
+        q = caches.q.squeeze(1)
+        return lambda copy: self.rung(q, *caches.copies[copy], caches.seqlens).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -212,6 +233,7 @@ def known() -> dict[str, DecodeImpl]:
     everyone: list[DecodeImpl] = [
         Tilewise(),
         *(Tilewise(backend.name) for backend in backends()),
+        *(OnLadder(rung) for rung in DECODE_RUNGS.values()),
         *(Sdpa(kernel) for kernel in ("cudnn", "flash", "math")),
         FlashAttention("fa2", "flash_attn", 256),
         FlashAttention("fa3", "flash_attn_interface", 1),

@@ -8,6 +8,7 @@ from tilewise.bench.decode_cells import NAME, short
 from tilewise.bench.impls import ours
 from tilewise.bench.report import MISSING, geometric_mean, measured_on
 from tilewise.bench.store import Row
+from tilewise.ladder import DECODE_RUNGS
 
 MINE = "tilewise"
 CLOCKS = "graph", "wall"  # the first that a row has
@@ -90,6 +91,28 @@ def decode_tables(rows: Iterable[Row]) -> str:
     return "\n\n".join([*parts, f"Peers: {', '.join(peers) or 'none'}. {measured_on(last)}"])
 
 
+def rungs_table(rows: Iterable[Row]) -> str:
+    """The ladder's rungs beside tilewise.decode and the fastest peer, on the cells that a rung has a time of: microseconds (TB/s)."""
+    cells = [cell for cell in measured(rows) if any(name in cell.timed for name in DECODE_RUNGS)]
+    if not cells:
+        return "Not measured yet."
+    names = [*DECODE_RUNGS, MINE]
+    lines = [f"| us (TB/s) | {' | '.join(names)} | best peer |", f"|---|{'---:|' * (len(names) + 1)}"]
+    for cell in sorted(
+        cells, key=lambda cell: (cell.case["heads_q"], -int(cell.case["heads_k"]), cell.case["seqlen_k"], cell.case["batch"])
+    ):
+        case, best = cell.case, cell.best
+        texts = [_us(cell.timed.get(name)) for name in names]
+        texts.append(MISSING if best is None else f"{_us(best)} {best.impl}")
+        heads = f"{case['heads_q']}:{case['heads_k']}"
+        lines.append(f"| {case['batch']} x {short(int(case['seqlen_k']))}, heads {heads} | {' | '.join(texts)} |")
+    return "\n".join([*lines, "", measured_on([row for cell in cells for row in cell.timed.values()])])
+
+
+def _us(row: Row | None) -> str:
+    return MISSING if row is None else f"{row.median_s * 1e6:,.1f} ({row.bytes / row.median_s * 1e-12:.2f})"
+
+
 def _even(cells: list[Measured]) -> str:
     """A line a batch and length, three columns a layout."""
     case = cells[0].case
@@ -122,7 +145,7 @@ def _numbers(cell: Measured | None) -> tuple[str, str, str]:
     wrong = MINE in cell.untimed and cell.untimed[MINE].passed is False
     mine, best, ratio = cell.mine, cell.best, cell.ratio
     return (
-        ("wrong" if wrong else MISSING) if mine is None else f"{mine.median_s * 1e6:,.1f} ({mine.bytes / mine.median_s * 1e-12:.2f})",
+        "wrong" if mine is None and wrong else _us(mine),
         MISSING if best is None else f"{best.median_s * 1e6:,.1f} {best.impl}",
         MISSING if ratio is None else f"{ratio:.2f}",
     )

@@ -337,9 +337,9 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 
 def ours(name: str) -> bool:
     """Whether a contender is tilewise or a kernel of its ladder; the others are peers."""
-    from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+    from tilewise.ladder import ALIASES, DECODE_RUNGS, RUNGS, VARIANTS
 
-    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES}
+    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES, *DECODE_RUNGS}
 
 
 def known() -> dict[str, Impl]:
