@@ -2,47 +2,16 @@
 
 import pytest
 import torch
+from decode_rung_problems import DIM, drawn, held
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
 from tilewise.ladder import DECODE_RUNGS, decode_rung
-from tilewise.masks import Full
-from tilewise.problem import Call
-from tilewise.testing import tolerance
 
 pytestmark = NEEDED
 
-DIM = 128
 FIRST = (200, 0, 65), (8, 2), 3
 MORE = ((1, 64, 300), (4, 4), 4), ((130,), (64, 1), 1), ((1000, 63), (3, 1), 7)
-
-
-def drawn(lengths, heads, capacity):
-    """Behind a sequence's length the cache has large numbers, which nobody may see."""
-    draw = torch.Generator().manual_seed(sum(lengths))
-
-    def normal(*shape):
-        return torch.randn(shape, generator=draw, dtype=torch.float32).bfloat16()
-
-    q, k, v = (
-        normal(len(lengths), heads[0], DIM),
-        normal(len(lengths), capacity, heads[1], DIM),
-        normal(len(lengths), capacity, heads[1], DIM),
-    )
-    for b, length in enumerate(lengths):
-        k[b, length:], v[b, length:] = 100.0, 1e4
-    return q, k, v, torch.tensor(lengths, dtype=torch.int32)
-
-
-def held(q, k, v, lengths, o, lse):
-    for b, length in enumerate(lengths.tolist()):
-        if length == 0:
-            assert not o[b].any() and (lse[b] == -torch.inf).all()
-            continue
-        call = Call(q=q[b : b + 1, None], k=k[b : b + 1, :length], v=v[b : b + 1, :length], mask=Full(), scale=DIM**-0.5)
-        want = tolerance.expected(call)
-        tolerance.hold("o", o[b : b + 1, None], want.o)
-        tolerance.hold("lse", lse[b : b + 1, :, None], want.lse)
 
 
 @pytest.mark.parametrize("name", DECODE_RUNGS)
