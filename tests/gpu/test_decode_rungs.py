@@ -3,8 +3,11 @@
 import pytest
 import torch
 from decode_rung_problems import DIM, drawn, held
+from hopper_problems import NEEDS_HOPPER
 
 from tilewise.ladder import DECODE_RUNGS, decode_rung
+
+pytestmark = NEEDS_HOPPER
 
 CASES = [
     ((8192,), (32, 8)),
