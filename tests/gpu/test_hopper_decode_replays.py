@@ -37,6 +37,7 @@ class Server:
             self.table = order.view(BATCH, CAPACITY // page).cuda()
         for b in range(BATCH):
             self.begin(b)
+        self.renew()
 
     def number(self, most: int) -> int:
         return int(torch.randint(most, (1,), generator=self.draw))
@@ -65,6 +66,9 @@ class Server:
             ending.add(self.number(BATCH))
         for b in ending:
             self.begin(b)
+        self.renew()
+
+    def renew(self) -> None:
         for x in (self.q, self.k, self.v):
             x.normal_()
 
@@ -82,7 +86,6 @@ CASES = {
 
 
 def replayed(server: Server, times: int) -> None:
-    server.grow()
     server.step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
