@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from tilewise import api
 from tilewise.errors import ShapeError, UnsupportedError, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Mask, SlidingWindow
+from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
 HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit numbers
@@ -140,7 +141,7 @@ class Packed(NamedTuple):
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
 ) -> tuple[Tensor, Tensor]:
-    """`api.attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
+    """`attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
 
     Rows and keys that are not in use see and are seen by nothing.
     """
@@ -156,7 +157,7 @@ def attend_packed(
         slopes = given.alibi_slopes
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
-    return api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
+    return attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:

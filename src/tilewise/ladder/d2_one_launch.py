@@ -66,10 +66,10 @@ class Loads(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What blocks leave for each other: of each row of a key head's group, each split, each key head and sequence."""
+    """What blocks leave for each other; in a kernel O is (group, head_dim, splits, heads_k, batch) and L (group, splits, heads_k, batch)."""
 
-    O: cute.Tensor  # (group, head_dim, splits, heads_k, batch) fp32
-    L: cute.Tensor  # (group, splits, heads_k, batch) fp32
+    O: cute.Tensor  # (batch, heads_q, splits, head_dim) fp32
+    L: cute.Tensor  # (batch, heads_q, splits) fp32
     arrivals: cute.Tensor  # (batch, heads_k) int32: of the splits, how many are done; 0 between launches
 
 
@@ -89,21 +89,20 @@ class Walk(NamedTuple):
 @cute.jit
 def launch(
     mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, mL: cute.Tensor, lengths: cute.Tensor,
-    sums: cute.Tensor, lse: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
+    pieces: Pieces, scale_log2: Float32, config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
-    """mQ, mO: (batch, heads_q, head_dim) bf16; mK, mV: (batch, capacity, heads_k, head_dim) bf16; mL: (batch, heads_q) fp32; lengths: (batch,) int32;
-    sums: (batch, heads_q, splits, head_dim) fp32; lse: (batch, heads_q, splits) fp32; arrivals: (batch, heads_k) int32, 0. Scores are multiplied by
-    `scale_log2` ln 2.
+    """mQ, mO: (batch, heads_q, head_dim) bf16; mK, mV: (batch, capacity, heads_k, head_dim) bf16; mL: (batch, heads_q) fp32; lengths: (batch,) int32.
+    Scores are multiplied by `scale_log2` ln 2.
     """
-    batch, _, splits = lse.shape
+    batch, _, splits = pieces.L.shape
     heads_k = mK.shape[2]
-    mQ, mO, mL, sums, lse = (by_group(x, heads_k) for x in (mQ, mO, mL, sums, lse))
+    mQ, mO, mL, sums, lse = (by_group(x, heads_k) for x in (mQ, mO, mL, pieces.O, pieces.L))
     mK, mV = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=mode)) for x, mode in ((mK, [1, 3, 2, 0]), (mV, [3, 1, 2, 0])))
     mQ, mO = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 3, 1, 2])) for x in (mQ, mO))
     pieces = Pieces(
         cute.make_tensor(sums.iterator, cute.select(sums.layout, mode=[0, 4, 3, 1, 2])),
         cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[0, 3, 1, 2])),
-        arrivals,
+        pieces.arrivals,
     )
     layouts = wgmma.layout_Q(config), wgmma.layout_K(config), wgmma.layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim, config.tile_n)

@@ -100,7 +100,7 @@ class DecodeRung:
         counters = [_counters(batch, k_cache.shape[2], q.device)] if self.counts else []
         with torch.cuda.device(q.device):
             tensors = *map(jit.aligned, (q, k_cache, v_cache)), o, lse, lengths.contiguous()
-            self.compiled()(*tensors, *pieces, *counters, scale / math.log(2))
+            self.compiled()(*tensors, (*pieces, *counters), scale / math.log(2))
         return o, lse
 
     @property
@@ -118,7 +118,7 @@ class DecodeRung:
         lse, lengths = jit.tensor(Float32, batch, heads_q, aligned=False), jit.tensor(Int32, batch, aligned=False)
         pieces = jit.tensor(Float32, batch, heads_q, splits, config.head_dim), jit.tensor(Float32, batch, heads_q, splits, aligned=False)
         counters = [jit.tensor(Int32, batch, heads_k, aligned=False)] if self.counts else []
-        return [q, k, v, o, lse, lengths, *pieces, *counters, Float32(1.0)]
+        return [q, k, v, o, lse, lengths, self.code.Pieces(*pieces, *counters), Float32(1.0)]
 
 
 _KEPT: dict[torch.device, Tensor] = {}
