@@ -71,7 +71,7 @@ class Decoder:
         if short.capturing():
             hold(numbers)
             return work, *numbers
-        fresh = short.as_operand(work, True), *((None, None) if self.by_call else numbers)
+        fresh = short.as_operand(work, True), *((None, None) if self.by_call else (short.as_operand(each, True) for each in numbers))
         self.kept[stream] = fresh
         return fresh
 
