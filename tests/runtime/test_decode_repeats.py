@@ -282,6 +282,22 @@ def test_what_else_takes_part_is_not_bypassed(backend):
     assert torch.equal(tw.decode(q, k, v, **given), plain)
 
 
+def test_what_is_compiled_is_the_operator(backend):
+    torch._dynamo.reset()
+    (q, k, v), given = paged()
+    for _ in range(2):
+        plain = tw.decode(q, k, v, **given)
+    traced = []
+
+    def counting(graph, inputs):
+        traced.append([node.target for node in graph.graph.nodes if "tilewise" in str(node.target)])
+        return graph.forward
+
+    run = torch.compile(lambda q: tw.decode(q, k, v, **given), fullgraph=True, backend=counting)
+    assert torch.equal(run(q), plain) and len(traced) == len(traced[0]) == 1
+    assert backend.short == 1
+
+
 def test_values_are_checked_whenever_they_are_asked_for(backend, monkeypatch):
     (q, k, v), given = paged()
     for _ in range(2):

@@ -10,7 +10,7 @@ from rich.console import Console
 from tilewise.bench import append, ours
 from tilewise.bench.decode_cells import Cell, decode_cells
 from tilewise.bench.decode_impls import CONTENDERS, find
-from tilewise.bench.decode_tables import decode_tables
+from tilewise.bench.decode_tables import Measured, decode_tables
 from tilewise.bench.decoding import measure
 from tilewise.bench.memory import available_bytes
 from tilewise.bench.runner import Timing
@@ -50,9 +50,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
     if options.check:
         for row in rows:
             verdict = "passed" if row.passed else f"{'FAILED' if row.passed is False else 'skipped'}: {row.reason}"
-            console.print(
-                f"{row.impl}, b{row.case['batch']} {row.case['seqlen_k']}: {verdict}", highlight=False, markup=False, soft_wrap=True
-            )
+            console.print(f"{row.impl}, {Measured(row.case).title}: {verdict}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print(decode_tables(rows), highlight=False, markup=False, soft_wrap=True)
     if options.out:

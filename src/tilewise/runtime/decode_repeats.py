@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from tilewise.masks import Mask
 from tilewise.problem import DecodeCall, with_tensors
-from tilewise.runtime import cache_values, repeats
+from tilewise.runtime import cache_values, operator, repeats
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
 MOST = 1024
@@ -115,6 +115,8 @@ def find(given: tuple, options: tuple) -> Known | None:
 
 def remember(given: tuple, options: tuple, operands: Operands) -> None:
     """Remember a call that went the long way as `operands`, where there is a shorter one."""
+    if operator.traced():
+        return
     tensors, lengths, indices = _there(given), given[INDICES.start], _there(given[INDICES])
     values_count = cache_values.wanted(operands.q.device, operands.check)  # they are to be checked every time
     if values_count or not isinstance(lengths, Tensor) or lengths.shape[0] == 0 or not _may_be_known(tensors):
