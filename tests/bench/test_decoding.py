@@ -191,6 +191,7 @@ def test_contenders_by_name():
     assert "it takes pages of multiples of 256 tokens" in FlashAttention("fa2", "no_such", 256).why_not(CELLS[1], cuda)
     assert FlashAttention("fa2", "no_such", 256).why_not(CELLS[0], cuda) == ["no_such is not installed"]
     assert "it takes pages only" in FlashInfer().why_not(CELLS[0], cuda)
+    assert "it is called with one new token only" in known()["flashinfer:xqa"].why_not(CELLS[2], cuda)
     d2 = known()["d2"]
     assert (
         len(d2.why_not(CELLS[2], cuda)) == 2 and "d2 runs on a Hopper GPU" in d2.why_not(CELLS[0], CPU) and not d2.why_not(CELLS[0], cuda)

@@ -298,6 +298,14 @@ def test_what_is_compiled_is_the_operator(backend):
     assert backend.short == 1
 
 
+def test_what_is_traced_by_torchscript_is_the_operator(backend):
+    (q, k, v), given = paged()
+    for _ in range(2):
+        plain = tw.decode(q, k, v, **given)
+    traced = torch.jit.trace(lambda q: tw.decode(q, k, v, **given), q, check_trace=False)
+    assert "tilewise::decode" in str(traced.graph) and torch.equal(traced(q), plain)
+
+
 def test_values_are_checked_whenever_they_are_asked_for(backend, monkeypatch):
     (q, k, v), given = paged()
     for _ in range(2):

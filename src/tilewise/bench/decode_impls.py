@@ -18,7 +18,7 @@ from tilewise.bench.impls import installed
 from tilewise.ladder import DECODE_RUNGS, DecodeRung
 
 Attend = Callable[[int], Tensor]
-CONTENDERS = "tilewise,sdpa:cudnn,sdpa:flash,fa2,fa3,fa3:vllm,fa4,flashinfer"
+CONTENDERS = "tilewise,sdpa:cudnn,sdpa:flash,fa2,fa3,fa3:vllm,fa4,flashinfer,flashinfer:xqa"
 FLASHINFER_WORKSPACE = 256 << 20  # bytes, twice what its examples take
 
 
@@ -222,6 +222,25 @@ class FlashInfer:
         return lambda copy: wrapper.run(q, caches.copies[copy]).view(caches.q.shape)
 
 
+@dataclass(frozen=True)
+class Xqa:
+    """FlashInfer's XQA kernels of TensorRT-LLM: pages, one new token."""
+
+    name: str = "flashinfer:xqa"
+
+    def why_not(self, cell: Cell, device: torch.device) -> list[str]:
+        return FlashInfer(self.name).why_not(cell, device) + (["it is called with one new token only"] if cell.new > 1 else [])
+
+    def prepare(self, caches: Caches) -> Attend:
+        function = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+        workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=caches.q.device)
+        places = workspace, caches.table, caches.seqlens, _capacity(caches)
+        q, scale = caches.q.flatten(0, 1), caches.cell.head_dim**-0.5
+        return lambda copy: function(q, caches.copies[copy], *places, bmm1_scale=scale, bmm2_scale=1.0, kv_layout="NHD").view(
+            caches.q.shape
+        )
+
+
 def _capacity(caches: Caches) -> int:
     return caches.copies[0][0].shape[1] * (1 if caches.table is None else caches.table.shape[1])
 
@@ -240,6 +259,7 @@ def known() -> dict[str, DecodeImpl]:
         FlashAttention3OfVllm(),
         FlashAttention("fa4", "flash_attn.cute", 1),
         FlashInfer(),
+        Xqa(),
     ]
     return {impl.name: impl for impl in everyone}
 
