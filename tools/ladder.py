@@ -16,6 +16,7 @@ MOST_NEW = 0.25
 NEW_FLOORS = {
     "k2": "one fused kernel in place of three: tiles, shared memory and online softmax all need each other",
     "k3": "a copy by threads becomes a descriptor, a ring of stages and mbarriers, none of which is of use alone",
+    "d1": "rows are the heads of a group and not queries, keys are cut over blocks, and pieces need a second kernel",
     "k4_2": "P cannot go to the tensor cores without the softmax on their accumulator, nor O without both",
 }
 
@@ -37,9 +38,12 @@ def new_lines(before: list[str], after: list[str]) -> int:
     return len(after) - sum(block.size for block in matcher.get_matching_blocks())
 
 
+BRANCH_FROM = "k5_1"  # of decoding
+
+
 def rungs() -> list[Path]:
-    """The files of the ladder, from the first to the last."""
-    return sorted(LADDER.glob("k[0-9]*.py"))
+    """The files of the ladder, from the first to the last, and then those of its branch."""
+    return [*sorted(LADDER.glob("k[0-9]*.py")), *sorted(LADDER.glob("d[0-9]*.py"))]
 
 
 def name_of(path: Path) -> str:
@@ -51,7 +55,10 @@ def name_of(path: Path) -> str:
 def steps() -> list[tuple[str, str, int, int]]:
     """(rung before, rung, its new lines, its lines) for each step up."""
     codes = [(name_of(path), code_lines(path)) for path in rungs()]
-    return [(low, high, new_lines(before, after), len(after)) for (low, before), (high, after) in pairwise(codes)]
+    stem, branch = ([each for each in codes if each[0][0] == letter] for letter in "kd")
+    start = [each for each in stem if each[0] == BRANCH_FROM]
+    pairs = [*pairwise(stem), *pairwise([*start, *branch])]
+    return [(low, high, new_lines(before, after), len(after)) for (low, before), (high, after) in pairs]
 
 
 def faults() -> list[str]:

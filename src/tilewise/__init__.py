@@ -1,6 +1,6 @@
 """tilewise: exact attention that never stores the score matrix. Shapes are (batch, seqlen, heads, head_dim)."""
 
-from tilewise.api import attention, attention_varlen, explain
+from tilewise.api import attention, explain
 from tilewise.decoding import append, decode
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import (
@@ -20,6 +20,7 @@ from tilewise.masks import (
 )
 from tilewise.merge import merge
 from tilewise.quantising import quantise
+from tilewise.varlen import attention_varlen
 
 __version__ = "0.1.0"
 

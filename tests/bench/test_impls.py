@@ -116,7 +116,7 @@ def test_flash_attention_is_called_with_its_own_arguments(monkeypatch):
 
 
 def test_modules_that_are_not_there():
-    assert not impls._installed("no_such_package.cute") and not impls._installed("no_such_package")
+    assert not impls.installed("no_such_package.cute") and not impls.installed("no_such_package")
 
 
 def test_contenders_by_name():

@@ -375,7 +375,7 @@ def test_without_rich_and_matplotlib():
     lines, said = found.stdout.splitlines(), "the package 'rich' is not installed; install it with: pip install \"tilewise[cli]\""
     printing = lines[0].split()
     assert set(printing) - {"tilewise.demo.job", "tilewise.demo.serve", "tilewise.display.progress"} == {
-        f"tilewise.cli.{name}" for name in ("ahead", "commands", "kernels", "ladder", "output", "training")
+        f"tilewise.cli.{name}" for name in ("ahead", "commands", "decoding", "kernels", "ladder", "output", "training")
     }
     assert lines[1] == "3" and lines[2].endswith("is not installed: pip install \"tilewise[cli]\", or take format='text'")
     assert found.stderr.splitlines() == [f"tilewise doctor: {said}", f"tilewise.ladder: {said}"] and found.returncode == 1

@@ -64,7 +64,7 @@ def _holds(source, excerpt):
     return False
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d", name)])
+@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d|decode", name)])
 def test_excerpts_are_what_the_code_says(name):
     text = TEXTS[name]
     excerpts = [(_excerpt_of(text, block), block[1]) for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]

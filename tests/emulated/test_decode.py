@@ -11,10 +11,12 @@ from decode_problems import DecodeCase, held, made
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
+import tilewise
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.runtime import cache_values, decode_operator, decode_repeats
 
 pytestmark = NEEDED
 
@@ -163,6 +165,21 @@ def test_repeated_calls(on_gpu):
         found = repeat.decode(each, decoding.decoder)
         assert all(map(torch.equal, found, decoding.decode(each)))
     assert len(repeat._KNOWN) == 1
+
+
+def test_public_calls_like_one_before(on_gpu, monkeypatch):
+    """Straight to the decoder that the first one made."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    decode_repeats.forget()
+    call = made(QUICK[0])
+    given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "causal": True, "return_lse": True}
+    tilewise.decode(**given, cache_seqlens=call.seqlens)
+    monkeypatch.setattr(decode_operator, "run", None)
+    monkeypatch.setattr(repeat, "_key", None)
+    for lengths in (call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
+        held(replace(call, seqlens=lengths), *tilewise.decode(**given, cache_seqlens=lengths))
+    decode_repeats.forget()
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_what_the_backend_covers_never_waits():
     given |= {"softcap": 0.0, "shared_prefix": 0, "interleaved": False, "check": False} | {
         name: words[name] for name in ("cache_seqlens", "page_table")
     }
-    call = decode_operator._call(decode_operator.Operands(**given), None)
+    call = decode_operator.call_of(decode_operator.Operands(**given), None)
     if choose(Call(q=q, k=pool.k, v=pool.v, mask=call.mask, scale=call.scale).problem).decode(call) is None:
         pytest.skip("the backend does not cover decode")
     expected = tw.decode(q, pool.k, pool.v, **words)

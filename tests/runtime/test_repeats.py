@@ -313,7 +313,7 @@ def test_the_call_before_is_found_without_a_signature(monkeypatch):
     x = qkv()
     for _ in range(2):
         tw.attention(*x, causal=True)
-    monkeypatch.setattr(repeats, "_signature", None)
+    monkeypatch.setattr(repeats, "signature", None)
     assert torch.equal(tw.attention(*x, causal=True), tw.attention(*x, causal=True))
     monkeypatch.undo()
     assert remembered() == 1
@@ -369,7 +369,7 @@ def test_flags_that_equal_others_are_still_refused(wrong):
 
 
 def test_without_torchs_check_the_signature_serves(monkeypatch):
-    monkeypatch.setattr(repeats, "_check", lambda *_: None)
+    monkeypatch.setattr(repeats, "guard", lambda *_: None)
     x = qkv()
     right = tw.attention(*x, causal=True)
     assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and repeats._recent == () and remembered() == 1

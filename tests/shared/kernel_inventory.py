@@ -15,7 +15,7 @@ from tilewise.backends.hopper.decode import config as decoding
 from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.forward import rows
-from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import DECODE_RUNGS, RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 
@@ -34,6 +34,11 @@ def of_rung(name: str, head_dim: int, causal: bool) -> Kernel:
     return Kernel(
         f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, rung.arguments(), config, remarks=name >= "k4"
     )
+
+
+def of_decode_rung(name: str) -> Kernel:
+    rung = DECODE_RUNGS[name]
+    return Kernel(f"rung {name}", rung.code.launch, rung.arguments, rung.code.configure(**rung.choice))
 
 
 def of_forward(config) -> Kernel:
@@ -185,6 +190,7 @@ BIASES = torch.bfloat16, torch.float32
 def fast() -> Iterator[Kernel]:
     """What `make test` holds to the rules; some come more than once."""
     yield from itertools.starmap(of_rung, OF_RUNGS)
+    yield from map(of_decode_rung, DECODE_RUNGS)
     yield from map(of_forward, SHIPPED)
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()

@@ -1,11 +1,10 @@
-"""Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
+"""Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,grid,features,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,features,sweep]
 
-Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
-memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
-that somebody else measured (a list of objects with kind, b, s, hq, hk, page, q and <name>_us), and prints the best of them beside ours. Every row is
-printed and written to OUT.jsonl as soon as it is there. The order is such that a run that is cut short has told the most.
+How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
+calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once. Every row is printed
+and written to OUT.jsonl as soon as it is there.
 """
 
 import argparse
@@ -22,20 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
 
 import torch
 from decode_problems import DecodeCase, held, made
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tilewise
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import repeat
+from tilewise.bench import decode_cells
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
 from tilewise.testing import tolerance
 
-COLD, POOL = 160e6, 8.8e9  # bytes of distinct caches that a graph reads; numbers of the pool of K, and of V
-HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
-SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
-MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
+DIM = 128
 SWEPT = [(1, 8192), (1, 32768), (16, 1024), (4, 8192), (16, 8192), (64, 8192)]
 DEVICE = torch.device("cuda")
 START = time.monotonic()
@@ -52,9 +48,8 @@ class Cell:
 
 
 class Bench:
-    def __init__(self, path: Path, peers: list[dict]) -> None:
-        self.path, self.pool = path, None
-        self.peers = {tuple(row[name] for name in ("kind", "b", "s", "hq", "hk", "page", "q")): row for row in peers if "b" in row}
+    def __init__(self, path: Path) -> None:
+        self.path, self.pool = path, decode_cells.Pool(DEVICE)
 
     def note(self, **row) -> None:
         row["at_s"] = round(time.monotonic() - START, 1)
@@ -62,74 +57,32 @@ class Bench:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def best_peer(self, kind: str, cell: Cell) -> dict:
-        """The fastest of the rows that were given for a cell, if there are any."""
-        row = self.peers.get((kind, cell.b, cell.s, cell.hq, cell.hk, cell.page, cell.q), {})
-        times = {name[:-3]: us for name, us in row.items() if name.endswith("_us") and not name.startswith("tilewise")}
-        name = min(times, key=lambda each: times[each], default=None)
-        return {"peer": name, "peer_us": times[name]} if name else {}
-
     def caches(self, cell: Cell, lengths: list[int]) -> list[DecodeCall]:
         """Calls on as many different caches as it takes to be cold."""
-        if self.pool is None:
-            self.pool = [torch.empty(int(POOL), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-            for x in self.pool:
-                for part in x.split(1 << 29):
-                    part.normal_()
-        tokens = sum(-(-n // cell.page) * cell.page for n in lengths) if cell.page else cell.b * cell.s
-        numel = tokens * cell.hk * DIM
-        copies = int(max(1, min(320, -(-COLD // (4 * sum(lengths) * cell.hk * DIM)), POOL // numel)))
-        table = None
-        if cell.page:
-            order = torch.randperm(tokens // cell.page, generator=torch.Generator().manual_seed(1)).int()
-            table, at = torch.zeros(cell.b, -(-max(lengths) // cell.page), dtype=torch.int32), 0
-            for b, n in enumerate(lengths):
-                needed = -(-n // cell.page)
-                table[b, :needed] = order[at : at + needed]
-                at += needed
-            table = table.to(DEVICE)
-        shape = (tokens // cell.page, cell.page) if cell.page else (cell.b, cell.s)
-        whole = DecodeCall(
-            q=torch.randn(cell.b, cell.q, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE),
-            k_cache=self.pool[0][:numel].view(*shape, cell.hk, DIM),
-            v_cache=self.pool[1][:numel].view(*shape, cell.hk, DIM),
-            seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-            page_table=table,
-            cu_seqlens_q=None,
-            max_seqlen_q=cell.q,
-            cache_batch_idx=None,
-            leftpad=None,
-            tree=None,
-            shared_prefix=0,
-            split=None,
-            mask=Causal(),
-            scale=DIM**-0.5,
-        )
-
-        def placed(x: Tensor, pool: Tensor, i: int) -> Tensor:
-            return pool[i * numel : (i + 1) * numel].view(x.shape)
-
-        k, v = whole.k_cache, whole.v_cache
-        return [replace(whole, k_cache=placed(k, self.pool[0], i), v_cache=placed(v, self.pool[1], i)) for i in range(copies)]
+        sizes = {"heads_q": cell.hq, "heads_k": cell.hk, "page": cell.page, "new": cell.q, "head_dim": DIM}
+        made = self.pool.caches(decode_cells.Cell(lengths=tuple(lengths), **sizes))
+        return [
+            DecodeCall(
+                q=made.q,
+                k_cache=k,
+                v_cache=v,
+                seqlens=made.seqlens,
+                page_table=made.table,
+                cu_seqlens_q=None,
+                max_seqlen_q=cell.q,
+                cache_batch_idx=None,
+                leftpad=None,
+                tree=None,
+                shared_prefix=0,
+                split=None,
+                mask=Causal(),
+                scale=DIM**-0.5,
+            )
+            for k, v in made.copies
+        ]
 
     def ours(self, calls: list[DecodeCall], **tuning) -> float:
         return replayed_us([lambda call=call: decoding.decode(call, **tuning) for call in calls])
-
-    def cell(self, kind: str, cell: Cell, lengths: list[int] | None = None, others: bool = False) -> None:
-        given = lengths or [cell.s] * cell.b
-        size = 4 * sum(given) * cell.hk * DIM
-        try:
-            calls = self.caches(cell, given)
-            us = self.ours(calls)
-            row = {"us": round(us, 2), "TBps": round(size / us / 1e6, 3), "caches": len(calls), **self.best_peer(kind, cell)}
-            if "peer_us" in row:
-                row["ahead"] = round(row["peer_us"] / us, 3)
-            row["error"] = spot_check(calls[0], given)
-            if others and not cell.page:
-                row |= {name: round(replayed_us(fns), 2) for name, fns in torch_peers(calls, cell).items()}
-        except (RuntimeError, AssertionError) as failure:
-            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
-        self.note(kind=kind, **vars(cell), MB=round(size / 1e6, 1), tokens=sum(given), **row)
 
     def sweep(self, cell: Cell) -> None:
         """Every tuning, best first; keys of `us` are tile x stages, and what else is not as usual."""
@@ -202,48 +155,6 @@ def tunings() -> list[dict]:
     return [{}, *found]
 
 
-def torch_peers(calls: list[DecodeCall], cell: Cell) -> dict[str, list[Callable]]:
-    if cell.q > 1:
-        return {}
-
-    def attend(call: DecodeCall, backend: SDPBackend):
-        with sdpa_kernel([backend]):
-            q, k, v = (x.transpose(1, 2) for x in (call.q, call.k_cache, call.v_cache))
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=cell.hq != cell.hk)
-
-    named = {"cudnn_us": SDPBackend.CUDNN_ATTENTION, "fa2_us": SDPBackend.FLASH_ATTENTION}
-    usable = {}
-    for name, backend in named.items():
-        try:
-            attend(calls[0], backend)
-            usable[name] = [lambda call=call, backend=backend: attend(call, backend) for call in calls]
-        except RuntimeError:
-            continue
-    return usable
-
-
-def spot_check(call: DecodeCall, lengths: list[int]) -> float:
-    """The largest difference from fp64 of the first and the last sequence, four heads each."""
-    o, _ = decoding.decode(call)
-    worst = 0.0
-    for b in {0, len(lengths) - 1}:
-        k, v = call.k_cache, call.v_cache
-        if call.page_table is not None:
-            pages = call.page_table[b, : -(-lengths[b] // k.shape[1])].long()
-            k, v = (x[pages].flatten(0, 1)[: lengths[b]] for x in (k, v))
-        else:
-            k, v = (x[b, : lengths[b]] for x in (k, v))
-        for head in torch.linspace(0, call.q.shape[2] - 1, 4).long().tolist():
-            of = head // (call.q.shape[2] // k.shape[1])
-            q, keys, values = call.q[b, :, head].double(), k[:, of].double(), v[:, of].double()
-            seen = torch.ones(len(q), len(keys), dtype=torch.bool, device=DEVICE).tril(len(keys) - len(q))
-            want = (q @ keys.T * call.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ values
-            worst = max(worst, (o[b, :, head].double() - want).abs().max().item())
-    if not worst < 0.02:
-        raise AssertionError(f"wrong by {worst}")
-    return float(f"{worst:.1e}")
-
-
 def replayed_us(fns: list[Callable], budget: float = 0.03) -> float:
     """Median time of one of the calls in a graph of all of them."""
     side = torch.cuda.Stream()
@@ -313,7 +224,12 @@ def host(bench: Bench) -> None:
     """What a call costs on the host, beside a kernel that takes next to no time: rounds of 100 calls, of which a process's first may cost more."""
     cell = Cell(1, 64, 8, 8, 0)
     (call, *_) = bench.caches(cell, [64])
-    for name, run in (("repeated", lambda: repeat.decode(call, decoding.decoder)), ("first", lambda: decoding.decode(call))):
+    ways = {
+        "public": lambda: tilewise.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=call.seqlens),
+        "repeated": lambda: repeat.decode(call, decoding.decoder),
+        "first": lambda: decoding.decode(call),
+    }
+    for name, run in ways.items():
         run()
         rounds = []
         for _ in range(30):
@@ -334,24 +250,14 @@ def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
         bench.note(kind=run.__name__, failed=f"{type(failure).__name__}: {str(failure)[:300]}")
 
 
-def ragged(bench: Bench) -> None:
-    draw = torch.Generator().manual_seed(0)
-    for b, mean in ((64, 8192), (16, 8192), (256, 2048)):
-        z = torch.exp(torch.randn(b, generator=draw))
-        lengths = (z / z.mean() * mean).clamp(1, 65536).long().tolist()
-        for page in (16, 64):
-            bench.cell("ragged", Cell(b, max(lengths), 32, 8, page), lengths)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,grid,features,ragged,sweep")
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--only", default="check,host,features,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
-    bench = Bench(given.out, json.loads(given.peers.read_text()) if given.peers else [])
+    bench = Bench(given.out)
     bench.note(kind="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, tolerance=tolerance.__name__)
 
     def left() -> bool:
@@ -361,11 +267,6 @@ def main() -> None:
         guarded(bench, check)
     if "host" in only:
         guarded(bench, host)
-    if "grid" in only:
-        for page in PAGES:
-            for b, s in SHAPES:
-                if left():
-                    bench.cell("decode", Cell(b, s, 32, 8, page), others=b * s <= 1 << 17)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
         bench.compile(cells)
@@ -374,19 +275,6 @@ def main() -> None:
                 bench.sweep(cell)
     if "features" in only and left():
         guarded(bench, features)
-    if "ragged" in only and left():
-        ragged(bench)
-    if "grid" in only:
-        rest = [Cell(b, s, 32, 8, page, 4) for page in (64, 0) for b, s in SHAPES]
-        rest += [Cell(b, s, *heads, page) for heads in HEADS[1:] for page in (64, 0) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
-        rest += [Cell(b, s, 32, 8, page) for page in PAGES for b, s in MORE]
-        rest += [
-            Cell(b, s, *heads, page, 1) for heads in HEADS[1:] for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL
-        ]
-        rest += [Cell(b, s, *heads, page, 4) for heads in HEADS for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
-        for cell in rest:
-            if left():
-                bench.cell("decode", cell)
 
 
 if __name__ == "__main__":

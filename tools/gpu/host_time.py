@@ -52,6 +52,8 @@ def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, 
     yield "window", "attention", lambda: tw.attention(q, k, v, mask=window), x
     yield "packed heads", "attention", lambda: tw.attention(*chunk, causal=True), chunk
     yield "attention_varlen", "attention", lambda: tw.attention_varlen(*packed, cu, cu, causal=True), packed
+    if not grad:
+        yield from decoding(new, device)
     yield "flash_attn_func", "attention", lambda: flash_attn.flash_attn_func(q, k, v, causal=True), x
     yield "flash_attn_func, window", "window", lambda: flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(31, 0)), x
     yield (
@@ -83,6 +85,16 @@ def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, 
         call = torch_call if device == "cuda" else operator_call
         yield "registry", "attention", as_torch(call), heads_first
         yield "registry, tokens first", "attention", as_torch(call, turned), turned
+
+
+def decoding(new: Callable, device: str) -> Iterator[tuple[str, str | None, Callable, list[torch.Tensor]]]:
+    """One new token of four sequences against a cache, contiguous and paged."""
+    q, k, v = new(4, 1, 4 * HEADS, HEAD_DIM), new(4, SEQLEN, HEADS, HEAD_DIM), new(4, SEQLEN, HEADS, HEAD_DIM)
+    lengths = torch.full((4,), SEQLEN // 2, dtype=torch.int32, device=device)
+    pages = [x.view(4 * SEQLEN // 16, 16, HEADS, HEAD_DIM) for x in (k, v)]
+    table = torch.arange(4 * SEQLEN // 16, dtype=torch.int32, device=device).view(4, SEQLEN // 16)
+    yield "decode", None, lambda: tw.decode(q, k, v, cache_seqlens=lengths), [q, k, v]
+    yield "decode, paged", "decode", lambda: tw.decode(q, *pages, cache_seqlens=lengths, page_table=table), [q, k, v]
 
 
 def torch_call(q, k, v, is_causal: bool):

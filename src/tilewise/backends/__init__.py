@@ -1,6 +1,6 @@
 """The Backend protocol: what a backend offers, and the sentences it gives when it cannot."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -70,6 +70,12 @@ class Backend(Protocol):
         O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
         A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
         read on the host, unless it is there.
+        """
+        return None
+
+    def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
+        """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
+        runtime/decode_repeats.py); None where there is none.
         """
         return None
 

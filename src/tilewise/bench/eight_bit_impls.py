@@ -4,7 +4,6 @@ They take the workload's 16-bit tensors. `Inside` quantises them in each call. T
 they have not seen yet, outside of what is timed. All are held to `RMS_LIMIT`, as the tolerance is for 16 bits.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench.gpu_impls import LIBRARY, PackedFlashAttention3, load_library, packed
+from tilewise.bench.gpu_impls import PackedFlashAttention3, library, packed
 from tilewise.bench.workloads import Workload
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full
@@ -130,8 +129,7 @@ class FlashAttention3InEightBits:
         return PackedFlashAttention3(self.name).why_not(workload, device)
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
-        load_library(os.environ[LIBRARY])
-        attend, group = packed(torch.ops._vllm_fa3_C.fwd.default, workload, device), workload.heads_q // workload.heads_k
+        attend, group = packed(library().fwd.default, workload, device), workload.heads_q // workload.heads_k
 
         def of_heads_k(x: Eight) -> dict[str, Tensor]:
             return {"q_descale": x.scales[0][:, ::group], "k_descale": x.scales[1], "v_descale": x.scales[2]}

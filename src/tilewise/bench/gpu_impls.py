@@ -63,11 +63,7 @@ class PackedFlashAttention3:
     name: str = "fa3:vllm"
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        reasons = []
-        if device.type != "cuda":
-            reasons.append(f"{self.name} runs on CUDA devices only")
-        if not Path(os.environ.get(LIBRARY) or "/nowhere/at/all").is_file():
-            reasons.append(f"the environment variable {LIBRARY} does not name the library of vLLM's wheel, _vllm_fa3_C.abi3.so")
+        reasons = without_library(self.name, device)
         if workload.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"{self.name} takes fp16 and bf16 only")
         if workload.grad:
@@ -77,8 +73,21 @@ class PackedFlashAttention3:
         return reasons + workload.lacking("scale", "softcap", "sink")
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[..., Tensor]:
-        load_library(os.environ[LIBRARY])
-        return packed(torch.ops._vllm_fa3_C.fwd.default, workload, device)
+        return packed(library().fwd.default, workload, device)
+
+
+def without_library(name: str, device: torch.device) -> list[str]:
+    """Sentences that say why vLLM's library cannot run there."""
+    reasons = [f"{name} runs on CUDA devices only"] if device.type != "cuda" else []
+    if not Path(os.environ.get(LIBRARY) or "/nowhere/at/all").is_file():
+        reasons.append(f"the environment variable {LIBRARY} does not name the library of vLLM's wheel, _vllm_fa3_C.abi3.so")
+    return reasons
+
+
+def library():
+    """The namespace of its operators."""
+    load_library(os.environ[LIBRARY])
+    return torch.ops._vllm_fa3_C
 
 
 @cache
@@ -120,7 +129,7 @@ def packed(operator, workload: Workload, device: torch.device) -> Callable[..., 
     names = [each.name for each in operator._schema.arguments]
     if workload.sink and SINK not in names:
         raise UnsupportedError(f"this build of FlashAttention-3 has no sink: its operator takes no {SINK}")
-    arguments = [_argument(each, fixed) for each in operator._schema.arguments]
+    arguments = [argument(each, fixed) for each in operator._schema.arguments]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **descales: Tensor) -> Tensor:
         tokens, given = (x.flatten(0, 1) for x in (q, k, v)), list(arguments)
@@ -131,15 +140,15 @@ def packed(operator, workload: Workload, device: torch.device) -> Callable[..., 
     return attend
 
 
-def _argument(argument, fixed: dict[str, object]) -> object:
+def argument(wanted, fixed: dict[str, object]) -> object:
     """What to pass for one argument of a schema: versions differ in which they have."""
-    if argument.name in fixed:
-        return fixed[argument.name]
-    if argument.has_default_value():
-        return argument.default_value
-    if argument.name in ("q", "k", "v") or str(argument.type).startswith("Optional"):
+    if wanted.name in fixed:
+        return fixed[wanted.name]
+    if wanted.has_default_value():
+        return wanted.default_value
+    if wanted.name in ("q", "k", "v") or str(wanted.type).startswith("Optional"):
         return None
-    raise UnsupportedError(f"this build of FlashAttention-3 wants {argument.name} ({argument.type}), which is not known here")
+    raise UnsupportedError(f"this build of FlashAttention-3 wants {wanted.name} ({wanted.type}), which is not known here")
 
 
 def _window(workload: Workload) -> tuple[bool, int, int] | None:

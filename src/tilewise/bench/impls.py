@@ -271,7 +271,7 @@ class FlashAttention:
         reasons = []
         if device.type != "cuda":
             reasons.append(f"{self.name} runs on CUDA devices only")
-        if not _installed(self.module):
+        if not installed(self.module):
             reasons.append(f"{self.module} is not installed")
         if workload.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"{self.name} takes fp16 and bf16 only")
@@ -322,7 +322,7 @@ class FlashAttention:
         return None
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):  # a parent package is missing, or is no package
@@ -339,9 +339,9 @@ def _too_large(workload: Workload, device: torch.device, *, matrices: int, items
 
 def ours(name: str) -> bool:
     """Whether a contender is tilewise or a kernel of its ladder; the others are peers."""
-    from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+    from tilewise.ladder import ALIASES, DECODE_RUNGS, RUNGS, VARIANTS
 
-    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES}
+    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES, *DECODE_RUNGS}
 
 
 def known() -> dict[str, Impl]:

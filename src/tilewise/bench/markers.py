@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from tilewise.bench.decode_tables import decode_tables, rungs_table
 from tilewise.bench.ladder_tables import fill_ladder
 from tilewise.bench.model_tables import models_table
 from tilewise.bench.report import TABLES as OF_ROWS
@@ -15,7 +16,7 @@ from tilewise.bench.report import describe
 from tilewise.bench.store import Row
 from tilewise.bench.training_tables import training_table
 
-TABLES = {**OF_ROWS, "models": models_table, "training": training_table}
+TABLES = {**OF_ROWS, "models": models_table, "training": training_table, "decode": decode_tables, "decode-rungs": rungs_table}
 _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewise:end (?P=name) -->)", re.DOTALL)
 
 

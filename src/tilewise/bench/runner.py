@@ -161,10 +161,7 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exa
         if workload.rms or limit is not None:
             errors = exact.errors(attend, _heads_first(impl))
             row = replace(row, rms_error=errors.rms, places_agree=errors.places)
-        if limit is None:
-            error = gate.verify(attend, _heads_first(impl), getattr(impl, "in_eight_bits", False))
-        else:
-            error = _within(row, limit)
+        error = gate.verify(attend, _heads_first(impl), getattr(impl, "in_eight_bits", False)) if limit is None else _within(row, limit)
         if row.places_agree is False and not workload.finite:
             raise AssertionError("NaN or infinities are not where fp64 has them")
     except AssertionError as failure:

@@ -118,6 +118,12 @@ def bench(options: Namespace) -> int:
         device = options.device or torch.device("cuda")
         require(device)
         return training.run(options, console, device)
+    if options.set == "decode":
+        from tilewise.cli import decoding
+
+        device = options.device or torch.device("cuda")
+        require(device)
+        return decoding.run(options, console, device)
     if of_train := [name for name in ("model", "layers", "tokens", "autocast", "compiled") if getattr(options, name)]:
         raise ValueError(f"{', '.join(of_train)}: an option of `bench train` alone; write `tilewise bench train --{of_train[0]} ...`")
     impls = _contenders(options)
@@ -232,6 +238,7 @@ def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
     from tilewise.bench import plots
+    from tilewise.bench.decode_plots import save_decoding
     from tilewise.bench.training_plots import save_trainings
 
     console = console_for_tables()
@@ -247,7 +254,13 @@ def report(options: Namespace) -> int:
         console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
         return OK
     documents = options.docs or [path for path in [Path("README.md"), *sorted(Path("docs").rglob("*.md"))] if path.exists()]
-    tabled = {"ladder", "hard-inputs", "training", *(each.name for each in harness.model_shapes())}  # and more than a chart can show
+    tabled = {
+        "ladder",
+        "hard-inputs",
+        "training",
+        "decode",
+        *(each.name for each in harness.model_shapes()),
+    }  # and more than a chart can show
     charted = [row for row in rows if row.name not in tabled]
     on_gpus = [row for row in charted if row.clock in ("events", "graph")]  # in units of their own
     drawn = plots.save([row for row in charted if row not in on_gpus], options.plots)
@@ -255,6 +268,7 @@ def report(options: Namespace) -> int:
         drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
     drawn += plots.save_overview(rows, options.plots)
     drawn += save_trainings(rows, options.plots)
+    drawn += save_decoding(rows, options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

@@ -35,6 +35,7 @@ EXAMPLES = {
   tilewise bench k5,k6,sdpa:cudnn                the ladder's sweep
   tilewise bench --set models --only "Gemma*,gpt-oss*" --dtype bf16 --device cuda --ahead --direction fwd,bwd
   tilewise bench train --device cuda             steps of a GPT of 1.3B and 2.7B at 2k, 8k and 16k: tokens/s, MFU, memory
+  tilewise bench --set decode --device cuda --only "b16 8k *"        new tokens against caches, plain and paged
   tilewise bench --list                          the names that --impl takes""",
     "explain": """  tilewise explain --seqlen 8192 --heads 32/8 --head-dim 128 --dtype bf16 --mask causal
   tilewise explain --seqlen 1x8192 --mask window:1023
@@ -263,7 +264,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
         ("dtype", "fp32,bf16", "fp32, bf16, fp16"),
         ("direction", "fwd,fwd+bwd", "fwd, bwd, fwd+bwd"),
         ("data", "normal,q x64", "distributions of the inputs (default: normal; of the set hard-inputs: all)"),
-        ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes"),
+        ("set", "papers,cpu,models", "whole sets of workloads, in place of the sizes; decode, with --only, has contenders of its own"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument(

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from tilewise import api
 from tilewise.errors import ShapeError, UnsupportedError, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Mask, SlidingWindow
+from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
 SCALES = {"q_scale", "k_scale", "v_scale"}  # which the peers have by sequence
@@ -141,7 +142,7 @@ class Packed(NamedTuple):
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
 ) -> tuple[Tensor, Tensor]:
-    """`api.attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
+    """`attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
 
     Rows and keys that are not in use see and are seen by nothing.
     """
@@ -158,7 +159,7 @@ def attend_packed(
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
         more |= {name: more[name].repeat_interleave(3, 0) for name in SCALES & more.keys()}
-    return api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
+    return attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_varlen, operands
+from tilewise.api import attention, operands
 from tilewise.compat.sdpa import laid_out_as
 from tilewise.decoding import decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, repeats
+from tilewise.varlen import attention_varlen
 
 LAYER = "tilewise.compat.torch_flash"
 FRONT = object()  # by which repeats.py knows our options

@@ -1,8 +1,10 @@
 """The ladder: attention on a Hopper GPU, kernel by kernel, from the formula as it is written to warpgroups that take turns.
 
 `RUNGS["k5"](q, k, v, causal=True)` runs one; `python -m tilewise.ladder` lists, checks and times them. docs/worklog tells the story.
+Decoding is a branch of its own, from K5.1: `DECODE_RUNGS["d2"](q, k_cache, v_cache, lengths)`; `tilewise bench d1,d2 --set decode` times it.
 """
 
+from tilewise.ladder.decode_rung import DecodeRung
 from tilewise.ladder.rung import Rung
 
 RUNGS: dict[str, Rung] = {
@@ -33,7 +35,15 @@ VARIANTS: dict[str, Rung] = {
     )
 }
 
+DECODE_RUNGS: dict[str, DecodeRung] = {
+    rung.name: rung
+    for rung in (
+        DecodeRung("d1", "d1_split_kv", "keys cut over thread blocks, a second kernel adds the pieces up"),
+        DecodeRung("d2", "d2_one_launch", "one launch: the last block to arrive adds them up"),
+    )
+}
+
 # Other names that answer: those of the worklog that the ladder follows, and names under which a rung was measured.
 ALIASES: dict[str, str] = {"k3": "k3_3", "k4_qk": "k4_1", "k4": "k4_2", "k5_2": "k5", "k6:turns": "k6_1", "k6_2": "k6"}
 
-__all__ = ["ALIASES", "RUNGS", "VARIANTS", "Rung"]
+__all__ = ["ALIASES", "DECODE_RUNGS", "RUNGS", "VARIANTS", "DecodeRung", "Rung"]

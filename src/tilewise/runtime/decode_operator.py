@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import errors, masks, tangents
+from tilewise.backends import Backend
 from tilewise.backends.sequences import one_by_one
 from tilewise.problem import Call, DecodeCall
 from tilewise.rotary import rotated
@@ -94,23 +95,12 @@ def _refuse_tangents(*operands) -> None:
 def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q), or (total_q, heads_q, head_dim_v) and (heads_q, total_q)."""
     checked = values.wanted(given.q.device, given.check)
-    call = _call(given, _check(given) if checked else None)
-    q = call.q if call.cu_seqlens_q is None else call.q[None]
-    alike = Call(
-        q=q,
-        k=_like(call.k_cache, q),
-        v=_like(call.v_cache, q),
-        mask=call.mask,
-        scale=call.scale,
-        softcap=call.softcap,
-        alibi_slopes=call.alibi_slopes,
-        sink=call.sink,
-    )
-    backend = choose(alike.problem, given.backend)
+    call = call_of(given, _check(given) if checked else None)
+    backend = backend_of(call, given.backend)
     if call.seqlens.shape[0] == 0:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)
-    found = backend.decode(call) if call.mask.kind != "bitmap" and call.mask.extent == (1, 1) else None
+    found = backend.decode(call) if goes_whole(call) else None
     o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
@@ -175,7 +165,19 @@ def _check(given: Operands) -> int | None:
     return max((b - a for a, b in pairwise(bounds)), default=0)
 
 
-def _call(given: Operands, most_queries: int | None) -> DecodeCall:
+def backend_of(call: DecodeCall, name: str | None) -> Backend:
+    """What is asked for by name, or chosen, as for the same tensors in `attention`."""
+    q = call.q if call.cu_seqlens_q is None else call.q[None]
+    others = {"mask": call.mask, "scale": call.scale, "softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
+    return choose(Call(q=q, k=_like(call.k_cache, q), v=_like(call.v_cache, q), **others).problem, name)
+
+
+def goes_whole(call: DecodeCall) -> bool:
+    """Whether a backend may take the call whole: one mask for all sequences and heads, which holds no tensor."""
+    return call.mask.kind != "bitmap" and call.mask.extent == (1, 1)
+
+
+def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
     """The call as backends take it. Nothing is read on the host but what a dense mask holds."""
     q, device = given.q, given.q.device
     capacity = values.capacity_of(given.k_cache, given.page_table)

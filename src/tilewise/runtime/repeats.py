@@ -1,6 +1,6 @@
 """Calls like one before: their checks, choice of backend and arguments are remembered, and the kernel runs at once.
 
-What is remembered is found by everything that those depend on (`_signature`); what a tensor holds, and how many threads there are, is no part of
+What is remembered is found by everything that those depend on (`signature`); what a tensor holds, and how many threads there are, is no part of
 it. Only plain eager calls are remembered, whose tensors are q, k, v and those of `Beside`. Bad input is never remembered, so it gets its error.
 
 The calls before are tried first, by a check of tensors that torch's compiler has for its own guards: it takes 0.4 us where a signature takes 3. It
@@ -73,7 +73,7 @@ class Known:
         else:
             bias, slopes, sink, rng, *lengths = beside
             if slopes is not None:
-                slopes = _slopes(slopes)
+                slopes = slopes_of(slopes)
             if self.draws and rng is None:
                 rng = operator.random_state()
             beside = bias, slopes, sink, rng, *lengths
@@ -175,10 +175,10 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE)
                 and (known.grad_enabled is None or torch.is_grad_enabled() is known.grad_enabled)
             ):
                 return known
-        known = _KNOWN.get(_signature(tensors, there, options))
+        known = _KNOWN.get(signature(tensors, there, options))
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an option that cannot be a key: for the checks to name
         return None
-    if known is None or not _plain(tensors):
+    if known is None or not is_plain(tensors):
         return None
     if known.check:
         _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
@@ -215,7 +215,7 @@ def gradients(
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
     tensors, there = _tensors(q, k, v, beside)
-    if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not _plain(tensors):
+    if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not is_plain(tensors):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
@@ -235,10 +235,10 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
         arrangement = PACKED if lengths[0] is not None else ""
         known = Known(
-            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts,
+            short, rest, given.grad, return_lse, options, there, guard(*tensors), _grad_enabled(tensors), layouts,
             draws=given.dropout_p > 0.0, arrangement=arrangement,
         )  # fmt: skip
-        _KNOWN[_signature(tensors, there, options)] = known
+        _KNOWN[signature(tensors, there, options)] = known
 
 
 def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple) -> None:
@@ -249,8 +249,8 @@ def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tupl
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
-        mine = {"check": _check(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
-        _KNOWN[_signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
+        mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
+        _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
 def forget() -> None:
@@ -281,7 +281,7 @@ def _untouched(x: Tensor, given: Tensor) -> bool:
     return x is given or (x.dim() == 3 and given.data_ptr() == x.data_ptr() and given.stride()[1:] == x.stride())
 
 
-def _slopes(alibi_slopes: Tensor) -> Tensor:
+def slopes_of(alibi_slopes: Tensor) -> Tensor:
     """As the operator takes them, (batch or 1, heads_q) fp32."""
     slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
     return slopes if slopes.dtype == torch.float32 else slopes.float()
@@ -329,7 +329,7 @@ def _may_go_back(
     for x, shape, dtype in results if d_lse is not None else results[:3]:
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
             return False
-    if q is not k and k is not v and (check := _check(*tensors)):  # it wants them apart
+    if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
         known.check_back[kind] = check
     return True
 
@@ -338,7 +338,7 @@ def _layout(x: Tensor) -> tuple:
     return x.dtype, x.device, x.shape, x.stride()
 
 
-def _check(*tensors: Tensor) -> Callable | None:
+def guard(*tensors: Tensor) -> Callable | None:
     """Whether tensors have the types, dtypes, devices, sizes, strides and need of gradients of these, and whether dispatch is as it is now."""
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -353,12 +353,12 @@ def _grad_enabled(tensors: tuple[Tensor, ...]) -> bool | None:
     return torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
 
 
-def _signature(tensors: tuple[Tensor, ...], there: tuple, options: tuple) -> tuple:
+def signature(tensors: tuple[Tensor, ...], there: tuple, options: tuple) -> tuple:
     """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed."""
     grad = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
     return grad, there, tuple([(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]), options, *map(type, options)
 
 
-def _plain(tensors: tuple[Tensor, ...]) -> bool:
+def is_plain(tensors: tuple[Tensor, ...]) -> bool:
     """Whether nothing beside autograd takes part in the call, a tracer and autocast included."""
     return not (operator.traced() or plain.watched(tensors) or torch._C._is_any_autocast_enabled())

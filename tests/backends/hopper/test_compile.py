@@ -47,6 +47,7 @@ from kernel_inventory import (
     of_backward,
     of_bias,
     of_decode,
+    of_decode_rung,
     of_forward,
     of_intervals,
     of_length,
@@ -54,7 +55,7 @@ from kernel_inventory import (
 )
 
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.ladder import RUNGS
+from tilewise.ladder import DECODE_RUNGS, RUNGS
 from tilewise.sm90.jit import why_no_compiler
 
 MOST_MOVED = 6  # numbers moved to uniform registers ahead of a group of products: stages; each product's descriptor would be many
@@ -143,6 +144,18 @@ def check_rung(name: str, config, found: Facts):
         assert found.registers == []
     else:
         check_registers(found, config)
+
+
+@pytest.mark.parametrize("name", DECODE_RUNGS)
+def test_decode_rungs(name, inspect):
+    """As K5.1: both products twice, in the loop of masked tiles and in the other. D1 has two kernels."""
+    kernel = of_decode_rung(name)
+    found, config = inspect(kernel), kernel.config
+    assert len(found.usage) == (2 if name == "d1" else 1)
+    check_nothing_spills(found)
+    assert found.counts["UTMALDG"] == 3 * config.head_dim // 64  # boxes of 128 bytes
+    assert found.counts["HGMMA"] == 2 * (config.head_dim // 16 + config.tile_n // 16)
+    assert found.counts["gsb0"] == found.counts["ARRIVE"] == found.counts["DEPBAR"] == 4
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)

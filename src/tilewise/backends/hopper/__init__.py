@@ -96,6 +96,9 @@ class Hopper(Backend):
         """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
         return decoding.decode(call, decode.decoder)
 
+    def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
+        return decoding.known(call, decode.decoder)
+
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
         return forward.repeat(call, self._gradients) if coverage.launched(call) is call else None

@@ -71,7 +71,7 @@ class Decoder:
         if short.capturing():
             hold(numbers)
             return work, *numbers
-        fresh = short.as_operand(work, True), *((None, None) if self.by_call else numbers)
+        fresh = short.as_operand(work, True), *((None, None) if self.by_call else (short.as_operand(each, True) for each in numbers))
         self.kept[stream] = fresh
         return fresh
 
@@ -103,14 +103,19 @@ _KNOWN: dict[tuple, Decoder | Prefixed | None] = {}
 
 
 def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed | None]) -> Decoded | None:
-    """By the decoder of calls like this one, which `decoder(call)` makes the first time; None where it makes none."""
+    """By the decoder of calls like this one; None where there is none."""
+    found = known(call, decoder)
+    return None if found is None else found(call)
+
+
+def known(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed | None]) -> Decoder | Prefixed | None:
+    """The decoder of calls like this one, which `decoder(call)` makes the first time; None where it makes none."""
     key = _key(call)
     if key not in _KNOWN:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
         _KNOWN[key] = decoder(call)
-    found = _KNOWN[key]
-    return None if found is None else found(call)
+    return _KNOWN[key]
 
 
 def _key(call: DecodeCall) -> tuple:

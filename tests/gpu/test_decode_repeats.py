@@ -1,0 +1,111 @@
+"""tilewise.decode on a GPU, called again: the short way's bits, tensors that lie elsewhere, graphs, streams, and what the host takes."""
+
+import time
+
+import pytest
+import torch
+from decode_problems import DecodeCase, made
+from hopper_problems import NEEDS_HOPPER
+
+import tilewise as tw
+from tilewise.runtime import decode_operator, decode_repeats
+
+pytestmark = NEEDS_HOPPER
+
+BIG = {"dims": (128, 128), "heads": (8, 2)}
+CASES = {
+    "contiguous": DecodeCase(lengths=(300, 17, 0), **BIG),
+    "paged": DecodeCase(lengths=(300, 17, 1000), page=16, queries=3, **BIG),
+    "packed": DecodeCase(lengths=(300, 17, 1000), page=16, queries=(3, 1, 0), **BIG),
+    "slopes and a sink": DecodeCase(lengths=(300, 17), alibi=True, sink=True, softcap=5.0, **BIG),
+    "a prefix": DecodeCase(lengths=(300, 270), prefix=256, page=64, **BIG),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    decode_repeats.forget()
+    yield
+    decode_repeats.forget()
+
+
+def arguments(case: DecodeCase, seed: int = 0) -> dict:
+    call = made(case, seed, "cuda")
+    names = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "leftpad", "tree", "alibi_slopes", "sink", "shared_prefix", "softcap")
+    return {name: getattr(call, name) for name in names} | {"cache_seqlens": call.seqlens}
+
+
+def short(monkeypatch, **given):
+    """The call, which may not go the long way."""
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_operator, "run", None)
+        return tw.decode(**given, return_lse=True)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_short_way_has_the_bits_of_the_long_way(case, monkeypatch):
+    first, second = arguments(case), arguments(case, 1)
+    tw.decode(**first, return_lse=True)
+    for given in (first, second):
+        found = short(monkeypatch, **given)
+        known = dict(decode_repeats._KNOWN)
+        decode_repeats.forget()
+        wanted = tw.decode(**given, return_lse=True)
+        decode_repeats._KNOWN.update(known)
+        assert all(map(torch.equal, found, wanted)) and all(x.is_contiguous() for x in found)
+
+
+def test_tensors_between_the_kernels_addresses(monkeypatch):
+    """Same sizes and strides, but memory begins between multiples of 16 bytes."""
+    given = arguments(CASES["paged"])
+    wanted = tw.decode(**given, return_lse=True)
+    for name in ("q", "k_cache", "v_cache"):
+        x = given[name]
+        late = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
+        late.copy_(x)
+        assert all(map(torch.equal, short(monkeypatch, **given | {name: late}), wanted)), name
+
+
+def test_graphs_and_streams(monkeypatch):
+    given = arguments(CASES["paged"])
+    wanted = tw.decode(**given, return_lse=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = short(monkeypatch, **given)
+    graph.replay()
+    assert all(map(torch.equal, found, wanted))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = short(monkeypatch, **given)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_nothing_is_read_on_the_host_but_when_asked(monkeypatch):
+    given = arguments(CASES["paged"])
+    tw.decode(**given, return_lse=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        short(monkeypatch, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wild = given | {"cache_seqlens": torch.full_like(given["cache_seqlens"], 10**6)}
+    short(monkeypatch, **wild)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    with pytest.raises(tw.ShapeError, match=r"cache_seqlens\[0\] is 1000000"):
+        tw.decode(**wild, return_lse=True)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "paged"])
+def test_a_repeated_call_takes_the_host_little_time(name):
+    given, least = arguments(CASES[name]), float("inf")
+    for _ in range(10):
+        tw.decode(**given)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(100):
+            tw.decode(**given)
+        least = min(least, (time.perf_counter() - begin) / 100)
+    assert least < 30e-6

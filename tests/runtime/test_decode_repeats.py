@@ -1,0 +1,355 @@
+"""Calls of decode like one before take the short way: the same bits, and whatever differs goes the long way, where it is checked."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise as tw
+from tilewise.backends.cpu import Cpu
+from tilewise.masks import Causal, Dense, SlidingWindow
+from tilewise.runtime import cache_values, decode_operator, decode_repeats, repeats
+
+WANTED = cache_values.wanted
+
+
+class Repeating(Cpu):
+    """A backend with a short way, which counts the calls that take it."""
+
+    short = 0
+
+    def repeat_decode(self, call):
+        def run(call):
+            self.short += 1
+            o, lse = self.decode(call)
+            return o.contiguous(), lse.contiguous()
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    """As on a GPU: values are read where the caller or the environment asks."""
+    found = Repeating()
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: found)
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: WANTED(torch.device("cuda"), check))
+    monkeypatch.delenv("TILEWISE_CHECK", raising=False)
+    decode_repeats.forget()
+    yield found
+    decode_repeats.forget()
+
+
+def drawn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
+
+
+def ints(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def contiguous(seed=0, dtype=torch.float32):
+    """q (2, 3, 4, 8), caches (2, 12, 2, 8) and lengths."""
+    tensors = [drawn(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(((2, 3, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8)))]
+    return tensors, {"cache_seqlens": ints(5, 12 - seed)}
+
+
+def paged(seed=0):
+    tensors = [drawn(*shape, seed=seed + i) for i, shape in enumerate(((2, 3, 4, 8), (6, 4, 2, 8), (6, 4, 2, 8)))]
+    return tensors, {"cache_seqlens": ints(5, 12 - seed), "page_table": ints([5, 0, 3], [1 + seed, 4, 2])}
+
+
+def packed(seed=0):
+    (q, *pools), given = paged(seed)
+    return [q.flatten(0, 1), *pools], given | {"cu_seqlens_q": ints(0, 2 + seed, 5)}
+
+
+TREE = torch.tensor([[[1, 0], [1, 1]]], dtype=torch.bool)
+CASES = {
+    "contiguous": (contiguous, lambda: {}),
+    "paged": (paged, lambda: {}),
+    "packed": (packed, lambda: {}),
+    "lse": (packed, lambda: {"return_lse": True}),
+    "all": (
+        contiguous,
+        lambda: {"mask": SlidingWindow(4, 0), "scale": 0.3, "softcap": 2.0, "alibi_slopes": torch.rand(4), "sink": torch.rand(4)},
+    ),
+    "entries": (contiguous, lambda: {"cache_batch_idx": ints(1, 0), "leftpad": ints(0, 2), "split": 4, "causal": False}),
+    "tree": (paged, lambda: {"tree": TREE, "shared_prefix": 2, "backend": "cpu"}),
+    "slopes in fp64": (paged, lambda: {"alibi_slopes": torch.rand(2, 4, dtype=torch.float64)}),
+}
+
+
+def results(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("make, more", CASES.values(), ids=CASES)
+def test_the_short_way_has_the_bits_of_the_long_way(make, more, backend, monkeypatch):
+    tensors, given = make()
+    tw.decode(*tensors, **given, **more())
+    for seed in (1, 2):
+        tensors, given = make(seed)
+        options = more()
+        with monkeypatch.context() as patched:
+            patched.setattr(decode_operator, "run", None)  # the long way
+            short = tw.decode(*tensors, **given, **options)
+        assert backend.short == seed
+        kept = dict(decode_repeats._KNOWN)
+        decode_repeats.forget()
+        wanted = tw.decode(*tensors, **given, **options)
+        decode_repeats._KNOWN.update(kept)
+        assert type(short) is type(wanted)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(results(short), results(wanted), strict=True))
+    assert len(decode_repeats._KNOWN) == 1
+
+
+def strided(x, dim=-1):
+    """x's numbers with other steps between them."""
+    return torch.stack((x, x), dim).select(dim, 0)
+
+
+def changes():
+    """What differs from the call before, by name: the call's tensors and arguments after the change."""
+    (q, k, v), given = paged()
+    lengths, table = given["cache_seqlens"], given["page_table"]
+    yield "queries", (q[:, :2], k, v), {}
+    yield "batch", (q[:1], k, v), {"cache_seqlens": lengths[:1], "page_table": table[:1]}
+    yield "heads", (q[:, :, :2], k, v), {}
+    yield "pages", (q, k[:-1], v[:-1]), {"page_table": ints([4, 0, 3], [1, 4, 2])}
+    yield "width of the table", (q, k, v), {"page_table": torch.cat((table, table), 1)}
+    yield "strides of q", (strided(q, 1), k, v), {}
+    yield "strides of k", (q, strided(k, 1), v), {}
+    yield "strides of v", (q, k, strided(v, 1)), {}
+    yield "rows of q that are not dense", (strided(q), k, v), {}
+    yield "strides of lengths", (q, k, v), {"cache_seqlens": strided(lengths)}
+    yield "strides of the table", (q, k, v), {"page_table": strided(table)}
+    yield "dtype", [x.bfloat16() for x in (q, k, v)], {}
+    yield "dtype of lengths", (q, k, v), {"cache_seqlens": lengths.long()}
+    yield "dtype of the table", (q, k, v), {"page_table": table.long()}
+    yield "one length", (q, k, v), {"cache_seqlens": 5}
+    yield "no length", (q, k, v), {"cache_seqlens": None}
+    yield "no pages", contiguous()[0], {"page_table": None}
+    yield "packed", (q.flatten(0, 1), k, v), {"cu_seqlens_q": ints(0, 3, 6)}
+    yield "leftpad", (q, k, v), {"leftpad": ints(1, 0)}
+    yield "tree", (q, k, v), {"tree": TREE}
+    yield "slopes", (q, k, v), {"alibi_slopes": torch.rand(4)}
+    yield "sink", (q, k, v), {"sink": torch.rand(4)}
+    yield "causal", (q, k, v), {"causal": False}
+    yield "mask", (q, k, v), {"mask": SlidingWindow(3, 0)}
+    yield "scale", (q, k, v), {"scale": 1.0}
+    yield "softcap", (q, k, v), {"softcap": 1.0}
+    yield "split", (q, k, v), {"split": 4}
+    yield "prefix", (q, k, v), {"shared_prefix": 4}
+    yield "backend", (q, k, v), {"backend": "cpu"}
+    yield "check", (q, k, v), {"check": True}
+    yield "out", (q, k, v), {"out": torch.empty_like(q)}
+    yield (
+        "new keys",
+        (q, k.clone(), v.clone()),
+        {"cache_seqlens": ints(5, 9), "k": drawn(2, 3, 2, 8, seed=7), "v": drawn(2, 3, 2, 8, seed=8)},
+    )
+    yield "a negative view", (torch._neg_view(q), k, v), {}
+
+
+CHANGES = [name for name, *_ in changes()]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_differs_goes_the_long_way(name, backend):
+    tensors, given = paged()
+    changed, options = next(rest for each, *rest in changes() if each == name)
+    options = given | options
+    wanted = tw.decode(*[x.clone() if name == "new keys" else x for x in changed], **options).clone()
+    decode_repeats.forget()
+    for _ in range(2):
+        tw.decode(*tensors, **given)
+    assert backend.short == 1
+    assert torch.equal(tw.decode(*changed, **options), wanted)
+    assert backend.short == 1
+    tw.decode(*tensors, **given)
+    assert backend.short == 2
+
+
+def test_a_call_that_returns_lse_is_another(backend):
+    tensors, given = paged()
+    for _ in range(2):
+        o = tw.decode(*tensors, **given)
+        both = tw.decode(*tensors, **given, return_lse=True)
+        assert isinstance(o, torch.Tensor) and isinstance(both, tuple) and torch.equal(o, both[0])
+    assert backend.short == 2
+
+
+def test_calls_in_turn_are_each_remembered(backend, monkeypatch):
+    """More of them than are tried first."""
+    (q, k, v), given = paged()
+    ways = [{"scale": 0.1 * n} for n in range(1, decode_repeats.RECENT + 3)]
+    wanted = [tw.decode(q, k, v, **given, **way) for way in ways]
+    for _ in range(2):
+        assert all(torch.equal(tw.decode(q, k, v, **given, **way), o) for way, o in zip(ways, wanted, strict=True))
+    assert backend.short == 2 * len(ways) and len(decode_repeats._recent) == decode_repeats.RECENT
+    monkeypatch.setattr(decode_repeats, "_signature", None)  # none is made for the call before
+    tw.decode(q, k, v, **given, **ways[-1])
+    assert backend.short == 2 * len(ways) + 1
+
+
+def test_without_torchs_check_the_signature_serves(backend, monkeypatch):
+    monkeypatch.setattr(repeats, "guard", lambda *_: None)
+    tensors, given = paged()
+    for _ in range(3):
+        tw.decode(*tensors, **given)
+    assert backend.short == 2 and decode_repeats._recent == ()
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("q", drawn(2, 3, 4, 7)),
+        ("q", drawn(2, 3, 3, 8)),
+        ("q", drawn(2, 3, 4, 8, dtype=torch.float16)),
+        ("q", drawn(2, 3, 4, 8).requires_grad_()),
+        ("q", drawn(2, 3, 4, 8).to("meta")),
+        ("q", drawn(2, 3, 4, 8).to_sparse()),
+        ("q", [1.0]),
+        ("v_cache", drawn(5, 4, 2, 8)),
+        ("v_cache", drawn(6, 4, 2, 8).requires_grad_()),
+        ("cache_seqlens", ints(1, 2, 3)),
+        ("cache_seqlens", ints(1, 2).to("meta")),
+        ("cache_seqlens", torch.tensor([1.0, 2.0])),
+        ("cache_seqlens", True),
+        ("page_table", ints(1, 2)),
+        ("page_table", ints([1], [2], [3])),
+        ("leftpad", ints(1)),
+        ("alibi_slopes", drawn(3)),
+        ("sink", drawn(5)),
+        ("tree", torch.ones(3, 2, 2, dtype=torch.bool)),
+        ("causal", 1),
+        ("return_lse", 0),
+        ("interleaved", 0),
+        ("check", 0.0),
+        ("scale", True),
+        ("softcap", False),
+        ("split", True),
+        ("split", 0),
+        ("shared_prefix", False),
+        ("shared_prefix", 0.0),
+        ("mask", torch.ones(3, 12, dtype=torch.bool)),
+        ("backend", 1),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, str) else x,
+)
+def test_bad_input_after_good_gets_its_error(name, wrong, backend):
+    (q, k, v), given = paged()
+    good = {"q": q, "k_cache": k, "v_cache": v, **given}
+    for _ in range(2):
+        tw.decode(**good)
+    with pytest.raises(ValueError, match=name) as told:
+        tw.decode(**good | {name: wrong})
+    decode_repeats.forget()
+    with pytest.raises(ValueError, match=name) as before:
+        tw.decode(**good | {name: wrong})
+    assert str(told.value) == str(before.value) and backend.short == 1
+
+
+def test_memory_that_was_given_back_is_refused(backend):
+    (q, k, v), given = paged()
+    for _ in range(2):
+        tw.decode(q, k, v, **given)
+    freed = k.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="k_cache"):
+        tw.decode(q, freed, v, **given)
+
+
+def test_what_else_takes_part_is_not_bypassed(backend):
+    (q, k, v), given = paged()
+    plain = tw.decode(q, k, v, **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tw.decode(q, k, v, **given).dtype == torch.bfloat16
+    with FlopCounterMode(display=False):
+        assert torch.equal(tw.decode(q, k, v, **given), plain)
+    stacked = torch.vmap(lambda x: tw.decode(x, k, v, **given))(torch.stack((q, q)))
+    assert torch.equal(stacked[1], plain)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="tangent"):
+        tw.decode(torch.autograd.forward_ad.make_dual(q, q), k, v, **given)
+    with pytest.raises(ValueError, match="nested|must"):
+        tw.decode(torch.nested.nested_tensor([q[0], q[1]]), k, v, **given)
+    assert backend.short == 0
+    with torch.no_grad():
+        loose = tw.decode(q.clone().requires_grad_(), k, v, **given)
+    assert torch.equal(loose, plain) and backend.short == 0 and len(decode_repeats._KNOWN) == 1
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(tw.decode(q.clone(), k, v, **given), plain)
+    assert torch.equal(tw.decode(q, k, v, **given), plain)
+
+
+def test_what_is_compiled_is_the_operator(backend):
+    torch._dynamo.reset()
+    (q, k, v), given = paged()
+    for _ in range(2):
+        plain = tw.decode(q, k, v, **given)
+    traced = []
+
+    def counting(graph, inputs):
+        traced.append([node.target for node in graph.graph.nodes if "tilewise" in str(node.target)])
+        return graph.forward
+
+    run = torch.compile(lambda q: tw.decode(q, k, v, **given), fullgraph=True, backend=counting)
+    assert torch.equal(run(q), plain) and len(traced) == len(traced[0]) == 1
+    assert backend.short == 1
+
+
+def test_what_is_traced_by_torchscript_is_the_operator(backend):
+    (q, k, v), given = paged()
+    for _ in range(2):
+        plain = tw.decode(q, k, v, **given)
+    traced = torch.jit.trace(lambda q: tw.decode(q, k, v, **given), q, check_trace=False)
+    assert "tilewise::decode" in str(traced.graph) and torch.equal(traced(q), plain)
+
+
+def test_values_are_checked_whenever_they_are_asked_for(backend, monkeypatch):
+    (q, k, v), given = paged()
+    for _ in range(2):
+        tw.decode(q, k, v, **given)
+    assert backend.short == 1
+    bad = given | {"cache_seqlens": ints(5, 13)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 13"):
+            tw.decode(q, k, v, **bad, check=True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 13"):
+        tw.decode(q, k, v, **bad)
+    monkeypatch.setenv("TILEWISE_CHECK", "0")
+    tw.decode(q, k, v, **given)
+    assert backend.short == 2
+
+
+def test_on_the_cpu_values_are_always_checked(backend, monkeypatch):
+    monkeypatch.setattr(cache_values, "wanted", WANTED)
+    (q, k, v), given = paged()
+    for _ in range(2):
+        tw.decode(q, k, v, **given)
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        tw.decode(q, k, v, **given | {"cache_seqlens": ints(5, 13)})
+    assert backend.short == 0 and not decode_repeats._KNOWN
+
+
+def test_a_mask_that_holds_a_tensor_is_not_remembered(backend):
+    (q, k, v), given = contiguous()
+    shown = torch.ones(1, 1, 3, 12, dtype=torch.bool)
+    for options in ({"mask": Dense(shown)}, {"mask": {(0, 2): Causal(), (2, 4): SlidingWindow(1, 0)}}):
+        tw.decode(q, k, v, **given, **options)
+    assert not decode_repeats._KNOWN
+
+
+def test_it_does_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr(decode_repeats, "MOST", 3)
+    (q, k, v), given = paged()
+    for n in range(1, 9):
+        tw.decode(q, k, v, **given, scale=float(n))
+        assert len(decode_repeats._KNOWN) <= 3
+
+
+def test_options_and_tensors_are_arguments_of_decode():
+    names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
+    known = {"cache_seqlens" if name == "seqlens" else name for name in decode_repeats.Given._fields + decode_repeats.Options._fields}
+    assert known < names and names - known == {"k", "v", "rotary_cos", "rotary_sin", "out"}
