@@ -211,7 +211,7 @@ def _scaled(scale: Tensor | None, tokens: int) -> str:
 def with_tensors(call: DecodeCall, tensors: dict[str, Tensor | None]) -> DecodeCall:
     """The call with some fields replaced: as `dataclasses.replace`, in a fifth of its time."""
     other = object.__new__(DecodeCall)
-    other.__dict__.update(call.__dict__, **tensors)
+    object.__setattr__(other, "__dict__", {**call.__dict__, **tensors})
     return other
 
 

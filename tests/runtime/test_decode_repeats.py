@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
@@ -268,6 +269,9 @@ def test_what_else_takes_part_is_not_bypassed(backend):
         assert torch.equal(tw.decode(q, k, v, **given), plain)
     stacked = torch.vmap(lambda x: tw.decode(x, k, v, **given))(torch.stack((q, q)))
     assert torch.equal(stacked[1], plain)
+    assert torch.equal(torch.func.functionalize(lambda x: tw.decode(x, k, v, **given))(q), plain)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert type(tw.decode(fake.from_tensor(q), k, v, **given)) is FakeTensor
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="tangent"):
         tw.decode(torch.autograd.forward_ad.make_dual(q, q), k, v, **given)
     with pytest.raises(ValueError, match="nested|must"):

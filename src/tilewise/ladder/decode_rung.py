@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import UnsupportedError, check_heads, check_like, check_size, check_tensor
 from tilewise.sm90 import jit
 
 HEAD_DIM = 128
@@ -47,7 +47,7 @@ class DecodeRung:
             ValueError: scale is not positive and finite.
             UnsupportedError: this rung, or this machine, cannot run it; says what to install or do.
         """
-        _check_shapes(q, k_cache, v_cache, lengths)
+        _check(q, k_cache, v_cache, lengths)
         if reasons := self.reasons(q, k_cache):
             raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -132,23 +132,15 @@ def _counters(batch: int, heads_k: int, device: torch.device) -> Tensor:
     return kept[: batch * heads_k].view(batch, heads_k)
 
 
-def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
-    for name, x, axes in (
-        ("q", q, "(batch, heads_q, head_dim)"),
-        ("k_cache", k_cache, "(batch, capacity, heads_k, head_dim)"),
-        ("lengths", lengths, "(batch,)"),
-    ):
-        if x.dim() != axes.count(",") + (axes != "(batch,)"):
-            raise ShapeError(f"{name} must be {axes}, got {tuple(x.shape)}")
-        if x.shape[0] != q.shape[0] or x.device != q.device:
-            raise ShapeError(f"{name} must have q's batch {q.shape[0]} on {q.device}, got {tuple(x.shape)} on {x.device}")
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or v_cache.device != k_cache.device:
-        raise ShapeError(f"v_cache must be as k_cache, {tuple(k_cache.shape)} {k_cache.dtype}; got {tuple(v_cache.shape)} {v_cache.dtype}")
-    if k_cache.dtype != q.dtype or k_cache.shape[3] != q.shape[2]:
-        raise ShapeError(
-            f"k_cache must have q's dtype and head_dim, {q.dtype} and {q.shape[2]}; got {k_cache.dtype} and {k_cache.shape[3]}"
-        )
-    if k_cache.shape[2] == 0 or q.shape[1] % k_cache.shape[2]:
-        raise ShapeError(f"q has {q.shape[1]} heads, which must be a multiple of k_cache's {k_cache.shape[2]}")
-    if lengths.dtype != torch.int32:
-        raise ShapeError(f"lengths must be torch.int32, got {lengths.dtype}")
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
+    check_tensor("q", q, ("batch", "heads_q", "head_dim"))
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, cache, ("batch", "capacity", "heads_k", "head_dim"))
+        check_like(name, cache, q)
+    check_tensor("lengths", lengths, ("batch",), (torch.int32,))
+    check_like("lengths", lengths, q, same_dtype=False)
+    check_size("v_cache", "shape", tuple(v_cache.shape), tuple(k_cache.shape), "k_cache")
+    check_size("k_cache", "batch", k_cache.shape[0], q.shape[0], "q")
+    check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[2], "q")
+    check_size("lengths", "batch", lengths.shape[0], q.shape[0], "q")
+    check_heads(q.shape[1], k_cache.shape[2])
