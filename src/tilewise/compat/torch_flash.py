@@ -96,7 +96,8 @@ def _scaled_dot_product_flash_attention(
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
             o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, True), repeats.ALONE)
-            repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call)
+            heads_first = query.stride(1) > query.stride(2)
+            repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call, heads_first)
         return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
     finally:
         torch._C._set_grad_enabled(before)
