@@ -57,7 +57,7 @@ def flash_attn_func(
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
-    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic), **scales)
+    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales)
     return (out, lse) if return_attn_probs else out
 
 
@@ -83,7 +83,7 @@ def flash_attn_qkvpacked_func(
         check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
     q, k, v = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale)
-    out, lse = translate.attend(q, k, v, given, deterministic=bool(deterministic), **scales)
+    out, lse = translate.attend(q, k, v, given, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales)
     return (out, lse) if return_attn_probs else out
 
 
@@ -117,7 +117,8 @@ def flash_attn_varlen_func(
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
-    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic), **scales)
+    more = {"qv": qv, "deterministic": bool(deterministic), "with_lse": bool(return_attn_probs)}
+    out, lse = translate.attend_packed(q, k, v, *lengths, given, **more, **scales)
     return (out, lse) if return_attn_probs else out
 
 

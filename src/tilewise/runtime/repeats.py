@@ -59,6 +59,9 @@ class Known:
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
     draws: bool = False  # there is dropout
+    heads_first: bool = (
+        False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
+    )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
@@ -83,7 +86,7 @@ class Known:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         inside = INSIDE[self.arrangement]
-        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse)
+        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse, self.heads_first)
         results = self.outside(o, lse if self.return_lse else None)
         return results if self.return_lse else results[0]
 
@@ -180,6 +183,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE)
         return None
     if known is None or not is_plain(tensors):
         return None
+    known.options = options  # equal ones, of which these are likelier to come again as the same objects
     if known.check:
         _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
     return known
@@ -241,15 +245,18 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
         _KNOWN[signature(tensors, there, options)] = known
 
 
-def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple) -> None:
+def remember_as(
+    arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple, heads_first: bool = False
+) -> None:
     """Remember that a front end's call is `call`, (q, k, v, options, beside), arranged in another way, where there is a short way for that one.
 
-    `options` are eight values that say what the front end makes of them, one of which is the front end's alone.
+    `options` are eight values that say what the front end makes of them, one of which is the front end's alone; heads_first: as in `Known`.
     """
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
+        mine["heads_first"] = heads_first
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 

@@ -21,7 +21,7 @@ from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
-from tilewise.compat import sdpa
+from tilewise.compat import sdpa, torch_flash
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call, Dropout
@@ -370,6 +370,16 @@ def test_dropout_of_drop_ins(stub, monkeypatch):
     short = results()
     assert all(torch.equal(a, b) for each in zip(short, long, strict=True) for a, b in zip(*each, strict=True))
     assert not torch.equal(short[0][0], short[1][0])
+
+
+def test_an_output_with_heads_first(stub, monkeypatch):
+    """As torch's operators want it where their query lies so: written there by the kernel, by the short way."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
+    for x in ((q, k, v), tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))):
+        long, short = (torch_flash._scaled_dot_product_flash_attention(*x, is_causal=True)[0] for _ in "ab")
+        assert torch.equal(short, long) and short.is_contiguous() == long.is_contiguous() == x[0].is_contiguous()
+    monkeypatch.setattr(torch_flash, "laid_out_as", lambda o, query: o)
+    assert torch_flash._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0].is_contiguous()
 
 
 def test_dropout_of_documents(stub, monkeypatch):

@@ -193,7 +193,7 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
     inner, factor, shift, drawn = like.inner, like.factor, like.shift, changes.drawer(call)
     device, find = call.q.device, None
     if isinstance(call.mask, Unread):
-        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device)
+        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
 
     def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
         seen = tables

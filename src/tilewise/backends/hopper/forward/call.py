@@ -99,7 +99,7 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
     shift, drawn = seqlen_k - seqlen_q, changes.drawer(call)
     band = find = None
     if isinstance(mask, Unread):
-        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device, current=True)
     else:
         band = _band(call, plan)
         if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
