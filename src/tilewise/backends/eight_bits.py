@@ -7,7 +7,7 @@ A recipe (`precision=`) quantises q, k and v inside, all arithmetic in fp32, rou
     Q            8 bits, a scale for each token and query head
     K            K - c_K, rotated, in 8 bits, a scale for each TILE keys of a head
     V            e4m3 of V - c_V, a scale for each channel of a head over all keys; "int8_qk" leaves V as it is
-    shift        scale q.c_K, of each row: with softcap a term of every score, else of LSE and of the largest score alone
+    shift        scale q c_K^T, of each row: with softcap a term of every score, else of LSE and of the largest score alone
 
 The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`, `l`, `r` = exp(m_old - m): Eq. 11 to 14):
 
