@@ -18,8 +18,8 @@ The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`,
 
 A scale of V by token or tile, of tensors that come in 8 bits, goes into P before it is rounded: e4m3(P * 256 * scale / t) with t the largest scale of
 the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group of numbers with one has a scale of NaN; a key with one in
-"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`). Scales and centres are of finite numbers alone, so that
-a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
+"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite numbers
+alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
 """
 
 from dataclasses import replace
