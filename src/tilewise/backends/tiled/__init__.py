@@ -38,9 +38,10 @@ class Tiled(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
+        wrong = [f"in 8 bits it has no {name}" for name in ("bias", "dropout") if problem.eight_bits and getattr(problem, name)]
         if problem.dtype in EIGHT_BITS:
-            return []
-        return problem.mixed if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
+            return wrong
+        return problem.mixed + wrong if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) that `call` is cut into."""
