@@ -118,7 +118,7 @@ def attention(
     )
     if return_max_logits:
         given = given._replace(row_max=True)
-    if precision is not None or q.dtype in errors.EIGHT_BITS or not usual:
+    if q.dtype in errors.EIGHT_BITS or not precision is q_scale is k_scale is v_scale is None:
         given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out)
     if out is not None:
         check_out(out, given)

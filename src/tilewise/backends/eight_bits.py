@@ -7,7 +7,7 @@ A recipe (`precision=`) quantises q, k and v inside, all arithmetic in fp32, rou
     Q            8 bits, a scale for each token and query head
     K            K - c_K, rotated, in 8 bits, a scale for each TILE keys of a head
     V            e4m3 of V - c_V, a scale for each channel of a head over all keys; "int8_qk" leaves V as it is
-    shift        scale q.c_K, of each row: with softcap a term of every score, else of LSE and of the largest score alone
+    shift        scale q c_K^T, of each row: with softcap a term of every score, else of LSE and of the largest score alone
 
 The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`, `l`, `r` = exp(m_old - m): Eq. 11 to 14):
 
@@ -18,8 +18,8 @@ The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`,
 
 A scale of V by token or tile, of tensors that come in 8 bits, goes into P before it is rounded: e4m3(P * 256 * scale / t) with t the largest scale of
 the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group of numbers with one has a scale of NaN; a key with one in
-"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`). Scales and centres are of finite numbers alone, so that
-a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
+"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite numbers
+alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
 """
 
 from dataclasses import replace

@@ -35,8 +35,11 @@ class Given(NamedTuple):
     tree: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
 
+SCALES = slice(Given._fields.index("k_scale"), None)
 INDICES = slice(Given._fields.index("seqlens"), Given._fields.index("tree"))
 
 
@@ -121,7 +124,8 @@ def remember(given: tuple, options: tuple, operands: Operands) -> None:
     values_count = cache_values.wanted(operands.q.device, operands.check)  # they are to be checked every time
     if values_count or not isinstance(lengths, Tensor) or lengths.shape[0] == 0 or not _may_be_known(tensors):
         return
-    if not all(map(_same_memory, given[:3], operands[:3])) or any(x.dtype != torch.int32 for x in indices):
+    converted = any(x.dtype != torch.int32 for x in indices) or any(x.dtype != torch.float32 for x in _there(given[SCALES]))
+    if converted or not all(map(_same_memory, given[:3], operands[:3])):
         return
     call = call_of(operands, None)
     if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
