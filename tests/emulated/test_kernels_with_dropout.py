@@ -32,6 +32,11 @@ MORE = [
     Case(**SMALL | dict(mask=Causal(), head_dim=256)),
     Case(**SMALL | dict(mask=SlidingWindow(40, 3), head_dim=96, **EVERYTHING)),
     Case(**SMALL | dict(mask=Causal(), **EVERYTHING)),
+    # What dropped pairs add to dS lies below fp16's normal numbers, unless dS is lifted
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=400, seqlen_k=400, heads_k=2, head_dim=8, dtype="fp16", dropout=0.999)),
+    Case(**SMALL | dict(mask=Full(), batch=2, seqlen_q=640, seqlen_k=20, head_dim=96, dtype="fp16", dropout=0.99)),
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=400, seqlen_k=400, head_dim=256, dtype="fp16", dropout=0.999)),
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=200, seqlen_k=300, bias="hq", dtype="fp16", dropout=0.99)),
 ]
 
 

@@ -31,19 +31,29 @@ def test_words_are_signed():
     draw = changes.draw(_call(0.75, seed=(0xDEADBEEF << 32) + 0x9ABCDEF0, offset=(1 << 32) - 2))
     low, high = (x % (1 << 32) for x in draw.keys[:2])
     assert (low, high, len(draw.keys)) == (0x9ABCDEF0, 0xDEADBEEF, 2 * philox.ROUNDS)
-    assert (draw.offset, draw.threshold, draw.heads, draw.first, draw.rescale, draw.kept) == (-2, -(1 << 30), 4, 0, 4.0, 0.25)
+    assert (draw.offset, draw.threshold, draw.heads, draw.first, draw.rescale) == (-2, -(1 << 30), 4, 0, 4.0)
     assert all(-(1 << 31) <= x < 1 << 31 for x in draw.keys)
 
 
 @pytest.mark.parametrize(("p", "threshold"), [(0.5, -(1 << 31)), (1 - 2**-40, -1), (1.0, -1), (2**-40, 0)])
 def test_thresholds_at_the_ends(p, threshold):
     draw = changes.draw(_call(p))
-    assert draw.threshold == threshold and draw.rescale * draw.kept == pytest.approx(1.0)
+    assert draw.threshold == threshold and draw.rest * draw.kept == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "lift"), [(1e-9, 1.0), (0.49, 1.0), (0.5, 2.0), (0.9, 8.0), (0.999, 512.0), (1 - 2**-20, 1024.0), (1.0, 1.0)]
+)
+def test_dS_is_lifted_by_no_more_than_what_is_kept(p, lift):
+    call = _call(p)
+    draw = changes.draw(call)
+    assert draw.lift == lift <= draw.rescale and draw.rest == changes.rest(call) == draw.rescale / lift
+    assert draw.kept == pytest.approx(lift * (1 - p if p < 1 else 1))
 
 
 def test_without_dropout_there_is_nothing_to_draw():
     plain = _call(dropout=None)
-    assert changes.draw(plain) is None and changes.rescale(plain) == 1.0 and not changes.fields(plain)["dropout"]
+    assert changes.draw(plain) is None and changes.rest(plain) == 1.0 and not changes.fields(plain)["dropout"]
 
 
 def test_a_part_of_the_batch_draws_for_its_own_entries():

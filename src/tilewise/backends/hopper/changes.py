@@ -11,6 +11,9 @@ from tilewise.problem import Call, in_fp32
 from tilewise.sm90 import jit
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+# Draw.lift is no more. Without a lift fp16 has few bits for what a dropped pair adds to dS, P delta (1 - p); as it is at most 1 / (1 - p), no dS is
+# larger than by the formula.
+LIFT = 1024.0
 LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
 
 
@@ -65,14 +68,15 @@ def draw(call: Call) -> Draw | None:
     p, keys = call.dropout.p, philox.round_keys(philox.key_of(call.dropout))
     threshold = min(philox.threshold(p), (1 << 32) - 1)
     rescale, kept = (philox.keep_scale(p), 1.0 - p) if p < 1.0 else (1.0, 1.0)
+    lift = min(2.0 ** math.floor(math.log2(rescale)), LIFT)
     words = (_signed(x) for x in (call.dropout.offset, threshold, call.heads_q, 0))
-    return Draw(tuple(_signed(x) for pair in keys for x in pair), *words, rescale, kept)
+    return Draw(tuple(_signed(x) for pair in keys for x in pair), *words, rescale, lift, rescale / lift, kept * lift)
 
 
-def rescale(call: Call) -> float:
-    """What dropout multiplies by what is kept; 1 without it."""
+def rest(call: Call) -> float:
+    """What sums over dS are still to be multiplied by for dropout; 1 without it."""
     drawn = draw(call)
-    return 1.0 if drawn is None else drawn.rescale
+    return 1.0 if drawn is None else drawn.rest
 
 
 def _signed(word: int) -> int:
@@ -127,7 +131,7 @@ def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> Changes:
 def stand_in_of_draw() -> Draw:
     from tilewise.sm90.dsl import Float32, Int32
 
-    return Draw(tuple(Int32(0) for _ in range(2 * philox.ROUNDS)), *(Int32(0) for _ in range(4)), Float32(1.0), Float32(1.0))
+    return Draw(tuple(Int32(0) for _ in range(2 * philox.ROUNDS)), *(Int32(0) for _ in range(4)), *(Float32(1.0) for _ in range(4)))
 
 
 def dsl(dtype: torch.dtype):

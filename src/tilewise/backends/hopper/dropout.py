@@ -97,21 +97,16 @@ def row_and_column(i: int) -> tuple[int, int]:
     return i // 2 % fragments.ROWS, i // 4 * 2 + i % 2
 
 
-def in_rows(bits: cute.Tensor, i: int) -> Float32:
-    """1 where number i of an accumulator is kept, else 0; bits: of `of_rows`."""
-    r, c = row_and_column(i)
-    return one_if(bits[r], c)
-
-
-def in_columns(bits: cute.Tensor, i: int) -> Float32:
-    """Likewise; bits: of `of_columns`."""
+def in_columns(bits: cute.Tensor, i: int, kept: Float32 | float = 1.0) -> Float32:
+    """`kept` where number i of an accumulator is kept, else 0; bits: of `of_columns`."""
     word, place = place_in_columns(*row_and_column(i))
-    return one_if(bits[word], place)
+    return kept_as(kept, bits[word], place)
 
 
-def one_if(word: Int32, place: int) -> Float32:
+def kept_as(kept: Float32 | float, word: Int32, place: int) -> Float32:
+    """`kept` where the bit is set, else 0."""
     bit = 1 << place
-    return cutlass.select_((word & (bit - (bit >> 31 << 32))) != 0, Float32(1.0), Float32(0.0))
+    return cutlass.select_((word & (bit - (bit >> 31 << 32))) != 0, Float32(kept), Float32(0.0))
 
 
 @cute.jit
@@ -137,11 +132,11 @@ def with_sign(p: Float32, kept: Float32) -> Float32:
     return cutlass.select_(kept != 0.0, p, -p)
 
 
-def from_sign(signed: Float32) -> tuple[Float32, Float32]:
-    """P and `kept` of `with_sign`."""
+def from_sign(signed: Float32, kept: Float32) -> tuple[Float32, Float32]:
+    """P of `with_sign`, and `kept`, or 0 where it is dropped."""
     return arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 x; mov.b32 x, {$r0}; setp.ge.s32 p, x, 0; and.b32 x, x, 0x7FFFFFFF; "
-        "selp.f32 {$w1}, 0f3F800000, 0f00000000, p; mov.b32 {$w0}, x; }",
+        "selp.f32 {$w1}, {$r1}, 0f00000000, p; mov.b32 {$w0}, x; }",
         write_only_types=[Float32, Float32],
-        read_only_args=[signed],
+        read_only_args=[signed, kept],
     )

@@ -85,8 +85,10 @@ class Draw(NamedTuple):
     threshold: int  # of an evaluation's words, the least that is kept
     heads: int  # of the queries, in a batch entry
     first: int  # the number of the launch's first head among those of all batch entries
-    rescale: float  # 1 / (1 - p), and what undoes it; 1 where everything is dropped
-    kept: float
+    rescale: float  # 1 / (1 - p), by which sums over kept pairs are multiplied; 1 where everything is dropped
+    lift: float  # the part of it that dS has ahead of its sums, a power of two
+    rest: float  # rescale / lift: what is left for those sums
+    kept: float  # lift * (1 - p), of delta within dS
 
 
 class Scores(NamedTuple):
@@ -140,7 +142,7 @@ class Scratch(NamedTuple):
     """What the kernels of a backward pass leave for each other; prepare.py begins with it."""
 
     lse: Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row that sees nothing
-    minus_delta: Tensor  # likewise: -delta; with dropout times Draw.kept, as the gradients are summed up without its rescale
+    minus_delta: Tensor  # likewise: -delta; with dropout times Draw.kept, as dS is summed up without Draw.rest
     sum_dQ: Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: Tensor  # (batch, heads_q, m_blocks, counters) int32
     spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward/repair/entries.py)

@@ -34,7 +34,7 @@ from tilewise.backends.hopper.backward.tiles import (
     probabilities,
     transposed,
 )
-from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.operands import Band, Draw
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -252,7 +252,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
         cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
-        differentiate(tile.acc_S, P, statistics, config)
+        differentiate(tile.acc_S, P, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -261,12 +261,12 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
-def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Tensor, config: Constexpr[Config]):
-    """dP, from which delta is subtracted already unless there is dropout, becomes dS. factor: as `weights` has left it."""
+def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Tensor, draw: Draw | None, config: Constexpr[Config]):
+    """dP, from which delta is subtracted already unless there is dropout, becomes dS, but for Draw.rest. factor: as `weights` has left it."""
     for i in range_constexpr(cute.size(acc_dP)):
         p = factor[i].to(Float32)
         if const_expr(config.dropout):
-            p, kept = dropout.from_sign(p)
+            p, kept = dropout.from_sign(p, draw.lift)
             acc_dP[i] = acc_dP[i] * kept + minus_delta[dropout.row_and_column(i)[1]]
         acc_dP[i] *= reduced(p, config)
 
@@ -389,7 +389,7 @@ def step_apart(
         cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
         if const_expr(not config.dropout):
             add_to_rows(tile.acc_S, statistics)
-        differentiate(tile.acc_S, P, statistics, config)
+        differentiate(tile.acc_S, P, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

@@ -118,7 +118,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
         if bias_grad:
             d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
     return Gradients(
-        d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rescale(call))
+        d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rest(call))
     )
 
 
@@ -140,7 +140,7 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
 
 def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
     return Scalars(
-        call.scale * changes.rescale(call),
+        call.scale * changes.rest(call),
         changes.outer_log2(plan.config, call.scale, call.softcap),
         int(has_d_lse),
         plan.last_q,
@@ -232,13 +232,13 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
     return place.view(parts, planning.elements_of_part(config))
 
 
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rescale: float = 1.0) -> Tensor:
+def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
     sink_of_row = sink.float()[:, None]
     below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
     below.clamp_(max=0.0)  # a large L may be rounded to below its sink
     weights = torch.exp(below) if natural else torch.exp2(below)
-    return (rescale * (weights * minus_delta).sum((0, 2))).to(sink.dtype)
+    return (rest * (weights * minus_delta).sum((0, 2))).to(sink.dtype)
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:

@@ -306,7 +306,7 @@ def consume(
         place = next_place(place, total)
     if const_expr(config.dropout):
         for i in range_constexpr(cute.size(acc_dB)):
-            acc_dB[i] *= changes.draw.rescale
+            acc_dB[i] *= changes.draw.rest
     if const_expr(config.rows):
         store(tensors.dB[total.part, total.batch, total.head, None, None], acc_dB, tScS, total.m_block * config.tile_m, total.n0, config)
     else:
@@ -339,13 +339,13 @@ def add_item(
     # A branch ahead of the wait keeps ptxas from computing P behind it. By vote: a thread's own would put the ring's stage into vector registers.
     if arch.vote_all_sync(sees_all(its, rows, tensors.K.shape[1] - total.n0, config)):
         done = finish_products(pipe, done, config)
-        drop(dP, bits)
+        drop(dP, bits, changes)
         for r in range_constexpr(fragments.ROWS):
             for c in range_constexpr(cute.size(P, mode=[1])):
                 dB[r, c] += P[r, c] * (dP[r, c] + rows.minus_delta[r])
     else:
         done = finish_products(pipe, done, config)
-        drop(dP, bits)
+        drop(dP, bits, changes)
         differentiate(P, dP, rows.minus_delta)
         hide(acc_S, tScS, its, total.n0, rows, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
@@ -365,12 +365,12 @@ def kept_of(tScS: cute.Tensor, changes: Changes, block: Block, n0: Int32, config
 
 
 @cute.jit
-def drop(dP: cute.Tensor, bits: cute.Tensor | None):
-    """dP = 0 where P was dropped; NaN stays NaN. dP: (ROWS, columns)."""
+def drop(dP: cute.Tensor, bits: cute.Tensor | None, changes: Changes):
+    """dP = 0 where P was dropped, and lifted elsewhere; NaN stays NaN. dP: (ROWS, columns)."""
     if const_expr(bits is not None):
         for r in range_constexpr(fragments.ROWS):
             for c in range_constexpr(cute.size(dP, mode=[1])):
-                dP[r, c] *= dropout.one_if(bits[r], c)
+                dP[r, c] *= dropout.kept_as(changes.draw.lift, bits[r], c)
 
 
 @cute.jit

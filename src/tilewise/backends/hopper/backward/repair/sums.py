@@ -147,7 +147,7 @@ def pairs_of(
                     draw = at.changes.draw
                     number = dropout.head_of(draw, at.which.batch, at.which.head)
                     kept = Float32(1.0) if dropout.is_kept(draw, number, query, key) else Float32(0.0)
-                    p, dP[i] = p * kept, dP[i] * kept
+                    p, dP[i] = p * kept, dP[i] * (kept * draw.lift)
                 weights[i] = p * config.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
                 shown |= 1 << i
     return weights, shown
