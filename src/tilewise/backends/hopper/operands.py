@@ -173,6 +173,36 @@ class Scalars(NamedTuple):
     last_k: int  # likewise keys
 
 
+class Factors(NamedTuple):
+    """What a backward pass's products are of."""
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    dO: Tensor
+
+
+class Spoiled(NamedTuple):
+    """What repairs read of Scratch."""
+
+    lse: Tensor
+    minus_delta: Tensor
+    spoiled: Tensor
+
+
+class RepairScalars(NamedTuple):
+    """Numbers of repairs."""
+
+    scale: float  # from sums of dQ and dK to gradients
+    scale_log2: float
+    enlarged: float  # what P is multiplied by before it is rounded
+    of_dV: float  # from sums of dV to gradients
+    looks: int  # whether it may be looked for hidden numbers (Config.looks)
+    of_queries: int  # in how many parts of their columns dQ, and dK and dV, are repaired
+    of_keys: int
+    blocks: int  # thread blocks
+
+
 class BiasTensors(NamedTuple):
     """Of a bias's gradient: (batch, seqlen, heads, head_dim), but for what says otherwise."""
 

@@ -1,6 +1,6 @@
 """Holes: the elements of an entry that are NaN, a bit each; found, closed where NaN is right, and written."""
 
-from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, STEP, Matrix, column_of, four, is_nan, row_of, signed, words_of
 from tilewise.backends.hopper.backward.repair.entries import WARPS, Entry
 from tilewise.backends.hopper.changes import dsl
@@ -8,11 +8,11 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 
 
 @cute.jit
-def holes_in(entry: Entry, config: Constexpr[Config]) -> cute.Tensor:
+def holes_in(entry: Entry, config: Constexpr[RepairConfig]) -> cute.Tensor:
     """The holes of this lane, (columns / STEP,) int32: in a step's word, bits 0 to 7 are the EIGHT columns of its first row, bits 8 to 15 those
     of its second row.
     """
-    bits = cute.make_rmem_tensor(config.repaired_columns // STEP, Int32)
+    bits = cute.make_rmem_tensor(config.columns // STEP, Int32)
     bits.fill(0)
     for step in range_constexpr(cute.size(bits)):
         for half in range_constexpr(2):
@@ -23,7 +23,7 @@ def holes_in(entry: Entry, config: Constexpr[Config]) -> cute.Tensor:
 
 
 @cute.jit
-def nan_bits(gX: Matrix, row: Int32, column: Int32, config: Constexpr[Config]) -> Int32:
+def nan_bits(gX: Matrix, row: Int32, column: Int32, config: Constexpr[RepairConfig]) -> Int32:
     """A bit for each of EIGHT elements of a row, from a column on: whether it is NaN."""
     words, found = words_of(gX, row, column), Int32(0)
     numbers = cute.recast_tensor(words, dsl(config.dtype))
@@ -98,7 +98,7 @@ def place_of(step: int, half: int, x: int) -> int:
 
 
 @cute.jit
-def write(total: cute.Tensor, entry: Entry, holes: cute.Tensor, factor: Float32, warp: Int32, config: Constexpr[Config]):
+def write(total: cute.Tensor, entry: Entry, holes: cute.Tensor, factor: Float32, warp: Int32, config: Constexpr[RepairConfig]):
     """Write factor * total into the holes, in the gradient's dtype; the warps divide the steps of columns."""
     dtype = dsl(config.dtype)
     for step in range_constexpr(cute.size(holes)):

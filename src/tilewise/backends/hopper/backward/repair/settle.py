@@ -4,9 +4,9 @@ Three tests close most holes. No hidden element in reach is large (`hides_nothin
 NaN, or infinities of both signs, in a column (`settle_signs`). Holes that stay open are left to sums.py.
 """
 
-from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, column_of, either, is_nan, row_of, words_of
-from tilewise.backends.hopper.backward.repair.entries import OF_DK, OF_DQ, OF_DV, ROWS, Entry, Others, heads_of, others_of, ranges_of
+from tilewise.backends.hopper.backward.repair.entries import OF_DK, OF_DQ, OF_DV, ROWS, Entry, Operands, Others, heads_of, others_of, ranges_of
 from tilewise.backends.hopper.backward.repair.holes import any_hole, close_row, nan_bits
 from tilewise.backends.hopper.backward.repair.pieces import all_small
 from tilewise.backends.hopper.backward.seen import keys_of, queries_of, sees_any, shows
@@ -21,12 +21,12 @@ NONE = -1  # no query
 
 
 @cute.jit
-def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Constexpr[Config]):
+def settle(entry: Entry, holes: cute.Tensor, tensors: Operands, band: Band, looks: Int32, config: Constexpr[RepairConfig]):
     """Close holes that are NaN by right, as far as hidden elements and statistics show it, by a warp: all holes if `hides_nothing`; dQ of a query
     that sees any key and has a NaN log-sum-exp or delta; dK and dV by `settle_keys`.
     """
-    if const_expr(config.looks):  # noqa: SIM102
-        if any_hole(holes):  # noqa: SIM102
+    if const_expr(config.may_look):  # noqa: SIM102
+        if looks != 0 and any_hole(holes):  # noqa: SIM102
             if hides_nothing(entry, tensors, band, config):
                 holes.fill(0)
     if any_hole(holes):
@@ -41,11 +41,11 @@ def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Conste
                             if sees_any(row, at.which.head, at.which.batch, band, config):
                                 close_row(holes, half)
             else:
-                settle_keys(entry, at, holes, band, config)
+                settle_keys(entry, at, holes, band, looks, config)
 
 
 @cute.jit
-def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) -> Boolean:
+def hides_nothing(entry: Entry, tensors: Operands, band: Band, config: Constexpr[RepairConfig]) -> Boolean:
     """Whether all hidden elements in reach of the entry's rows are small, by a warp: then each NaN is NaN by right. A product of tiles reaches
     the tiles that blocks of rows visit; tiles and blocks have at most TILE rows each.
     """
@@ -76,7 +76,7 @@ def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) 
 
 
 @cute.jit
-def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config: Constexpr[Config]):
+def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, looks: Int32, config: Constexpr[RepairConfig]):
     """Close dK of the keys that a query of NaN statistics sees, and their dV in the columns where the query's dO is NaN. If the log-sum-exp is
     NaN, so are P and all columns of dV. Three such queries are tried: the last one that sees all ROWS keys, and the last and first that see any.
     """
@@ -101,8 +101,8 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config
                         for step in range_constexpr(cute.size(holes)):
                             found = nan_bits(at.other_dP, query, column_of(entry.column0, step), config)
                             holes[step] &= ~(found << EIGHT * half)
-    if const_expr(config.looks):  # noqa: SIM102
-        if entry.of == OF_DV:
+    if const_expr(config.may_look):  # noqa: SIM102
+        if looks != 0 and entry.of == OF_DV:
             settle_signs(entry, at, common_begin, common_end, holes, config)
 
 
@@ -135,7 +135,7 @@ def lost_query(at: Others, begin: Int32, end: Int32, last: Boolean) -> Int32:
 
 
 @cute.jit
-def settle_signs(entry: Entry, at: Others, begin: Int32, end: Int32, holes: cute.Tensor, config: Constexpr[Config]):
+def settle_signs(entry: Entry, at: Others, begin: Int32, end: Int32, holes: cute.Tensor, config: Constexpr[RepairConfig]):
     """Close the columns of dV in which dO has NaN, or both inf and -inf, at queries in [begin, end). Each of these queries sees all keys that any
     query sees. Every P gives NaN there, as P is never negative.
     """

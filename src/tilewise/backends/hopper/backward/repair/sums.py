@@ -9,7 +9,7 @@ import torch
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import scores as changed
-from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import (
     EIGHT,
     QUAD,
@@ -27,12 +27,12 @@ from tilewise.backends.hopper.backward.repair.elements import (
     signed,
     words_of,
 )
-from tilewise.backends.hopper.backward.repair.entries import OF_DQ, OF_DV, ROWS, WARPS, Entry, Others, heads_of, others_of, ranges_of
+from tilewise.backends.hopper.backward.repair.entries import OF_DQ, OF_DV, ROWS, WARPS, Entry, Operands, Others, heads_of, others_of, ranges_of
 from tilewise.backends.hopper.backward.repair.holes import is_lost, is_settled, write
 from tilewise.backends.hopper.backward.seen import shows_in, visit_of
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.changes import dsl
-from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.operands import Band, RepairScalars
 from tilewise.sm90.dsl import BFloat16, Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 OFTEN = 4  # groups of others from one check by `is_lost` to the next; the first check follows the first group
@@ -40,8 +40,8 @@ OFTEN = 4  # groups of others from one check by `is_lost` to the next; the first
 
 @cute.jit
 def repair(
-    entry: Entry, holes: cute.Tensor, tensors, factor: Float32, sums: cute.Tensor, lost: cute.Tensor, warp: Int32, band: Band,
-    scale_log2: Float32, config: Constexpr[Config],
+    entry: Entry, holes: cute.Tensor, tensors: Operands, factor: Float32, sums: cute.Tensor, lost: cute.Tensor, warp: Int32, band: Band,
+    scalars: RepairScalars, config: Constexpr[RepairConfig],
 ):  # fmt: skip
     """Compute the holes of one gradient again and write them, by all warps.
 
@@ -50,13 +50,13 @@ def repair(
     for i in cutlass.range(warp, cute.size(holes), WARPS, unroll=1):
         lost[i, arch.lane_idx()] = Int32(0)
     arch.sync_threads()
-    total = cute.make_rmem_tensor(config.repaired_columns // 2, Float32)
+    total = cute.make_rmem_tensor(config.columns // 2, Float32)
     total.fill(0.0)
     turns, goes_on = Int32(1) if entry.of == OF_DQ else Int32(2), Boolean(True)
     for turn in cutlass.range(turns, unroll=1):
         if goes_on:
             for g in cutlass.range(heads_of(entry, tensors), unroll=1):
-                add_others(total, entry, others_of(entry, g, tensors), holes, lost, warp, turn, band, scale_log2, config)
+                add_others(total, entry, others_of(entry, g, tensors), holes, lost, warp, turn, band, scalars, config)
             add_up(total, sums, warp)
             goes_on = turn + 1 < turns and not is_settled(total, holes)
             if goes_on and warp != 0:
@@ -67,7 +67,7 @@ def repair(
 @cute.jit
 def add_others(
     total: cute.Tensor, entry: Entry, at: Others, holes: cute.Tensor, lost: cute.Tensor, warp: Int32, turn: Int32, band: Band,
-    scale_log2: Float32, config: Constexpr[Config],
+    scalars: RepairScalars, config: Constexpr[RepairConfig],
 ):  # fmt: skip
     """total += this warp's share of the others. For dK and dV, turn 0 takes the groups of ROWS queries with a delta that is not finite, and turn
     1 the other groups; dQ has all groups in turn 0. Turn 0 ends as soon as all holes are NaN by the sums of all warps.
@@ -88,7 +88,7 @@ def add_others(
                 following = base + ROWS * Int32(WARP - 1 - arch.clz(left))
                 bring(at.other_S, following, config.head_dim)
                 bring(at.other_dP, following, config.head_dim_v)
-            weights, shown = pairs_of(entry, at, other0, band, scale_log2, config)
+            weights, shown = pairs_of(entry, at, other0, band, scalars, config)
             if arch.vote_any_sync(shown != 0):
                 add_rows(total, weights, shown, at.summed, other0, entry.column0, config)
                 done += 1
@@ -110,7 +110,7 @@ def all_finite_from(gX: cute.Tensor, row: Int32) -> Boolean:
 
 @cute.jit
 def pairs_of(
-    entry: Entry, at: Others, other0: Int32, band: Band, scale_log2: Float32, config: Constexpr[Config]
+    entry: Entry, at: Others, other0: Int32, band: Band, scalars: RepairScalars, config: Constexpr[RepairConfig]
 ) -> tuple[cute.Tensor, Int32]:  # fmt: skip
     """Weights of the ROWS others from other0 on, (EIGHT,) fp32 for this lane's pairs: P or dS, 0 for hidden pairs; and a bit for each visible
     pair.
@@ -142,19 +142,19 @@ def pairs_of(
                 if seen:
                     seen = at.lse[query] != Float32.inf
             if seen:
-                p, factor = weight_of(at, S[i], query, key, scale_log2, config)
+                p, factor = weight_of(at, S[i], query, key, scalars.scale_log2, config)
                 if const_expr(config.dropout):
                     draw = at.changes.draw
                     number = dropout.head_of(draw, at.which.batch, at.which.head)
                     kept = Float32(1.0) if dropout.is_kept(draw, number, query, key) else Float32(0.0)
                     p, dP[i] = p * kept, dP[i] * (kept * draw.lift)
-                weights[i] = p * config.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
+                weights[i] = p * scalars.enlarged if entry.of == OF_DV else factor * (dP[i] + at.minus_delta[query])
                 shown |= 1 << i
     return weights, shown
 
 
 @cute.jit
-def weight_of(at: Others, s: Float32, query: Int32, key: Int32, scale_log2: Float32, config: Constexpr[Config]):
+def weight_of(at: Others, s: Float32, query: Int32, key: Int32, scale_log2: Float32, config: Constexpr[RepairConfig]):
     """P of a visible pair, and the factor of dP - delta in dS. s: the plain product of Q and K."""
     if const_expr(config.modified):
         return changed.pair_weights(s, query, key, at.lse[query], at.changes, at.which, scale_log2, config)
@@ -163,7 +163,7 @@ def weight_of(at: Others, s: Float32, query: Int32, key: Int32, scale_log2: Floa
 
 
 @cute.jit
-def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], config: Constexpr[RepairConfig]) -> cute.Tensor:
     """A B^T of 16 rows of each: (EIGHT,) fp32, this lane's part. A sum over columns may have any order, so a lane's elements are EIGHT
     neighbours.
     """
@@ -180,7 +180,7 @@ def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], conf
 
 @cute.jit
 def add_rows(
-    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[Config]
+    total: cute.Tensor, weights: cute.Tensor, shown: Int32, X: Matrix, other0: Int32, column0: Int32, config: Constexpr[RepairConfig]
 ):  # fmt: skip
     """total += weights times ROWS rows of X from other0 on, over visible pairs. Where all pairs are visible, plain products give NaN by right;
     elsewhere `add_not_finite` does.
@@ -188,7 +188,7 @@ def add_rows(
     all_shown = arch.vote_all_sync(shown == 0xFF)
     dtype, kind = dsl(config.dtype), const_expr("bf16x2" if config.dtype == torch.bfloat16 else "f16x2")
     rounded = pairs_packed(weights, kind)
-    for step in range_constexpr(config.repaired_columns // STEP):
+    for step in range_constexpr(config.columns // STEP):
         pair = [words_of(X, row_of(other0, half), column_of(column0, step)) for half in range(2)]
         found = Int32(0)
         for half in range_constexpr(2):
