@@ -15,6 +15,7 @@ import torch
 from tilewise.backends import hopper
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.masks import Causal, Documents, Full
 from tilewise.problem import Call
 from tilewise.sm90 import cache, helpers, jit, lock
@@ -223,17 +224,19 @@ def test_what_is_compiled_ahead():
     """Of what gradients may launch, what this call's will: a bias's only where it is wanted, and only one of its kernels."""
     for mask in (Causal(), Documents([0, 100, 512], inner=Causal())):
         call = call_of(mask)
-        (group,) = backward.ahead(call)
-        assert group[0][0] == backward.LAUNCH and sorted(map(str, group)) == sorted(map(str, backward.kernels(call)))
+        group, repair = backward.ahead(call)
+        assert group[0][0] == backward.LAUNCH and repair[0][0] == repairs.LAUNCH
+        assert sorted(map(str, (*group, *repair))) == sorted(map(str, backward.kernels(call)))
+    assert len(backward.ahead(call_of(Full()))) == 1  # nothing is hidden
     assert backward.ahead(replace(call, k=call.k[:, :0], v=call.v[:, :0])) == []
 
 
 def test_a_bias_is_compiled_ahead_where_its_gradient_is_wanted(monkeypatch):
     monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
     bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta")
-    assert len(backward.ahead(call_of(Full(), bias=bias))) == 1
+    assert len(backward.ahead(call_of(Full(), bias=bias))) == 2
     call = call_of(Full(), bias=bias.requires_grad_())
-    _, (kernel,) = backward.ahead(call)
+    *_, (kernel,) = backward.ahead(call)
     assert kernel in backward.kernels(call)
 
 
@@ -243,7 +246,7 @@ def test_a_forward_with_gradients_begins_its_backward(monkeypatch):
     monkeypatch.setattr(hopper.forward, "forward", lambda call: (len(begun),))
     call = call_of(Causal())
     assert hopper.Hopper().forward(replace(call, grad=False)) == (0,)
-    assert hopper.Hopper().forward(call) == (1,) and begun == backward.ahead(call)
+    assert hopper.Hopper().forward(call) == (2,) and begun == backward.ahead(call)
 
 
 TOGETHER = """

@@ -107,5 +107,5 @@ class Repeat:
         """As torch has it, and as the kernel takes it; and what repairs take of it."""
         made = (None if each is None else self.empty(*each) for each in self.scratch)
         scratch = Scratch(*made, partial=None if self.partial is None else self.partial(d_q))
-        bundles = scratch, repairs.spoiled(scratch)
-        return scratch, *(short.as_operand(each, d_q.is_cuda and keeps) for each in bundles)
+        spoiled = None if self.repair is None else repairs.spoiled(scratch)
+        return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
