@@ -38,20 +38,19 @@ def matrix(mX: cute.Tensor, batch: Int32, head: Int32, with_delta: Constexpr[boo
     return Matrix(gX.iterator.toint(), step, Int32(gX.shape[0]), Int32(gX.shape[1]), Boolean(with_delta), address)
 
 
-@cute.jit
 def either(first: Boolean, a: Matrix, b: Matrix) -> Matrix:
     """a if `first`, else b."""
-    return Matrix(*(x if first else y for x, y in zip(a, b, strict=True)))
+    return Matrix(*(type(x)(cutlass.select_(first, x, y)) for x, y in zip(a, b, strict=True)))
 
 
 @cute.jit
-def row_of(row0: Int32, half: Constexpr[int]) -> Int32:
+def row_of(row0: Int32, half: Int32 | int) -> Int32:
     """Row row0 + lane / QUAD, and EIGHT rows more for each half."""
     return row0 + arch.lane_idx() // QUAD + EIGHT * half
 
 
 @cute.jit
-def column_of(column0: Int32, step: Constexpr[int]) -> Int32:
+def column_of(column0: Int32, step: Int32 | int) -> Int32:
     """The first of this lane's EIGHT columns in a step of STEP columns, from column0 on."""
     return column0 + STEP * step + EIGHT * (arch.lane_idx() % QUAD)
 
@@ -125,7 +124,7 @@ def of_word(word: Int32, i: Constexpr[int], dtype: Constexpr) -> Float32:
 
 def either_number(first: Boolean, a: float | Float32, b: float | Float32) -> Float32:
     """a if `first`, else b, both computed. A conditional expression of Python's takes the compiler ten times as long."""
-    return cutlass.select_(first, Float32(a), Float32(b))
+    return Float32(cutlass.select_(first, Float32(a), Float32(b)))
 
 
 def sign_of(x: Float32) -> Float32:

@@ -1,9 +1,9 @@
 """The kernel of repair, last of the backward pass: its warps settle an entry each, then its thread blocks sum up the holes that are left."""
 
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
-from tilewise.backends.hopper.backward.repair.elements import STEP
+from tilewise.backends.hopper.backward.repair.elements import EIGHT, STEP
 from tilewise.backends.hopper.backward.repair.entries import OF_DV, WARPS, Operands, entry_of
-from tilewise.backends.hopper.backward.repair.holes import any_hole, holes_in
+from tilewise.backends.hopper.backward.repair.holes import any_hole, find_holes
 from tilewise.backends.hopper.backward.repair.settle import settle
 from tilewise.backends.hopper.backward.repair.sums import repair
 from tilewise.backends.hopper.backward.tiles import WARP
@@ -29,12 +29,15 @@ def launch(
 def kernel(tensors: Operands, gradients: Gradients, scalars: RepairScalars, band: Band, config: Constexpr[RepairConfig]):
     """Work the list off, with any number of thread blocks. A block takes WARPS entries at a time."""
     storage = SmemAllocator()
+    steps, vectors = const_expr(config.columns // STEP), const_expr(config.columns // EIGHT)
     sums = storage.allocate_tensor(
-        Float32, cute.make_layout((config.columns // 2, WARP, WARPS), stride=(WARP, 1, WARP * config.columns // 2)), 128
+        Float32, cute.make_layout((4, vectors, WARP, WARPS), stride=(1, 4 * WARP, 4, 4 * WARP * vectors)), 128
     )
-    lost = storage.allocate_tensor(Int32, cute.make_layout((config.columns // STEP, WARP), stride=(WARP, 1)), 16)
+    lost = storage.allocate_tensor(Int32, cute.make_layout((steps, WARP), stride=(WARP, 1)), 16)
+    words = storage.allocate_tensor(Int32, cute.make_layout((steps, WARP, WARPS), stride=(WARP, 1, WARP * steps)), 16)
     left = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
     warp = arch.make_warp_uniform(arch.warp_idx())
+    holes = words[None, arch.lane_idx(), warp]
     arch.griddepcontrol_wait()
     block, blocks, count = arch.block_idx()[0], arch.grid_dim()[0], tensors.spoiled[0]
     for first in cutlass.range(block, count, WARPS * blocks, unroll=1):
@@ -52,7 +55,7 @@ def kernel(tensors: Operands, gradients: Gradients, scalars: RepairScalars, band
             if wanted:
                 entry = entry_of(tensors, gradients, tensors.spoiled[1 + number], turn, band, scalars, config)
                 if entry.of >= 0:
-                    holes = holes_in(entry, config)
+                    remains = find_holes(entry, holes, config)
                     if own:
                         settle(entry, holes, tensors, band, scalars.looks, config)
                         remains = any_hole(holes)
