@@ -181,6 +181,7 @@ BACKWARD_CHANGED_TOO = [
 MOST_WITH_TABLES = ((256, 256), "runs", BACKWARD_CHANGES[-1])
 OF_FEW_KEYS_TOO = [case for case in _OF_ALL_SHAPES if few_keys(*case) != many_keys(*case) and case != MOST_WITH_TABLES]
 
+
 def shipped_backward() -> Iterator[backward.Config]:
     """Of what `make test` holds to the rules."""
     yield from (many_keys(*shape, {}) for shape in SHAPES)

@@ -175,11 +175,9 @@ def repeat(call: Call) -> Repeat | None:
     if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
         return None
     partial = functools.partial(place_of_parts, config, plan.parts) if config.shares or config.heads_apart else None
-    turns, repair = plan.turns[0][1], repairs.compiled(config)
+    repair = repairs.repeat(call, config, board.num_sms)
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
-    again = functools.partial(
-        Repeat, call, kernel, plan.scratch, partial, turns, scalars, repair=repair and (repair, repairs.scalars_of(call, config, turns.num_sms))
-    )
+    again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
     changed = changes.changes(call, config)
     if call.bias is None and call.alibi_slopes is None and not of_documents:
         rest = Band(*plan.band, tables), changes.or_none(changed)

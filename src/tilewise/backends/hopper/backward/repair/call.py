@@ -23,6 +23,12 @@ def compiled(config: Config) -> Callable | None:
     return next((jit.compiled(*each) for each in kernels(config)), None)
 
 
+def repeat(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairScalars] | None:
+    """The launch for calls like this one, and its numbers."""
+    launch = compiled(config)
+    return None if launch is None else (launch, scalars_of(call, config, num_sms))
+
+
 def factors(given: Given) -> Factors:
     return Factors(given.Q, given.K, given.V, given.dO)
 

@@ -1,4 +1,4 @@
-"""What a kernel of repair depends on: less than the kernels whose gradients it repairs, so that those of many lengths and tiles have one in common."""
+"""What a kernel of repair depends on: less than the kernels whose gradients it repairs, so that those of many lengths and tiles share one."""
 
 from dataclasses import dataclass
 from typing import Literal

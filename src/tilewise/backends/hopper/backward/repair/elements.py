@@ -55,21 +55,30 @@ def column_of(column0: Int32, step: Int32 | int) -> Int32:
     return column0 + STEP * step + EIGHT * (arch.lane_idx() % QUAD)
 
 
+def address_of(X: Matrix, row: Int32, column: Int32) -> Int64:
+    """Of an element."""
+    return X.address + row * X.step + 2 * column
+
+
+def four(address: Int64) -> cute.Tensor:
+    """EIGHT elements from an address on: (4,) words in global memory."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4))
+
+
 @cute.jit
-def four(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
-    """EIGHT elements of a row, from a column on: (4,) words in global memory."""
-    pointer = cute.make_ptr(Int32, X.address + row * X.step + 2 * column, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(4))
+def words_at(address: Int64, there: Boolean) -> cute.Tensor:
+    """The same elements in registers, (4,) words; zeros if they are not `there`."""
+    words = cute.make_rmem_tensor(4, Int32)
+    words.fill(0)
+    if there:
+        cute.autovec_copy(four(address), words)
+    return words
 
 
 @cute.jit
 def words_of(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
-    """The same elements in registers, (4,) words: zeros beyond the last column, and elements of the last row beyond it."""
-    words = cute.make_rmem_tensor(4, Int32)
-    words.fill(0)
-    if column < X.columns:
-        cute.autovec_copy(four(X, min(row, X.rows - 1), column), words)
-    return words
+    """EIGHT elements of a row, from a column on, in registers, (4,) words: zeros beyond the last column, and elements of the last row beyond it."""
+    return words_at(address_of(X, min(row, X.rows - 1), column), column < X.columns)
 
 
 @cute.jit
@@ -81,8 +90,7 @@ def bring(X: Matrix, row0: Int32, dim: Constexpr[int]):
     for column0 in range_constexpr(0, dim, 2 * LINE):
         column = column0 + LINE * (arch.lane_idx() % 2)
         if column < X.columns:
-            address = X.address + row * X.step + 2 * column
-            arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+            arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address_of(X, row, column)])
 
 
 def not_finite(word: Int32, dtype: Constexpr) -> Int32:

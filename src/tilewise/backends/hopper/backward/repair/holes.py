@@ -4,7 +4,18 @@ Each warp has a word of bits for each of its lanes and each STEP columns, in sha
 """
 
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
-from tilewise.backends.hopper.backward.repair.elements import EIGHT, STEP, Matrix, column_of, either_number, four, is_nan, row_of, signed, words_of
+from tilewise.backends.hopper.backward.repair.elements import (
+    EIGHT,
+    Matrix,
+    address_of,
+    column_of,
+    either_number,
+    four,
+    is_nan,
+    row_of,
+    signed,
+    words_of,
+)
 from tilewise.backends.hopper.backward.repair.entries import WARPS, Entry
 from tilewise.backends.hopper.changes import dsl
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
@@ -12,8 +23,8 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 
 @cute.jit
 def find_holes(entry: Entry, holes: cute.Tensor, config: Constexpr[RepairConfig]) -> Boolean:
-    """The holes of this lane into `holes`, (columns / STEP,) int32: in a step's word, bits 0 to 7 are the EIGHT columns of its first row, bits 8 to 15
-    those of its second row. Returns whether any lane of the warp has one.
+    """The holes of this lane into `holes`, (columns / STEP,) int32: in a step's word, bits 0 to 7 are the EIGHT columns of its first row, bits 8 to
+    15 those of its second row. Returns whether any lane of the warp has one.
     """
     any_bits = Int32(0)
     for step in cutlass.range(cute.size(holes), unroll=1):
@@ -132,4 +143,4 @@ def write(
                 for sign, place in ((1.0, x), (-1.0, 2 * EIGHT + x)):
                     number = either_number((infinite >> place) & 1 != 0, number + sign * Float32.inf, number)
                 numbers[x] = either_number((own >> x) & 1 != 0, number * factor, numbers[x].to(Float32)).to(dtype)
-            cute.autovec_copy(cute.recast_tensor(numbers, Int32), four(entry.gX, row, column))
+            cute.autovec_copy(cute.recast_tensor(numbers, Int32), four(address_of(entry.gX, row, column)))

@@ -30,9 +30,7 @@ def kernel(tensors: Operands, gradients: Gradients, scalars: RepairScalars, band
     """Work the list off, with any number of thread blocks. A block takes WARPS entries at a time."""
     storage = SmemAllocator()
     steps, vectors = const_expr(config.columns // STEP), const_expr(config.columns // EIGHT)
-    sums = storage.allocate_tensor(
-        Float32, cute.make_layout((4, vectors, WARP, WARPS), stride=(1, 4 * WARP, 4, 4 * WARP * vectors)), 128
-    )
+    sums = storage.allocate_tensor(Float32, cute.make_layout((4, vectors, WARP, WARPS), stride=(1, 4 * WARP, 4, 4 * WARP * vectors)), 128)
     lost = storage.allocate_tensor(Int32, cute.make_layout((steps, WARP), stride=(WARP, 1)), 16)
     words = storage.allocate_tensor(Int32, cute.make_layout((steps, WARP, WARPS), stride=(WARP, 1, WARP * steps)), 16)
     left = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)

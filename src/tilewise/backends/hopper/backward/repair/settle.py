@@ -6,7 +6,18 @@ NaN, or infinities of both signs, in a column (`settle_signs`). Holes that stay 
 
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, column_of, either, is_nan, row_of, words_of
-from tilewise.backends.hopper.backward.repair.entries import OF_DK, OF_DQ, OF_DV, ROWS, Entry, Operands, Others, heads_of, others_of, ranges_of
+from tilewise.backends.hopper.backward.repair.entries import (
+    OF_DK,
+    OF_DQ,
+    OF_DV,
+    ROWS,
+    Entry,
+    Operands,
+    Others,
+    heads_of,
+    others_of,
+    ranges_of,
+)
 from tilewise.backends.hopper.backward.repair.holes import any_hole, bit, keep, nan_bits
 from tilewise.backends.hopper.backward.repair.pieces import all_small
 from tilewise.backends.hopper.backward.seen import keys_of, queries_of, sees_any, shows

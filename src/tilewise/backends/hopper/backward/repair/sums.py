@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward.repair.elements import (
     QUAD,
     STEP,
     Matrix,
+    address_of,
     bring,
     column_of,
     either_number,
@@ -25,9 +26,21 @@ from tilewise.backends.hopper.backward.repair.elements import (
     row_of,
     sign_of,
     signed,
+    words_at,
     words_of,
 )
-from tilewise.backends.hopper.backward.repair.entries import OF_DQ, OF_DV, ROWS, WARPS, Entry, Operands, Others, heads_of, others_of, ranges_of
+from tilewise.backends.hopper.backward.repair.entries import (
+    OF_DQ,
+    OF_DV,
+    ROWS,
+    WARPS,
+    Entry,
+    Operands,
+    Others,
+    heads_of,
+    others_of,
+    ranges_of,
+)
 from tilewise.backends.hopper.backward.repair.holes import bit, is_lost, is_settled, join, write
 from tilewise.backends.hopper.backward.seen import shows_in, visit_of
 from tilewise.backends.hopper.backward.tiles import WARP
@@ -75,8 +88,8 @@ def add_others(
     scalars: RepairScalars, config: Constexpr[RepairConfig],
 ):  # fmt: skip
     """total += this warp's share of the others. For dK and dV, turn 0 takes the groups of ROWS queries with a delta that is not finite, and turn
-    1 the other groups; dQ has all groups in turn 0. Turn 0 ends as soon as all holes are NaN by the sums of all warps. own: this lane's place for sums
-    in shared memory.
+    1 the other groups; dQ has all groups in turn 0. Turn 0 ends as soon as all holes are NaN by the sums of all warps. own: this lane's place for
+    sums in shared memory.
     """
     begin, end, _, _ = ranges_of(entry)
     base, done, settled = begin // ROWS * ROWS, Int32(0), Boolean(False)
@@ -182,16 +195,21 @@ def weight_of(
 @cute.jit
 def scores(A: Matrix, a0: Int32, B: Matrix, b0: Int32, dim: Constexpr[int], config: Constexpr[RepairConfig]) -> cute.Tensor:
     """A B^T of 16 rows of each: (4, 2) fp32, this lane's part. A sum over columns may have any order, so a lane's elements are EIGHT
-    neighbours.
+    neighbours. Addresses go from step to step: ptxas would work them out anew in each one.
     """
     acc, dtype = cute.make_rmem_tensor((4, 2), Float32), dsl(config.dtype)
     acc.fill(0.0)
-    for step in cutlass.range(dim // STEP, unroll=1):
-        a, b = ([words_of(X, row_of(row0, half), column_of(STEP * step, 0)) for half in range(2)] for X, row0 in ((A, a0), (B, b0)))
+    column = column_of(Int32(0), 0)
+    at_a, at_a8, at_b, at_b8 = (
+        address_of(X, min(row_of(row0, half), X.rows - 1), column) for X, row0 in ((A, a0), (B, b0)) for half in range(2)
+    )
+    for _step in cutlass.range(dim // STEP, unroll=1):
+        a, b = ([words_at(x, column < X.columns) for x in rows] for X, rows in ((A, (at_a, at_a8)), (B, (at_b, at_b8))))
         for k in range_constexpr(0, 4, 2):
             left = [a[half][k + i] for i in range(2) for half in range(2)]
             for tile in range_constexpr(2):
                 multiply(acc[None, tile], left, b[tile][k], b[tile][k + 1], dtype)
+        column, at_a, at_a8, at_b, at_b8 = column + STEP, at_a + 2 * STEP, at_a8 + 2 * STEP, at_b + 2 * STEP, at_b8 + 2 * STEP
     return acc
 
 
