@@ -61,7 +61,7 @@ def sample() -> dict[str, tuple]:
 
 
 def ptx_of(name: str) -> tuple[str, list[str]]:
-    """A launch's name, and the digests of its kernels' PTX, the last launched first."""
+    """A launch's name, and the digests of its kernels' PTX, in the order of their launches."""
     import tempfile
 
     from tilewise.sm90.jit import build

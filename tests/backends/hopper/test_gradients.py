@@ -246,7 +246,7 @@ def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     ]
     launched = [given for launch, given in calls if launch == gradients.LAUNCH]
     repaired = [given for launch, given in calls if launch == repairs.LAUNCH]
-    for (given, found, *_), (factors, _, wanted, *_) in zip(launched, repaired, strict=True):
-        assert factors == (given.Q, given.K, given.V, given.dO) and wanted is found
+    for (given, found, *_), (bundle, *_) in zip(launched, repaired, strict=True):
+        assert all(x is y for x, y in zip(bundle, (given.Q, given.K, given.V, given.dO, *found), strict=True))
     for given, _, _, turns, *_ in launched:
         assert turns.ascending % turns.abreast == 0 and turns.ascending + turns.together == given.Q.shape[0]

@@ -173,13 +173,16 @@ class Scalars(NamedTuple):
     last_k: int  # likewise keys
 
 
-class Factors(NamedTuple):
-    """What a backward pass's products are of."""
+class Repaired(NamedTuple):
+    """Gradients that repairs look at, behind what they are of."""
 
     Q: Tensor
     K: Tensor
     V: Tensor
     dO: Tensor
+    dQ: Tensor
+    dK: Tensor
+    dV: Tensor
 
 
 class Spoiled(NamedTuple):

@@ -147,8 +147,8 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
         compute(*tensors, turns, scalars, seen, changed_or_none)
         if repair is not None:
             of_given, of_gradients, of_scratch = tensors
-            read = repairs.factors(of_given), repairs.spoiled(of_scratch)
-            repair(*read, of_gradients, repairs.scalars_of(call, config, turns.num_sms), repairs.band(seen), changed_or_none)
+            bundles = repairs.repaired(of_given, of_gradients), repairs.spoiled(of_scratch)
+            repair(*bundles, repairs.scalars_of(call, config, turns.num_sms), repairs.band(seen), changed_or_none)
     return scratch.lse, scratch.minus_delta
 
 

@@ -48,9 +48,9 @@ class Repeat:
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
         self.turns, self.scalars = short.as_operand(turns, on_gpu), tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True))
         self.rest = tuple(each if each is None else short.as_operand(each, on_gpu) for each in rest)
-        self.repair, self.repaired = None, None
+        self.repair, self.numbers = None, None
         if repair is not None:
-            self.repair, self.repaired = repair[0], short.as_operand(repair[1], on_gpu)
+            self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
         self.gradients = tuple((tuple(x.shape), short.strides(x.shape), x.dtype) for x in (call.q, call.k, call.v))
@@ -97,7 +97,7 @@ class Repeat:
         if self.repair is not None:
             *_, band, changes = rest
             seen = self.seen if self.made is None else repairs.band(band)
-            self.repair(repairs.factors(given), spoiled, gradients, self.repaired, seen, changes)
+            self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
         d_bias = self.of_bias(given, scratch, beside[0], beside[1]) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
         if keeps:

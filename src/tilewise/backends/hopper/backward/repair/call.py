@@ -6,7 +6,7 @@ from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
-from tilewise.backends.hopper.operands import Band, Factors, Given, Gradients, RepairScalars, Scratch, Spoiled
+from tilewise.backends.hopper.operands import Band, Given, Gradients, Repaired, RepairScalars, Scratch, Spoiled
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -29,8 +29,8 @@ def repeat(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairSc
     return None if launch is None else (launch, scalars_of(call, config, num_sms))
 
 
-def factors(given: Given) -> Factors:
-    return Factors(given.Q, given.K, given.V, given.dO)
+def repaired(given: Given, gradients: Gradients) -> Repaired:
+    return Repaired(given.Q, given.K, given.V, given.dO, *gradients)
 
 
 def spoiled(scratch: Scratch) -> Spoiled:
@@ -63,9 +63,8 @@ def arguments(config: RepairConfig) -> list:
     statistics = (jit.tensor(Float32, batch, heads_q, rows) for _ in range(2))
     tables = backward_tables.for_repairs(backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks))
     return [
-        Factors(q, k, v, d_o),
+        Repaired(q, k, v, d_o, d_q, d_k, d_v),
         Spoiled(*statistics, jit.tensor(Int32, jit.size(), aligned=False)),
-        Gradients(d_q, d_k, d_v),
         RepairScalars(*(Float32(1.0) for _ in range(4)), *(Int32(0) for _ in range(4))),
         Band(*(Int32(0) for _ in range(6)), tables),
         changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),

@@ -19,7 +19,7 @@ OF_DQ, OF_DK, OF_DV = range(3)
 
 
 class Operands(NamedTuple):
-    """What the kernel reads: operands.Factors, operands.Spoiled, and what changes scores."""
+    """What the kernel reads: of operands.Repaired, operands.Spoiled, and what changes scores."""
 
     Q: cute.Tensor
     K: cute.Tensor

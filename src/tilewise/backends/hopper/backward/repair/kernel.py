@@ -7,7 +7,7 @@ from tilewise.backends.hopper.backward.repair.holes import any_hole, find_holes
 from tilewise.backends.hopper.backward.repair.settle import settle
 from tilewise.backends.hopper.backward.repair.sums import repair
 from tilewise.backends.hopper.backward.tiles import WARP
-from tilewise.backends.hopper.operands import Band, Changes, Factors, Gradients, RepairScalars, Spoiled
+from tilewise.backends.hopper.operands import Band, Changes, Gradients, Repaired, RepairScalars, Spoiled
 from tilewise.sm90.dsl import Constexpr, CUstream, Float32, Int32, SmemAllocator, arch, const_expr, cute, cutlass
 
 THREADS = WARPS * WARP  # of a thread block
@@ -15,12 +15,12 @@ THREADS = WARPS * WARP  # of a thread block
 
 @cute.jit
 def launch(
-    factors: Factors, spoiled: Spoiled, gradients: Gradients, scalars: RepairScalars, band: Band, changes: Changes | None,
-    config: Constexpr[RepairConfig], stream: CUstream,
+    repaired: Repaired, spoiled: Spoiled, scalars: RepairScalars, band: Band, changes: Changes | None, config: Constexpr[RepairConfig],
+    stream: CUstream,
 ):  # fmt: skip
     """Behind the kernels that write the gradients, on their stream."""
-    tensors = Operands(*factors, *spoiled, Changes() if const_expr(changes is None) else changes)
-    kernel(tensors, gradients, scalars, band, config).launch(
+    tensors = Operands(*repaired[:4], *spoiled, Changes() if const_expr(changes is None) else changes)
+    kernel(tensors, Gradients(*repaired[4:]), scalars, band, config).launch(
         grid=(scalars.blocks, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
     )
 
