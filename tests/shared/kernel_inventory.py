@@ -1,7 +1,7 @@
 """Every kernel that the compile gate holds to its rules, by the lists that its tests are parametrised with: what `jit.build` takes, and a name."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.decode import call as decode_call
 from tilewise.backends.hopper.decode import config as decoding
 from tilewise.backends.hopper.forward import call as forward_call
@@ -47,6 +48,12 @@ def of_forward(config) -> Kernel:
 
 def of_backward(config) -> Kernel:
     return Kernel(f"backward {_tile(config)}", gradients.LAUNCH, gradients.arguments, config)
+
+
+def of_repairs(configs: Iterable[backward.Config]) -> list[Kernel]:
+    """The kernels that repair what those of the configurations compute, each once."""
+    found = dict.fromkeys(kernel for each in configs for kernel in repairs.kernels(each))
+    return [Kernel(f"repair {_tile(kernel[2])}", *kernel) for kernel in found]
 
 
 def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
@@ -179,6 +186,28 @@ BACKWARD_CHANGED_TOO = [
 MOST_WITH_TABLES = ((256, 256), "runs", BACKWARD_CHANGES[-1])
 OF_FEW_KEYS_TOO = [case for case in _OF_ALL_SHAPES if few_keys(*case) != many_keys(*case) and case != MOST_WITH_TABLES]
 
+
+def shipped_backward() -> Iterator[backward.Config]:
+    """Of what `make test` holds to the rules."""
+    yield from (many_keys(*shape, {}) for shape in SHAPES)
+    yield from (few_keys(*shape, {}, dtype) for shape in FEW for dtype in DTYPES)
+    yield from (of_length(*case) for case in LONG + OF_SMALLER_HEADS)
+    yield from (heads_apart(*case) for case in APART)
+    yield from (many_keys(*case) for case in BACKWARD_CHANGED)
+    yield few_keys(*MOST_WITH_TABLES)
+
+
+def shipped_backward_too() -> Iterator[backward.Config]:
+    """Of what `make test-slow` adds."""
+    yield from (of_length(*case) for case in OF_SMALLER_HEADS_TOO)
+    yield from (heads_apart(*case) for case in APART_TOO)
+    yield from (many_keys(*case) for case in BACKWARD_CHANGED_TOO)
+    yield from (few_keys(*case) for case in OF_FEW_KEYS_TOO)
+
+
+REPAIRS = of_repairs(shipped_backward())
+REPAIRS_TOO = [each for each in of_repairs(shipped_backward_too()) if each not in REPAIRS]
+
 # A bias's gradient
 
 SUMS = (True, True, 1, 1), (True, False, 4, 4), (False, True, 2, 2), (False, False, 3, 2)  # rows, whole, chunks, chunks_v
@@ -195,21 +224,15 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()
     yield from itertools.starmap(of_decode, DECODE)
-    yield from (of_backward(many_keys(*shape, {})) for shape in SHAPES)
-    yield from (of_backward(few_keys(*shape, {}, dtype)) for shape in FEW for dtype in DTYPES)
-    yield from (of_backward(of_length(*case)) for case in LONG + OF_SMALLER_HEADS)
-    yield from (of_backward(heads_apart(*case)) for case in APART)
-    yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED)
-    yield of_backward(few_keys(*MOST_WITH_TABLES))
+    yield from map(of_backward, shipped_backward())
+    yield from REPAIRS
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)
 
 
 def slow() -> Iterator[Kernel]:
     """What `make test-slow` adds."""
     yield from (changed_forward(*case) for case in CHANGED_TOO + RUNS)
-    yield from (of_backward(of_length(*case)) for case in OF_SMALLER_HEADS_TOO)
-    yield from (of_backward(heads_apart(*case)) for case in APART_TOO)
-    yield from (of_backward(many_keys(*case)) for case in BACKWARD_CHANGED_TOO)
-    yield from (of_backward(few_keys(*case)) for case in OF_FEW_KEYS_TOO)
+    yield from map(of_backward, shipped_backward_too())
+    yield from REPAIRS_TOO
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
     yield from itertools.starmap(of_decode, DECODE_TOO)

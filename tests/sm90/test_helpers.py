@@ -15,8 +15,9 @@ import torch
 from tilewise.backends import hopper
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as backward
-from tilewise.masks import Causal, Documents, Full
-from tilewise.problem import Call
+from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.masks import Causal, Documents, Full, PrefixLM
+from tilewise.problem import Call, Dropout
 from tilewise.sm90 import cache, helpers, jit, lock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="helpers are for Linux, as the kernels are")
@@ -223,17 +224,19 @@ def test_what_is_compiled_ahead():
     """Of what gradients may launch, what this call's will: a bias's only where it is wanted, and only one of its kernels."""
     for mask in (Causal(), Documents([0, 100, 512], inner=Causal())):
         call = call_of(mask)
-        (group,) = backward.ahead(call)
-        assert group[0][0] == backward.LAUNCH and sorted(map(str, group)) == sorted(map(str, backward.kernels(call)))
+        group, repair = backward.ahead(call)
+        assert group[0][0] == backward.LAUNCH and repair[0][0] == repairs.LAUNCH
+        assert sorted(map(str, (*group, *repair))) == sorted(map(str, backward.kernels(call)))
+    assert len(backward.ahead(call_of(Full()))) == 1  # nothing is hidden
     assert backward.ahead(replace(call, k=call.k[:, :0], v=call.v[:, :0])) == []
 
 
 def test_a_bias_is_compiled_ahead_where_its_gradient_is_wanted(monkeypatch):
     monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
     bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta")
-    assert len(backward.ahead(call_of(Full(), bias=bias))) == 1
+    assert len(backward.ahead(call_of(Full(), bias=bias))) == 2
     call = call_of(Full(), bias=bias.requires_grad_())
-    _, (kernel,) = backward.ahead(call)
+    *_, (kernel,) = backward.ahead(call)
     assert kernel in backward.kernels(call)
 
 
@@ -243,7 +246,52 @@ def test_a_forward_with_gradients_begins_its_backward(monkeypatch):
     monkeypatch.setattr(hopper.forward, "forward", lambda call: (len(begun),))
     call = call_of(Causal())
     assert hopper.Hopper().forward(replace(call, grad=False)) == (0,)
-    assert hopper.Hopper().forward(call) == (1,) and begun == backward.ahead(call)
+    assert hopper.Hopper().forward(call) == (2,) and begun == backward.ahead(call)
+
+
+ALIKE = """
+import pickle, sys
+from importlib import import_module
+exec(open(sys.argv[1]).read())
+install()
+from tilewise.sm90 import cache, jit
+for launch, arguments, config in pickle.load(sys.stdin.buffer):
+    module, _, function = launch.partition(":")
+    assert hasattr(import_module(module), function) and arguments(config)
+    print(cache.entry(launch, config, jit.arch()))
+import torch
+assert torch.Tensor is Tensor
+"""
+
+
+def test_a_helper_does_without_torch(on, monkeypatch):
+    """All kinds of kernels that are compiled ahead are the same kernels to it."""
+    monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
+    bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta").requires_grad_()
+    calls = call_of(Documents([0, 100, 512], inner=Causal())), call_of(Full(), bias=bias), call_of(PrefixLM(3), dropout=Dropout(0.5, 0, 0))
+    kernels = [kernel for call in calls for group in backward.ahead(call) for kernel in group]
+    assert len({launch for launch, *_ in kernels}) == 4
+    command = [sys.executable, "-c", ALIKE, str(helpers.STANDIN)]
+    found = subprocess.run(command, input=pickle.dumps(kernels), capture_output=True, check=True, timeout=WAIT_S)
+    assert found.stdout.decode().split() == [str(cache.entry(launch, config, jit.arch())) for launch, _, config in kernels]
+
+
+WITH_TORCH = """
+import sys
+exec(open(sys.argv[1]).read())
+Module.__getattr__ = None  # a module of ours asks for more than there is
+install()
+import torch
+from tilewise.sm90 import helpers
+print(torch.ones(2, dtype=torch.int32).sum().item(), helpers.serve.__name__)
+"""
+
+
+def test_where_there_must_be_torch_it_has_torch():
+    found = subprocess.run(
+        [sys.executable, "-c", WITH_TORCH, str(helpers.STANDIN)], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert found.stdout == "2 serve\n"
 
 
 TOGETHER = """
@@ -263,7 +311,9 @@ while not entry.exists() and helper.process.poll() is None and not helper.idle()
     pass
 jit.build = None
 kind = type(jit.compiled(*kernel)).__module__
-print(json.dumps({"kind": kind, "dsl": "cutlass" in sys.modules, "cuda": torch.cuda.is_initialized()}))
+with open(f"/proc/{helper.process.pid}/maps") as maps:
+    loads_torch = "libtorch" in maps.read()
+print(json.dumps({"kind": kind, "dsl": "cutlass" in sys.modules, "cuda": torch.cuda.is_initialized(), "loads_torch": loads_torch}))
 """
 
 
@@ -272,4 +322,4 @@ def test_a_helper_compiles_what_this_process_then_loads(on):
     environment = os.environ | {"TILEWISE_HELPERS": "1"}
     found = subprocess.run([sys.executable, "-c", TOGETHER], capture_output=True, text=True, check=True, env=environment, timeout=WAIT_S)
     said = json.loads(found.stdout)
-    assert said["kind"].startswith("tvm_ffi") and not said["dsl"] and not said["cuda"]
+    assert said["kind"].startswith("tvm_ffi") and not said["dsl"] and not said["cuda"] and not said["loads_torch"]

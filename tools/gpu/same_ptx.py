@@ -1,5 +1,7 @@
 """Whether a change leaves the device code alone: PTX of a sample of all Hopper kernels, names taken out, before the change and after it.
 
+Each kernel is compared by itself, with all those of the other side, so that it may move from one launch to another.
+
 Where the table of kernels.json is up to date before the change, `git diff` of it after kernel_table.py says the same of every kernel.
 
     python tools/gpu/same_ptx.py before.json                # in a checkout of the commit before
@@ -28,6 +30,7 @@ def sample() -> dict[str, tuple]:
     from tilewise.backends.hopper.backward import call as backward_call
     from tilewise.backends.hopper.backward import config as backward
     from tilewise.backends.hopper.backward.bias import call as bias
+    from tilewise.backends.hopper.backward.repair import call as repairs
     from tilewise.backends.hopper.forward import call as forward_call
     from tilewise.backends.hopper.forward import config as forward
     from tilewise.ladder import RUNGS, VARIANTS
@@ -47,6 +50,8 @@ def sample() -> dict[str, tuple]:
             key = f"backward {dims} {sees} {dtype} {sorted(changed)}"
             config = backward.configure(dtype, *dims, sees, (1, 4096)[j], few=i % 4 == 3, **changed)
             found[key] = backward_call.LAUNCH, backward_call.arguments, config
+            for launched in repairs.kernels(config):
+                found[f"repair {dims} {sees} {dtype} {sorted(changed)}"] = launched
     for rows, sees in itertools.product((False, True), ("band", "runs")):
         config = bias.Config(
             dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, sees=sees, rows=rows, whole=True, chunks=2, chunks_v=2
@@ -55,8 +60,8 @@ def sample() -> dict[str, tuple]:
     return found
 
 
-def ptx_of(name: str) -> tuple[str, str]:
-    """The kernel's name, and the digest of its PTX."""
+def ptx_of(name: str) -> tuple[str, list[str]]:
+    """A launch's name, and the digests of its kernels' PTX, in the order of their launches."""
     import tempfile
 
     from tilewise.sm90.jit import build
@@ -65,7 +70,8 @@ def ptx_of(name: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         kernel = build(first, *rest, options) if len(rest) == 2 and not hasattr(first, "compiled") else first.compiled(*rest, options)
-        return name, digest(kernel.__ptx__)
+        _, *kernels = kernel.__ptx__.split(".visible .entry")
+        return name, [*map(digest, kernels)]
 
 
 def main(out: str, before: str | None = None) -> int:
@@ -75,9 +81,17 @@ def main(out: str, before: str | None = None) -> int:
     if before is None:
         return 0
     known = json.loads(Path(before).read_text())
-    differ = [name for name in known.keys() | found.keys() if known.get(name) != found.get(name)]
-    print(f"{len(found) - len(differ)} of {len(found)} kernels have the PTX of {before}", *sorted(differ), sep="\n  differs: ")
-    return bool(differ)
+    (gone, of_before), (new, of_after) = missing(known, found), missing(found, known)
+    print(f"{of_after - len(new)} of {of_after} kernels are among the {of_before} of {before}", *new, sep="\n  new: ")
+    print(f"{len(gone)} of these are none of them", *gone, sep="\n  gone: ")
+    return bool(gone or new)
+
+
+def missing(these: dict[str, list[str]], others: dict[str, list[str]]) -> tuple[list[str], int]:
+    """Which kernels of these none of the others has the PTX of, and how many these are."""
+    known = {ptx for kernels in others.values() for ptx in kernels}
+    absent = [f"{name}, kernel {i}" for name, kernels in sorted(these.items()) for i, ptx in enumerate(kernels) if ptx not in known]
+    return absent, sum(map(len, these.values()))
 
 
 if __name__ == "__main__":

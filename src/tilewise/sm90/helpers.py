@@ -5,8 +5,8 @@ others. They are programs of their own: not forked, as this process has threads 
 script again. They see no GPU. What they compile goes into the cache (cache.py), where `jit.compiled` waits for a kernel that is being made
 (lock.py). So a helper that fails, or is not there, costs nothing: the kernel is compiled where it is needed, and what is wrong with it is said there.
 
-A helper needs seconds until it has imported torch and the DSL, so it waits for more to do for IDLE_S. It ends with this process, or with the thread
-that started it. TILEWISE_HELPERS=0 does without.
+A helper imports the DSL, which takes a second, but not torch (standin.py). It waits for more to do for IDLE_S, and ends with this process, or with
+the thread that started it. TILEWISE_HELPERS=0 does without.
 """
 
 import atexit
@@ -27,7 +27,11 @@ from tilewise.sm90.identity import OFF
 
 IDLE_S = 60.0
 MOST = 4  # helpers of a process, half a gigabyte each
-PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from tilewise.sm90 import helpers; helpers.serve(int(sys.argv[1]))"
+STANDIN = Path(__file__).with_name("standin.py")
+PROGRAM = (
+    f"import sys; sys.path[:] = sys.argv[2:]; exec(open({str(STANDIN)!r}).read()); install(); "
+    "from tilewise.sm90 import helpers; helpers.serve(int(sys.argv[1]))"
+)
 SET_DEATH_SIGNAL = 1  # of prctl
 
 Kernel = tuple  # (launch, arguments, config), as `jit.compiled` takes them

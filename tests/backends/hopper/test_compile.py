@@ -35,6 +35,8 @@ from kernel_inventory import (
     OF_FEW_KEYS_TOO,
     OF_SMALLER_HEADS,
     OF_SMALLER_HEADS_TOO,
+    REPAIRS,
+    REPAIRS_TOO,
     RUNS,
     SEES,
     SHIPPED,
@@ -61,6 +63,7 @@ from tilewise.sm90.jit import why_no_compiler
 MOST_MOVED = 6  # numbers moved to uniform registers ahead of a group of products: stages; each product's descriptor would be many
 WARPGROUP, MOST_REGISTERS, FILE = 128, 255, 65536  # threads; 32-bit registers of a thread, and of a multiprocessor
 COMPILED_ANEW = 3
+THREADS_OF_REPAIR = 256
 NOTHING_SPILLED = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 pytestmark = [
@@ -227,7 +230,7 @@ def check_backward(shipped, inspect):
     """Its kernels, the last launched first; the products of a step stand in the code once for each role."""
     found = inspect(of_backward(shipped))
     alone = shipped.one_block and not shipped.repairs
-    assert len(found.usage) == 3 - alone + shipped.repairs
+    assert len(found.usage) == 3 - alone
     check_nothing_spills(found)
     check_registers(replace(found, usage=[found.usage[-2]]), shipped, kernels=1 + shipped.dq_apart)
     groups, instructions = backward_products(shipped)
@@ -275,6 +278,14 @@ def check_changed(shipped, inspect):
     assert found.counts["gsb0"] == found.counts["ARRIVE"] > 0
     producer, consumer = shipped.registers
     assert producer + shipped.consumers * consumer <= max(usage["REG"] for usage in found.usage) * (1 + shipped.consumers)
+
+
+@pytest.mark.parametrize("kernel", [*REPAIRS, *(pytest.param(each, marks=pytest.mark.slow) for each in REPAIRS_TOO)], ids=kernel_facts.key)
+def test_repair(kernel, inspect):
+    found = inspect(kernel)
+    (usage,) = found.usage
+    check_nothing_spills(found)
+    assert usage["REG"] * THREADS_OF_REPAIR <= FILE
 
 
 @pytest.mark.parametrize("bias", BIASES, ids=str)

@@ -13,6 +13,7 @@ from tilewise.backends.hopper import Hopper, changes
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
+from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
 from tilewise.problem import LEAST_SOFTCAP, Call
@@ -233,13 +234,19 @@ def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
 
 
 def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
-    launched = []
-    monkeypatch.setattr(gradients.jit, "compiled", lambda *_: lambda *given: launched.append(given))
+    calls = []
+    monkeypatch.setattr(gradients.jit, "compiled", lambda launch, *_: lambda *given: calls.append((launch, given)))
     monkeypatch.setattr(plan, "board_of", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     batch = plan.MOST + 21
     q = torch.zeros(batch, 2, 1, 8, dtype=torch.bfloat16)
     gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)
-    assert [given.Q.shape[0] for given, *_ in launched] == [plan.MOST, 21]
+    assert [(launch, given.Q.shape[0]) for launch, (given, *_) in calls] == [
+        (launch, n) for n in (plan.MOST, 21) for launch in (gradients.LAUNCH, repairs.LAUNCH)
+    ]
+    launched = [given for launch, given in calls if launch == gradients.LAUNCH]
+    repaired = [given for launch, given in calls if launch == repairs.LAUNCH]
+    for (given, found, *_), (bundle, *_) in zip(launched, repaired, strict=True):
+        assert all(x is y for x, y in zip(bundle, (given.Q, given.K, given.V, given.dO, *found), strict=True))
     for given, _, _, turns, *_ in launched:
         assert turns.ascending % turns.abreast == 0 and turns.ascending + turns.together == given.Q.shape[0]

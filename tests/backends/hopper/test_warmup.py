@@ -11,6 +11,7 @@ from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import config as decode_config
 from tilewise.backends.hopper.forward import config
@@ -67,14 +68,16 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     cells = [warmup.Cell(*dims, BF16, mask, grad=True) for dims in config.TILES for mask in masks]
     forward, both = (warmup.kernels([cell._replace(grad=grad) for cell in cells]) for grad in (False, True))
     names = {warmup.describe(kernel)[0] for kernel in both}
-    assert set(forward) <= set(both) and names == {"forward", "backward"}
+    assert set(forward) <= set(both) and names == {"forward", "backward", "repair"}
     covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
     ways = itertools.product(covered, ("all", "causal", "interval"), backward_config.lengths())
     few = backward_config.ONE_BLOCK
     ships = {backward_config.configure(BF16, *dims, sees, seqlen, seqlen <= few) for dims, sees, seqlen in ways}
     apart = {plan.heads_apart(each) for each in ships if each.sees in ("causal", "interval") and each.staged and not each.lean}
     assert len(ships) > 3 * len(backward_config.TILES) and len(apart) > 6
-    assert {each.config for each in both} - {each.config for each in forward} == ships | apart
+    repairs = {RepairConfig.of(each) for each in ships if each.repairs}
+    assert {each.config for each in both} - {each.config for each in forward} == ships | apart | repairs
+    assert 2 * len(repairs) < len([each for each in ships if each.repairs])
     monkeypatch.setattr(gradients, "why_not", lambda problem: ["it has no backward pass for that"])
     assert warmup.kernels(cells) == forward
 

@@ -179,7 +179,9 @@ class Warp(Copies, Products):
         return np.full(len(LANES), sum(1 << lane for lane in lanes_of(p if m is None else p & m)), u4)
 
     def reduce(self, x, m, how):
-        return np.full(len(LANES), {"max": np.max, "min": np.min, "add": np.sum}[how](x if m is None else x[m]), x.dtype)
+        return np.full(
+            len(LANES), {"max": np.max, "min": np.min, "add": np.sum, "or": np.bitwise_or.reduce}[how](x if m is None else x[m]), x.dtype
+        )
 
     def elect(self, m):
         leader = lanes_of(m)[0]

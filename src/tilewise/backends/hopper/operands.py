@@ -173,6 +173,39 @@ class Scalars(NamedTuple):
     last_k: int  # likewise keys
 
 
+class Repaired(NamedTuple):
+    """Gradients that repairs look at, behind what they are of."""
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    dO: Tensor
+    dQ: Tensor
+    dK: Tensor
+    dV: Tensor
+
+
+class Spoiled(NamedTuple):
+    """What repairs read of Scratch."""
+
+    lse: Tensor
+    minus_delta: Tensor
+    spoiled: Tensor
+
+
+class RepairScalars(NamedTuple):
+    """Numbers of repairs."""
+
+    scale: float  # from sums of dQ and dK to gradients
+    scale_log2: float
+    enlarged: float  # what P is multiplied by before it is rounded
+    of_dV: float  # from sums of dV to gradients
+    looks: int  # whether it may be looked for hidden numbers (Config.looks)
+    of_queries: int  # in how many parts of their columns dQ, and dK and dV, are repaired
+    of_keys: int
+    blocks: int  # thread blocks
+
+
 class BiasTensors(NamedTuple):
     """Of a bias's gradient: (batch, seqlen, heads, head_dim), but for what says otherwise."""
 

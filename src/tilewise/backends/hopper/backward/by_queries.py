@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import Scales, Tensors
-from tilewise.backends.hopper.backward.repair.entries import report_queries
+from tilewise.backends.hopper.backward.repair.reports import report_queries
 from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.backends.hopper.backward.tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed

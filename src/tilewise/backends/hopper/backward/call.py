@@ -13,6 +13,7 @@ from tilewise.backends.hopper.backward import plan as planning
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
+from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.backward.repeat import Repeat
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, Scalars, Scratch, Turns
 from tilewise.backends.hopper.short import REPEAT_BYTES
@@ -80,7 +81,9 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
 
 
 def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes: the launch function of all three kernels, that of what finds out what packed documents see, and a bias's."""
+    """What `jit.compiled` takes: the launch functions of what finds out what packed documents see, of repairs, of the three main kernels, and a
+    bias's.
+    """
     return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
@@ -88,17 +91,22 @@ def ahead(call: Call) -> list[list[tuple]]:
     """Of `kernels`, those that the gradients of this call are likely to launch: groups that may be compiled side by side."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return []
-    *tables, main = _kernels(call)
-    groups = [[main, *tables]]  # what takes long, first
+    config = planning.config_of(call)
+    groups = [[(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
         groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
-    return groups
+    return [*filter(None, groups)]
 
 
 def _kernels(call: Call) -> list[tuple]:
     """All but a bias's."""
     config = planning.config_of(call)
-    return [*([backward_tables.kernel(config)] if config.sees == "rows" else []), (LAUNCH, arguments, config)]
+    return [*_tables(config), *repairs.kernels(config), (LAUNCH, arguments, config)]
+
+
+def _tables(config: Config) -> list[tuple]:
+    """Of what finds out what packed documents see."""
+    return [backward_tables.kernel(config)] if config.sees == "rows" else []
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -128,13 +136,19 @@ def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gra
     made = (None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch)
     scratch = Scratch(*made, partial=place_of_parts(config, plan.parts, gradients.dQ))
     changed, tables, scalars = changes.changes(call, config), backward_tables.of_call(call, config), scalars_of(call, plan, has_d_lse)
+    repair = repairs.compiled(config)  # before the other one, which a helper may be compiling
     compute = jit.compiled(LAUNCH, arguments, config)
     for part, turns in plan.turns:
         bundles = given, gradients, scratch, changed, tables
         if len(plan.turns) > 1:
             bundles = *(_of_batch(bundle, part) for bundle in bundles[:4]), backward_tables.of_batch(tables, part)
         *tensors, of_part, of_tables = bundles
-        compute(*tensors, turns, scalars, Band(*plan.band, of_tables), changes.or_none(of_part))
+        seen, changed_or_none = Band(*plan.band, of_tables), changes.or_none(of_part)
+        compute(*tensors, turns, scalars, seen, changed_or_none)
+        if repair is not None:
+            of_given, of_gradients, of_scratch = tensors
+            bundles = repairs.repaired(of_given, of_gradients), repairs.spoiled(of_scratch)
+            repair(*bundles, repairs.scalars_of(call, config, turns.num_sms), repairs.band(seen), changed_or_none)
     return scratch.lse, scratch.minus_delta
 
 
@@ -161,8 +175,9 @@ def repeat(call: Call) -> Repeat | None:
     if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
         return None
     partial = functools.partial(place_of_parts, config, plan.parts) if config.shares or config.heads_apart else None
+    repair = repairs.repeat(call, config, board.num_sms)
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
-    again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars)
+    again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
     changed = changes.changes(call, config)
     if call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
         rest = Band(*plan.band, tables), changes.or_none(changed)

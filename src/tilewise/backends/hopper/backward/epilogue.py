@@ -6,7 +6,7 @@ from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import Block
 from tilewise.backends.hopper.backward.parts import Tensors
-from tilewise.backends.hopper.backward.repair.entries import report_keys
+from tilewise.backends.hopper.backward.repair.reports import report_keys
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, Barrier, Mma, Smem, box_columns, layouts_of, shares_of, thread_of
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, Int64, arch, const_expr, cpasync, cute, range_constexpr, warp, warpgroup

@@ -28,7 +28,6 @@ from tilewise.backends.hopper.backward.order import (
     walk_of,
 )
 from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
-from tilewise.backends.hopper.backward.repair import kernel as repair
 from tilewise.backends.hopper.backward.repair.pieces import pieces_of
 from tilewise.backends.hopper.backward.seen import FIELDS, abreast, next_in, tile_at, walk_of_head, walks_of
 from tilewise.backends.hopper.backward.shares import lent, partials_of, partials_of_group
@@ -141,10 +140,6 @@ def launch(
             min_blocks_per_mp=config.least_blocks,
             stream=stream,
             use_pdl=True,
-        )
-    if const_expr(config.repairs):
-        repair.kernel(tensors, mdQ, mdK, mdV, band, scale, scale_log2, config).launch(
-            grid=(turns.num_sms, 1, 1), block=(repair.THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.order import is_visited
 from tilewise.backends.hopper.backward.repair.elements import is_finite
-from tilewise.backends.hopper.backward.repair.entries import report_queries
+from tilewise.backends.hopper.backward.repair.reports import report_queries
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, Mma, Pipes, Smem, place_of_sum
 from tilewise.backends.hopper.operands import Band, Changes
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.operands import Given, Gradients, Scratch
+from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import Call
 from tilewise.sm90.jit import aligned, readable, rows
@@ -32,19 +33,25 @@ class Repeat:
         scalars: Callable[[bool], tuple],
         rest: tuple,
         *,
+        repair: tuple[Callable, RepairScalars] | None = None,
         made: Callable[..., tuple] | None = None,
         of_bias: Callable | None = None,
         of_sink: Callable | None = None,
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
-        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial. made: what makes `rest` of the call's other tensors
-        (`repeats.Beside`), where there are any. of_bias(Given, Scratch, bias, slopes, rng) gives dBias, of_sink(sink, Scratch) dSink.
+        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial. repair: the launch that follows, and its numbers. made: what makes
+        `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch, bias, slopes, rng) gives dBias,
+        of_sink(sink, Scratch) dSink.
         """
         self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
         self.turns, self.scalars = short.as_operand(turns, on_gpu), tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True))
         self.rest = tuple(each if each is None else short.as_operand(each, on_gpu) for each in rest)
+        self.repair, self.numbers = None, None
+        if repair is not None:
+            self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
+            self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
         self.gradients = tuple((tuple(x.shape), short.strides(x.shape), x.dtype) for x in (call.q, call.k, call.v))
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in scratch)
@@ -78,7 +85,7 @@ class Repeat:
         keeps = self.keeps and not captures  # a graph may be replayed on any stream
         stream = short.current_stream(self.device) if keeps else None
         kept = self.kept.pop(stream, None) if keeps else None
-        scratch, operand = kept or self._scratch(d_q, keeps)
+        scratch, operand, spoiled = kept = kept or self._scratch(d_q, keeps)
         rest = self.rest if self.made is None else self.made(*beside)
         rest = self.turns, self.scalars[d_lse is not None], *rest
         given = Given(q, k, v, o, lse, d_o, lse if d_lse is None else rows(d_lse))
@@ -87,14 +94,19 @@ class Repeat:
         except ValueError:  # where one does not begin at a multiple of 16 bytes: the kernel's function looks, before it launches anything
             given = Given(aligned(q), aligned(k), aligned(v), aligned(o), lse, aligned(d_o), given.dL)
             self.kernel(given, gradients, operand, *rest)
+        if self.repair is not None:
+            *_, band, changes = rest
+            seen = self.seen if self.made is None else repairs.band(band)
+            self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
         d_bias = self.of_bias(given, scratch, beside[0], beside[1], beside[3]) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
         if keeps:
-            self.kept[stream] = scratch, operand
+            self.kept[stream] = kept
         return d_q, d_k, d_v, d_bias, d_sink
 
-    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object]:
-        """As torch has it, and as the kernel takes it."""
+    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
+        """As torch has it, and as the kernel takes it; and what repairs take of it."""
         made = (None if each is None else self.empty(*each) for each in self.scratch)
         scratch = Scratch(*made, partial=None if self.partial is None else self.partial(d_q))
-        return scratch, short.as_operand(scratch, d_q.is_cuda) if keeps else scratch
+        spoiled = None if self.repair is None else repairs.spoiled(scratch)
+        return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))

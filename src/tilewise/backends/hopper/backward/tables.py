@@ -74,6 +74,7 @@ class QueryVisits:
 
 
 OF_KEYS = tuple(name for name in Visits.__dataclass_fields__ if name != "regions")
+OF_REPAIRS = "keys", "queries", "visits", "bands", "bitmaps", "spans", "seeing", "planes"
 OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != "regions")
 
 
@@ -101,6 +102,11 @@ def of_documents(columns: Columns, config) -> KeyTables:
 def of_batch(tables: KeyTables, part: slice) -> KeyTables:
     """The same for some of the batch entries."""
     return tables if tables.planes is None else tables._replace(planes=tables.planes[part])
+
+
+def for_repairs(tables: KeyTables) -> KeyTables:
+    """What repairs read of them."""
+    return KeyTables(**{name: getattr(tables, name) for name in OF_REPAIRS})
 
 
 def stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> KeyTables:

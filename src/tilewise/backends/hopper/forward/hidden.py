@@ -240,11 +240,27 @@ def mark_tiles(marks: cute.Tensor, first: Int32, last: Int32, tiles: Int32, run:
             for j in cutlass.range(n_block * config.tile_n, end, AT_ONCE * keys, unroll=1):
                 numbers.fill(0.0)
                 for t in range_constexpr(AT_ONCE):
-                    key = j + t * keys + arch.lane_idx() // lanes
-                    if key < end and column < unit.V.shape[1]:
-                        cute.autovec_copy(wide(unit.V, key, column), numbers[None, t])
+                    read_key(numbers[None, t], j + t * keys + arch.lane_idx() // lanes, column, end, unit.V)
+                left = Int32(NONE)  # a bit for each read that has something
                 for t in range_constexpr(AT_ONCE):
-                    mark_numbers(marks, numbers[None, t], j + t * keys, end, run, unit, config)
+                    found = Int32(NONE)
+                    for w in range_constexpr(WORDS):
+                        found = found | marks_of(cute.recast_tensor(numbers[None, t], Int32)[w], unit.V.element_type)
+                    left = left | cutlass.select_(found != NONE, Int32(1 << t), Int32(NONE))
+                left = arch.warp_redux_sync(left, "or")
+                while left != NONE:  # read once more, as registers have no numbers
+                    t = WARP - 1 - Int32(arch.clz(left))
+                    left = left & ~(1 << t)
+                    numbers[None, 0].fill(0.0)
+                    read_key(numbers[None, 0], j + t * keys + arch.lane_idx() // lanes, column, end, unit.V)
+                    mark_numbers(marks, numbers[None, 0], j + t * keys, end, run, unit, config)
+
+
+@cute.jit
+def read_key(numbers: cute.Tensor, key: Int32, column: Int32, end: Int32, mV: cute.Tensor):
+    """WIDE numbers of a key before `end`, from a column on, where there are any."""
+    if key < end and column < mV.shape[1]:
+        cute.autovec_copy(wide(mV, key, column), numbers)
 
 
 def wide(mX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
@@ -256,21 +272,14 @@ def wide(mX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
 def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr):
     """numbers: (WIDE,), a lane's of the keys that the warp has read, from `first` on."""
     words, infinity = cute.recast_tensor(numbers, Int32), const_expr(nonfinite(numbers.element_type)[0] & 0xFFFF)
-    found = Int32(NONE)
-    for w in range_constexpr(WORDS):
-        found = found | marks_of(words[w], numbers.element_type)
-    if arch.vote_any_sync(found != NONE):
-        rows, lost = rows_that_see(first, end, run, unit, config)
-        if found != NONE:
-            for i in range_constexpr(WIDE):
-                bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
-                size = bits & 0x7FFF
-                if size >= infinity:
-                    marks[i] = marks[i] | lost | lost << ROWS
-                    if size > infinity or bits == size:
-                        marks[i] = marks[i] | rows
-                    if size > infinity or bits != size:
-                        marks[i] = marks[i] | rows << ROWS
+    rows, lost = rows_that_see(first, end, run, unit, config)
+    for i in range_constexpr(WIDE):
+        bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
+        size = bits & 0x7FFF
+        above = cutlass.select_((size > infinity) | (bits == infinity), rows, Int32(NONE))
+        below = cutlass.select_((size > infinity) | (bits == infinity | 0x8000), rows, Int32(NONE))
+        both = cutlass.select_(size >= infinity, lost, Int32(NONE))
+        marks[i] = marks[i] | both | above | (both | below) << ROWS
 
 
 @cute.jit
@@ -348,9 +357,7 @@ def put(marks: cute.Tensor, unit: Unit, config: Constexpr):
             cute.autovec_copy(place, numbers)
             for c in range_constexpr(WIDE):
                 mine, value = marks[c] >> row, numbers[c].to(Float32)
-                if mine & 1 != NONE:
-                    value += Float32.inf
-                if mine >> ROWS & 1 != NONE:
-                    value -= Float32.inf
+                for sign, bit in ((1.0, mine), (-1.0, mine >> ROWS)):
+                    value = Float32(cutlass.select_(bit & 1 != NONE, value + sign * Float32.inf, value))
                 numbers[c] = value.to(unit.O.element_type)
             cute.autovec_copy(numbers, place)

@@ -38,39 +38,47 @@ def matrix(mX: cute.Tensor, batch: Int32, head: Int32, with_delta: Constexpr[boo
     return Matrix(gX.iterator.toint(), step, Int32(gX.shape[0]), Int32(gX.shape[1]), Boolean(with_delta), address)
 
 
-@cute.jit
 def either(first: Boolean, a: Matrix, b: Matrix) -> Matrix:
     """a if `first`, else b."""
-    return Matrix(*(x if first else y for x, y in zip(a, b, strict=True)))
+    return Matrix(*(type(x)(cutlass.select_(first, x, y)) for x, y in zip(a, b, strict=True)))
 
 
 @cute.jit
-def row_of(row0: Int32, half: Constexpr[int]) -> Int32:
+def row_of(row0: Int32, half: Int32 | int) -> Int32:
     """Row row0 + lane / QUAD, and EIGHT rows more for each half."""
     return row0 + arch.lane_idx() // QUAD + EIGHT * half
 
 
 @cute.jit
-def column_of(column0: Int32, step: Constexpr[int]) -> Int32:
+def column_of(column0: Int32, step: Int32 | int) -> Int32:
     """The first of this lane's EIGHT columns in a step of STEP columns, from column0 on."""
     return column0 + STEP * step + EIGHT * (arch.lane_idx() % QUAD)
 
 
+def address_of(X: Matrix, row: Int32, column: Int32) -> Int64:
+    """Of an element."""
+    return X.address + row * X.step + 2 * column
+
+
+def four(address: Int64) -> cute.Tensor:
+    """EIGHT elements from an address on: (4,) words in global memory."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4))
+
+
 @cute.jit
-def four(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
-    """EIGHT elements of a row, from a column on: (4,) words in global memory."""
-    pointer = cute.make_ptr(Int32, X.address + row * X.step + 2 * column, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(4))
+def words_at(address: Int64, there: Boolean) -> cute.Tensor:
+    """The same elements in registers, (4,) words; zeros if they are not `there`."""
+    words = cute.make_rmem_tensor(4, Int32)
+    words.fill(0)
+    if there:
+        cute.autovec_copy(four(address), words)
+    return words
 
 
 @cute.jit
 def words_of(X: Matrix, row: Int32, column: Int32) -> cute.Tensor:
-    """The same elements in registers, (4,) words: zeros beyond the last column, and elements of the last row beyond it."""
-    words = cute.make_rmem_tensor(4, Int32)
-    words.fill(0)
-    if column < X.columns:
-        cute.autovec_copy(four(X, min(row, X.rows - 1), column), words)
-    return words
+    """EIGHT elements of a row, from a column on, in registers, (4,) words: zeros beyond the last column, and elements of the last row beyond it."""
+    return words_at(address_of(X, min(row, X.rows - 1), column), column < X.columns)
 
 
 @cute.jit
@@ -82,8 +90,7 @@ def bring(X: Matrix, row0: Int32, dim: Constexpr[int]):
     for column0 in range_constexpr(0, dim, 2 * LINE):
         column = column0 + LINE * (arch.lane_idx() % 2)
         if column < X.columns:
-            address = X.address + row * X.step + 2 * column
-            arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+            arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address_of(X, row, column)])
 
 
 def not_finite(word: Int32, dtype: Constexpr) -> Int32:
@@ -125,7 +132,7 @@ def of_word(word: Int32, i: Constexpr[int], dtype: Constexpr) -> Float32:
 
 def either_number(first: Boolean, a: float | Float32, b: float | Float32) -> Float32:
     """a if `first`, else b, both computed. A conditional expression of Python's takes the compiler ten times as long."""
-    return cutlass.select_(first, Float32(a), Float32(b))
+    return Float32(cutlass.select_(first, Float32(a), Float32(b)))
 
 
 def sign_of(x: Float32) -> Float32:

@@ -1,22 +1,34 @@
-"""The list of parts of gradients that are not finite: reports by the kernels that write them; rows and operands of an entry.
+"""Rows and operands of an entry of the list (reports.py).
 
-An entry is ROWS rows of a gradient and a part of its columns (Config.repaired_parts). Its number is 0 or above for a part of both dK and dV, below
-0 for a part of dQ. An entry's own rows are those of the gradient; its others are the keys that its queries see, or the queries that see its keys.
+An entry's own rows are those of the gradient; its others are the keys that its queries see, or the queries that see its keys.
 """
 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward import scores as changed
-from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import Matrix, either, matrix, row_of
 from tilewise.backends.hopper.backward.repair.pieces import looked_at, pieces_of
+from tilewise.backends.hopper.backward.repair.reports import ROWS
 from tilewise.backends.hopper.backward.seen import keys_of, queries_of
-from tilewise.backends.hopper.operands import Band, Changes
+from tilewise.backends.hopper.operands import Band, Changes, Gradients, RepairScalars
 from tilewise.sm90.dsl import Constexpr, Int32, arch, cute, range_constexpr
 
 WARPS = 8  # of a thread block of the kernel
-ROWS = 16  # of an entry; others that a warp multiplies at a time
 OF_DQ, OF_DK, OF_DV = range(3)
+
+
+class Operands(NamedTuple):
+    """What the kernel reads: of operands.Repaired, operands.Spoiled, and what changes scores."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    dO: cute.Tensor
+    lse: cute.Tensor
+    minus_delta: cute.Tensor
+    spoiled: cute.Tensor
+    changes: Changes
 
 
 class Entry(NamedTuple):
@@ -48,49 +60,15 @@ class Others(NamedTuple):
 
 
 @cute.jit
-def report_keys(tensors, n0: Int32, part: Int32, head_k: Int32, batch: Int32, config: Constexpr[Config]):
-    """Append an entry to the list, by a warp: a part of the columns of dK or dV, of the ROWS keys from n0 on, is not finite. Its number is 0 or
-    above.
-    """
-    if n0 < tensors.K.shape[1]:
-        report(tensors.spoiled, number_of(tensors.K, n0, part, head_k, batch, config.repaired_parts[1]))
-
-
-@cute.jit
-def report_queries(tensors, row0: Int32, part: Int32, head: Int32, batch: Int32, config: Constexpr[Config]):
-    """Likewise for dQ of the ROWS queries from row0 on. The entry's number is below 0."""
-    if row0 < tensors.Q.shape[1]:
-        report(tensors.spoiled, -1 - number_of(tensors.Q, row0, part, head, batch, config.repaired_parts[0]))
-
-
-@cute.jit
-def report(spoiled: cute.Tensor, number: Int32):
-    """Append a number to the list. spoiled: (1 + .,) int32, the count of entries, then their numbers."""
-    if arch.lane_idx() == 0:
-        place = arch.inline_ptx(
-            "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[spoiled.iterator.toint()]
-        )
-        spoiled[1 + place] = number
-
-
-@cute.jit
-def number_of(mX: cute.Tensor, row0: Int32, part: Int32, head: Int32, batch: Int32, parts: Constexpr[int]) -> Int32:
-    """The number of an entry: batch, head, group of ROWS rows, part, the last fastest. mX: (batch, seqlen, heads, head_dim)."""
-    return ((batch * mX.shape[2] + head) * cute.ceil_div(mX.shape[1], ROWS) + row0 // ROWS) * parts + part
-
-
-@cute.jit
-def entry_of(tensors, gradients: tuple, number: Int32, turn: Int32, band: Band, config: Constexpr[Config]) -> Entry:
-    """A gradient of the entry of a number: dK in turn 0 and dV in turn 1; or dQ in turn 0, and none (`of` below 0) in turn 1.
-
-    gradients: dQ, dK and dV, (batch, seqlen, heads, head_dim).
-    """
+def entry_of(
+    tensors: Operands, gradients: Gradients, number: Int32, turn: Int32, band: Band, scalars: RepairScalars, config: Constexpr[RepairConfig]
+) -> Entry:  # fmt: skip
+    """A gradient of the entry of a number: dK in turn 0 and dV in turn 1; or dQ in turn 0, and none (`of` below 0) in turn 1."""
     mdQ, mdK, mdV = gradients
     by_keys = number >= 0
     seqlen_q, seqlen_k, heads_q, heads_k = tensors.Q.shape[1], tensors.K.shape[1], tensors.Q.shape[2], tensors.K.shape[2]
     number = number if by_keys else -1 - number
-    of_queries, of_keys = config.repaired_parts
-    parts = Int32(of_keys) if by_keys else Int32(of_queries)
+    parts = scalars.of_keys if by_keys else scalars.of_queries
     groups = cute.ceil_div(seqlen_k if by_keys else seqlen_q, ROWS)
     heads = heads_k if by_keys else heads_q
     group, part = number // parts, number % parts
@@ -99,9 +77,7 @@ def entry_of(tensors, gradients: tuple, number: Int32, turn: Int32, band: Band, 
     gX = matrix(mdQ, batch, head if not by_keys else 0)
     if by_keys:
         gX = either(turn == 0, matrix(mdK, batch, head), matrix(mdV, batch, head))
-    width = Int32(config.head_dim // of_queries)
-    if by_keys:
-        width = Int32(config.head_dim // of_keys) if turn == 0 else Int32(config.head_dim_v // of_keys)
+    width = (Int32(config.head_dim_v) if by_keys and turn == 1 else Int32(config.head_dim)) // parts
     begin, end = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
     for half in range_constexpr(2):
         row = row_of(row0, half)
@@ -115,13 +91,13 @@ def entry_of(tensors, gradients: tuple, number: Int32, turn: Int32, band: Band, 
 
 
 @cute.jit
-def heads_of(entry: Entry, tensors) -> Int32:
+def heads_of(entry: Entry, tensors: Operands) -> Int32:
     """Query heads that the sums of an entry go over: 1 for dQ, the group for dK and dV."""
     return Int32(1) if entry.of == OF_DQ else tensors.Q.shape[2] // tensors.K.shape[2]
 
 
 @cute.jit
-def others_of(entry: Entry, g: Int32, tensors) -> Others:
+def others_of(entry: Entry, g: Int32, tensors: Operands) -> Others:
     """Operands of the sums of an entry, for query head g of `heads_of`."""
     group, by_keys, batch = tensors.Q.shape[2] // tensors.K.shape[2], entry.of != OF_DQ, entry.batch
     head = entry.head * group + g if by_keys else entry.head

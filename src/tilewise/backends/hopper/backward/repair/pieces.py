@@ -1,6 +1,7 @@
 """Pieces: whether PIECE rows of Q, K, V or dO hold large elements, found once and remembered at the end of the list."""
 
-from tilewise.backends.hopper.backward.config import PIECE, Config
+from tilewise.backends.hopper.backward.config import PIECE
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, STEP, Matrix, column_of, is_finite, row_of, too_large, words_of
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.changes import dsl
@@ -29,7 +30,7 @@ def known_of(X: Matrix, piece: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def all_small(X: Matrix, begin: Int32, end: Int32, minus_delta: cute.Tensor, config: Constexpr[Config]) -> Boolean:
+def all_small(X: Matrix, begin: Int32, end: Int32, minus_delta: cute.Tensor, config: Constexpr[RepairConfig]) -> Boolean:
     """Whether all pieces with rows in [begin, end) are SMALL, by a warp, which scans pieces of UNKNOWN state.
 
     minus_delta: (rows of whole tiles,) fp32 of the queries.
@@ -51,7 +52,7 @@ def all_small(X: Matrix, begin: Int32, end: Int32, minus_delta: cute.Tensor, con
 
 
 @cute.jit
-def look(X: Matrix, piece: Int32, minus_delta: cute.Tensor, config: Constexpr[Config]) -> Boolean:
+def look(X: Matrix, piece: Int32, minus_delta: cute.Tensor, config: Constexpr[RepairConfig]) -> Boolean:
     """Whether a piece is small, by a warp: the product of any two such rows is finite in fp32, and for dO the deltas are finite too. The state is
     written; warps that scan a piece at the same time find the same.
     """

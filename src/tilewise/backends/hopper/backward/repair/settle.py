@@ -4,10 +4,21 @@ Three tests close most holes. No hidden element in reach is large (`hides_nothin
 NaN, or infinities of both signs, in a column (`settle_signs`). Holes that stay open are left to sums.py.
 """
 
-from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, column_of, either, is_nan, row_of, words_of
-from tilewise.backends.hopper.backward.repair.entries import OF_DK, OF_DQ, OF_DV, ROWS, Entry, Others, heads_of, others_of, ranges_of
-from tilewise.backends.hopper.backward.repair.holes import any_hole, close_row, nan_bits
+from tilewise.backends.hopper.backward.repair.entries import (
+    OF_DK,
+    OF_DQ,
+    OF_DV,
+    ROWS,
+    Entry,
+    Operands,
+    Others,
+    heads_of,
+    others_of,
+    ranges_of,
+)
+from tilewise.backends.hopper.backward.repair.holes import any_hole, bit, keep, nan_bits
 from tilewise.backends.hopper.backward.repair.pieces import all_small
 from tilewise.backends.hopper.backward.seen import keys_of, queries_of, sees_any, shows
 from tilewise.backends.hopper.backward.tiles import WARP
@@ -18,34 +29,33 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 TILE = 128  # rows of the largest tile of the earlier kernels
 SIGNS = 16  # groups of ROWS queries in which `settle_signs` looks for infinities of both signs
 NONE = -1  # no query
+OF_ROW = 0xFF  # bits of a row in a word of holes
 
 
 @cute.jit
-def settle(entry: Entry, holes: cute.Tensor, tensors, band: Band, config: Constexpr[Config]):
+def settle(entry: Entry, holes: cute.Tensor, tensors: Operands, band: Band, looks: Int32, config: Constexpr[RepairConfig]):
     """Close holes that are NaN by right, as far as hidden elements and statistics show it, by a warp: all holes if `hides_nothing`; dQ of a query
     that sees any key and has a NaN log-sum-exp or delta; dK and dV by `settle_keys`.
     """
-    if const_expr(config.looks):  # noqa: SIM102
-        if any_hole(holes):  # noqa: SIM102
+    if const_expr(config.may_look):  # noqa: SIM102
+        if looks != 0 and any_hole(holes):  # noqa: SIM102
             if hides_nothing(entry, tensors, band, config):
-                holes.fill(0)
+                keep(holes, Int32(0))
     if any_hole(holes):
         for g in cutlass.range(heads_of(entry, tensors), unroll=1):
             at = others_of(entry, g, tensors)
             if entry.of == OF_DQ:
-                for half in range_constexpr(2):
+                for half in cutlass.range(2, unroll=1):
                     row = row_of(entry.row0, half)
-                    if row < entry.gX.rows:
-                        lost = is_nan(at.lse[row]) or is_nan(at.minus_delta[row])
-                        if lost:  # noqa: SIM102
-                            if sees_any(row, at.which.head, at.which.batch, band, config):
-                                close_row(holes, half)
+                    if row < entry.gX.rows and (is_nan(at.lse[row]) | is_nan(at.minus_delta[row])):  # noqa: SIM102
+                        if sees_any(row, at.which.head, at.which.batch, band, config):
+                            keep(holes, OF_ROW << EIGHT * (1 - half))
             else:
-                settle_keys(entry, at, holes, band, config)
+                settle_keys(entry, at, holes, band, looks, config)
 
 
 @cute.jit
-def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) -> Boolean:
+def hides_nothing(entry: Entry, tensors: Operands, band: Band, config: Constexpr[RepairConfig]) -> Boolean:
     """Whether all hidden elements in reach of the entry's rows are small, by a warp: then each NaN is NaN by right. A product of tiles reaches
     the tiles that blocks of rows visit; tiles and blocks have at most TILE rows each.
     """
@@ -76,7 +86,7 @@ def hides_nothing(entry: Entry, tensors, band: Band, config: Constexpr[Config]) 
 
 
 @cute.jit
-def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config: Constexpr[Config]):
+def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, looks: Int32, config: Constexpr[RepairConfig]):
     """Close dK of the keys that a query of NaN statistics sees, and their dV in the columns where the query's dO is NaN. If the log-sum-exp is
     NaN, so are P and all columns of dV. Three such queries are tried: the last one that sees all ROWS keys, and the last and first that see any.
     """
@@ -87,22 +97,22 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, config
             query = lost_query(at, common_begin if i == 0 else begin, common_end if i == 0 else end, i < 2)
         if query >= 0:
             everywhere = entry.of == OF_DK or is_nan(at.lse[query])
+            rows = Int32(0)  # bits of the rows that the query is seen by
             for half in range_constexpr(2):
-                sees = query >= entry.begin[half] and query < entry.end[half]
+                sees = (query >= entry.begin[half]) & (query < entry.end[half])
                 if const_expr(config.sees == "runs"):  # noqa: SIM102
                     if sees:
                         sees = shows(query, row_of(entry.row0, half), at.which.head, at.which.batch, band, config)
                 if const_expr(config.bias is not None):
-                    sees = sees and at.lse[query] != Float32.inf
-                if sees:
-                    if everywhere:
-                        close_row(holes, half)
-                    else:
-                        for step in range_constexpr(cute.size(holes)):
-                            found = nan_bits(at.other_dP, query, column_of(entry.column0, step), config)
-                            holes[step] &= ~(found << EIGHT * half)
-    if const_expr(config.looks):  # noqa: SIM102
-        if entry.of == OF_DV:
+                    sees = sees & (at.lse[query] != Float32.inf)
+                rows |= bit(sees, EIGHT * half)
+            for step in cutlass.range(cute.size(holes), unroll=1):
+                found = Int32(OF_ROW)
+                if not everywhere:
+                    found = nan_bits(at.other_dP, query, column_of(entry.column0, step), config)
+                holes[step] = holes[step] & ~(found * rows)
+    if const_expr(config.may_look):  # noqa: SIM102
+        if looks != 0 and entry.of == OF_DV:
             settle_signs(entry, at, common_begin, common_end, holes, config)
 
 
@@ -135,29 +145,24 @@ def lost_query(at: Others, begin: Int32, end: Int32, last: Boolean) -> Int32:
 
 
 @cute.jit
-def settle_signs(entry: Entry, at: Others, begin: Int32, end: Int32, holes: cute.Tensor, config: Constexpr[Config]):
+def settle_signs(entry: Entry, at: Others, begin: Int32, end: Int32, holes: cute.Tensor, config: Constexpr[RepairConfig]):
     """Close the columns of dV in which dO has NaN, or both inf and -inf, at queries in [begin, end). Each of these queries sees all keys that any
     query sees. Every P gives NaN there, as P is never negative.
     """
-    dtype, found = dsl(config.dtype), cute.make_rmem_tensor(cute.size(holes), Int32)  # EIGHT bits for inf, EIGHT for -inf
-    found.fill(0)
-    turns = Int32(SIGNS)
-    while turns > 0 and begin < end and any_hole(holes):
-        turns -= 1
-        end -= ROWS
-        for step in range_constexpr(cute.size(holes)):
-            for half in range_constexpr(2):
-                words = words_of(at.other_dP, max(row_of(end, half), begin), column_of(entry.column0, step))
-                numbers = cute.recast_tensor(words, dtype)
+    own = Int32(0)
+    for half in range_constexpr(2):
+        own |= bit(entry.begin[half] < entry.end[half], EIGHT * half)
+    for step in cutlass.range(cute.size(holes), unroll=1):
+        column, found, last, turns = column_of(entry.column0, step), Int32(0), end, Int32(SIGNS)  # EIGHT bits for inf, EIGHT for -inf
+        while turns > 0 and begin < last and arch.vote_any_sync(holes[step] != 0):
+            turns -= 1
+            last -= ROWS
+            for half in cutlass.range(2, unroll=1):
+                words = words_of(at.other_dP, max(row_of(last, half), begin), column)
+                numbers = cute.recast_tensor(words, dsl(config.dtype))
                 for x in range_constexpr(EIGHT):
                     number = numbers[x].to(Float32)
-                    if not number < Float32.inf:
-                        found[step] |= 1 << x
-                    if not number > -Float32.inf:
-                        found[step] |= 1 << (EIGHT + x)
+                    found |= bit(~(number < Float32.inf), x) | bit(~(number > -Float32.inf), EIGHT + x)
             for apart in (4, 8, 16):
-                found[step] |= arch.shuffle_sync_bfly(found[step], apart)
-            both = found[step] & found[step] >> EIGHT & 0xFF
-            for half in range_constexpr(2):
-                if entry.begin[half] < entry.end[half]:
-                    holes[step] &= ~(both << EIGHT * half)
+                found |= arch.shuffle_sync_bfly(found, apart)
+            holes[step] = holes[step] & ~((found & found >> EIGHT & OF_ROW) * own)

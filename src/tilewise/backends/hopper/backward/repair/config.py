@@ -1,0 +1,47 @@
+"""What a kernel of repair depends on: less than the kernels whose gradients it repairs, so that those of many lengths and tiles share one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairConfig(ScoreChanges):
+    """With the launch function, the identity of a compiled kernel."""
+
+    dtype: torch.dtype
+    head_dim: int  # of the tile; the tensors' may be smaller
+    head_dim_v: int
+    sees: Literal["band", "rows", "runs"]  # one band, or as Config has it
+    columns: int  # of an entry, at most
+    tile_m: int = 0  # queries and keys of the tiles that tables are of; where it sees "runs"
+    tile_n: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> "RepairConfig":
+        """For gradients that kernels of that configuration compute."""
+        changes = {name: getattr(config, name) for name in ScoreChanges.__dataclass_fields__}
+        tiles = {"tile_m": config.tile_m, "tile_n": config.tile_n} if config.sees == "runs" else {}
+        return cls(
+            dtype=config.dtype,
+            head_dim=config.head_dim,
+            head_dim_v=config.head_dim_v,
+            sees=config.sees if config.sees in ("rows", "runs") else "band",
+            columns=config.repaired_columns,
+            **tiles,
+            **changes,
+        )
+
+    @property
+    def dq_apart(self) -> bool:
+        """Whether tables of the queries' visits are read."""
+        return False
+
+    @property
+    def may_look(self) -> bool:
+        """Whether it may be known which hidden numbers have made a row NaN (Config.looks)."""
+        return self.sees != "runs" and self.bias is None
