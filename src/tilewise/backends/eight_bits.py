@@ -116,7 +116,7 @@ def quantised(x: Tensor, dtype: torch.dtype, per: str, of_finite: bool = False) 
     tokens = x.shape[1]
     largest = _largest(x, (3,) if per in ("token", "tile") else (1, 3)).transpose(1, 2)[..., 0]  # (batch, heads, tokens or 1)
     if per == "tile":
-        largest = torch.nn.functional.pad(largest, (0, -tokens % TILE)).unflatten(2, (-1, TILE)).amax(3)
+        largest = _tiles(largest).amax(3)
     elif per == "tensor":
         largest = torch.nn.functional.pad(largest.flatten(), (0, 1)).amax()
     elif per == "head":
@@ -165,8 +165,8 @@ def rotated(x: Tensor) -> Tensor:
     x = torch.nn.functional.pad(x * signs(dim, x.device), (0, width - dim))
     reach = 1
     while reach < width:
-        a, b = x.unflatten(-1, (-1, 2, reach)).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        a, b = x.reshape(*x.shape[:-1], width // (2 * reach), 2, reach).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).reshape(x.shape)
         reach *= 2
     return x
 
@@ -212,8 +212,14 @@ def _to_tokens(scale: Tensor) -> Tensor:
     return scale.transpose(1, 2)[..., None]
 
 
+def _tiles(x: Tensor) -> Tensor:
+    """(batch, heads, tokens) as (batch, heads, tiles, TILE), with zeros behind the last token."""
+    number = -(-x.shape[2] // TILE)
+    return torch.nn.functional.pad(x, (0, number * TILE - x.shape[2])).reshape(*x.shape[:2], number, TILE)
+
+
 def _any(bad: Tensor, per: str) -> Tensor:
     """Whether any of bad (batch, heads, tokens) is in the group of a scale."""
     if per == "tile":
-        return torch.nn.functional.pad(bad, (0, -bad.shape[2] % TILE)).unflatten(2, (-1, TILE)).any(3)
+        return _tiles(bad).any(3)
     return bad if per == "token" else bad.any(2) if per == "head" else bad.any()
