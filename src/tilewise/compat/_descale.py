@@ -9,7 +9,7 @@ from tilewise.errors import EIGHT_BITS, ShapeError, UnsupportedError, check_size
 def scales(
     q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, qv: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """q_scale, k_scale and v_scale of `api.attention` and `api.attention_varlen`, of those descales (batch, heads_k) that are given."""
+    """q_scale, k_scale and v_scale of `api.attention` and `attention_varlen`, of those descales (batch, heads_k) that are given."""
     given = {"q_scale": q_descale, "k_scale": k_descale, "v_scale": v_descale}
     found = {name: x for name, x in given.items() if x is not None}
     for name, x in found.items():
