@@ -80,9 +80,11 @@ def attention(
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
-    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
+    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None, None)
     usual = return_max_logits is False and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        if known.draws:
+            beside = bias, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), None, None
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
@@ -165,9 +167,11 @@ def attention_varlen(
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
     options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
-    tensors, beside = (q, k, v), (None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
+    tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        if known.draws:
+            beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v, packed=True)
@@ -278,7 +282,7 @@ def operands(
         alibi_slopes=alibi_slopes,
         sink=sink,
         diagonal=None,
-        rng=_random_state(seed, offset) if dropout_p > 0.0 else None,
+        rng=operator.random_state(seed, offset) if dropout_p > 0.0 else None,
         mask=mask.text(mask_tensors),
         mask_tensors=mask_tensors,
         scale=None if scale is None else float(scale),
@@ -362,19 +366,6 @@ def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
     if mask is None:
         return Causal() if causal else Full()
     return mask & Causal() if causal else mask
-
-
-def _random_state(seed: int | None, offset: int) -> Tensor:
-    """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
-    for name, x, bits, otherwise in (
-        ("dropout_seed", 0 if seed is None else seed, 63, ", or None to draw one"),
-        ("dropout_offset", offset, 32, ""),
-    ):
-        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits:
-            raise ValueError(f"{name} must be an integer in [0, 2**{bits}){otherwise}, got {x!r}")
-    new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
-    drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
-    return torch.cat((drawn, torch.tensor([offset], **new)))
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -24,6 +24,10 @@ class Dropout(NamedTuple):
     seed: int
     offset: int
 
+    def drawn_by(self, rng: Tensor) -> "Dropout":
+        """With the random state of another call, (2,) int64 on the CPU: seed and offset."""
+        return Dropout(self.p, *rng.tolist())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

@@ -48,7 +48,7 @@ def arguments_of_draws(config):
 def test_draws_are_those_of_philox(p, seed, offset, batch, head, query, key):
     """In either order of a tile's numbers, and pair by pair."""
     dropout, heads, numbers = Dropout(p, seed, offset), 3, (32, 20)
-    draw = changes.draw(SimpleNamespace(dropout=dropout, heads_q=heads))
+    draw = changes.draw(SimpleNamespace(q=torch.zeros(1, dtype=torch.bfloat16), dropout=dropout, heads_q=heads))
     found = torch.zeros(32, 5, dtype=torch.int32)
     Emulated().compiled("device_functions:launch_draws", arguments_of_draws, numbers)(found, draw, batch, head, query, key)
     given = dropout, torch.tensor([batch]), torch.tensor([head]), query, query + 80, key, key + 128, heads
@@ -58,7 +58,8 @@ def test_draws_are_those_of_philox(p, seed, offset, batch, head, query, key):
     for lane, (*words, pair) in enumerate(found.tolist()):
         first, second = lane // 4, lane % 4 * 2
         for r in range(2):
-            assert [bit(words[r], c) for c in range(32)] == [bool(want[first + 8 * r, second + columns[c]]) for c in range(32)]
+            got = [bit(words[c // 16], 16 * r + c % 16) for c in range(32)]
+            assert got == [bool(want[first + 8 * r, second + columns[c]]) for c in range(32)]
             got = [bit(words[2 + c // 16], 8 * (2 * r + c % 2) + c // 2 % 8) for c in range(20)]
             assert got == [bool(want[second + columns[c], first + 8 * r]) for c in range(20)]
         assert pair == int(want[lane, lane])

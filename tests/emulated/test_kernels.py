@@ -100,6 +100,14 @@ class Recorded(Emulated):
         return grads
 
 
+def test_o_may_lie_with_its_heads_first():
+    call = make(replace(CAUSAL, heads_q=2), 0)
+    o, lse = Emulated().forward(call)
+    out = torch.full_like(o, math.nan).transpose(1, 2).contiguous().transpose(1, 2)
+    got, lse_too = Emulated().forward(replace(call, out=out))
+    assert got is out and torch.equal(got, o) and torch.equal(lse, lse_too)
+
+
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=lambda case: case.id)
 def test_cases(case):
     """Hidden memory poisoned; the same bits whatever the copy engine and the tensor cores do first."""

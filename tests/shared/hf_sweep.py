@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 VOCABULARY, LENGTH, IMAGE, MOST = 61, 24, 32, 100_000_000  # the most weights of a model that counts as small
 CLOSE = 1e-5
 SIZES = (  # and the names of the fields that are set to each
+    (1, "topk_group"),
     (32, "hidden_size d_model n_embd dim embed_dim embedding_size hidden_dim encoder_hidden_size projection_dim decoder_hidden_size"),
     (32, "word_embed_proj_dim"),
     (48, "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner mlp_dim decoder_intermediate_size mlp_hidden_size"),
@@ -27,11 +28,11 @@ SIZES = (  # and the names of the fields that are set to each
     ),
     (4, "encoder_num_attention_heads num_experts num_local_experts n_routed_experts attention_heads"),
     (8, "head_dim d_kv attention_head_dim v_head_dim qk_nope_head_dim num_mel_bins kv_lora_rank window_size rotary_dim qk_rope_head_dim"),
-    (16, "moe_intermediate_size q_lora_rank vocab_size_per_layer_input"),
+    (16, "moe_intermediate_size q_lora_rank"),
     (7, "sliding_window"),
     (9, "attention_chunk_size"),
     (IMAGE, "image_size"),
-    (VOCABULARY, "vocab_size"),
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
     (64, "max_position_embeddings n_positions max_target_positions"),
 )
 SMALL = {name: size for size, names in SIZES for name in names.split()}
@@ -76,18 +77,28 @@ def small_config(kind: type, heads_k: int, variant: int = 0) -> hf.PreTrainedCon
     return kind.config_class(**copy.deepcopy(found[variant])) if variant < len(found) else None
 
 
+RESNET = {"model_type": "resnet", "embedding_size": 32, "hidden_sizes": [32, 48, 64, 80], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
 MORE: tuple[dict[str, Any], ...] = (  # fields that some models need beside those that make them small, or larger than those
     {},
     {"head_dim": 8},
+    {"head_dim": 64, "hidden_size": 256},
     {"head_dim": 128},
+    {"num_kv_shared_layers": 0},
     {"hidden_size": 512},
     {"num_experts_per_tok": 1},
     {"prediction_length": 8},
     {"num_attention_heads": 4, "num_key_value_heads": 2},
     {"pad_token_id": 1, "vocab_size": VOCABULARY},
+    {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": RESNET},
 )
 ROTATED = ("qk_rope_head_dim", "head_dim", "qk_nope_head_dim", "kv_lora_rank", "v_head_dim")  # which some rotations are made for
-MOST_VARIANTS = 6
+MOST_VARIANTS = 9
+
+
+def with_more(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and some more of the model and of its text's part."""
+    return fields | more | {key: value | more for key, value in fields.items() if key == "text_config"}
 
 
 @cache
@@ -97,7 +108,7 @@ def variants(kind: type, heads_k: int) -> list[dict[str, Any]]:
     with contextlib.suppress(Exception):
         fields = small(kind.config_class, heads_k)
         without = [{key: value for key, value in fields.items() if key not in names} for names in (ROTATED, *((name,) for name in fields))]
-        for each in (*(fields | more for more in MORE), *without):
+        for each in (fields, without[0], *(with_more(fields, more) for more in MORE), *without):
             if len(found) < MOST_VARIANTS and each not in found:
                 with contextlib.suppress(Exception), torch.device("meta"):
                     if sum(x.numel() for x in kind(kind.config_class(**copy.deepcopy(each))).parameters()) <= MOST:
@@ -212,7 +223,18 @@ def candidates_of(config: hf.PreTrainedConfig, draw: torch.Generator) -> Iterato
     yield {"pixel_values": normal(1, frames, channels, image, image)}
     yield {"input_features": normal(2, LENGTH, size("feature_projection_input_dim", "input_feat_per_channel", "input_dim", default=160))}
     yield {"input_values": normal(2, size("max_length", default=1024), size("num_mel_bins", default=8))}
-    yield {"past_values": normal(2, size("context_length", default=32), size("num_input_channels", default=1))}
+    context, ahead, lags = (
+        size("context_length", default=32),
+        size("prediction_length", default=8),
+        getattr(config, "lags_sequence", None) or [0],
+    )
+    yield {"past_values": normal(2, context, size("num_input_channels", default=1))}
+    past, features = context + max(lags), size("num_time_features", default=0)
+    series = {"past_values": normal(2, past).abs(), "past_observed_mask": torch.ones(2, past), "future_values": normal(2, ahead).abs()}
+    yield series | {"past_time_features": normal(2, past, features), "future_time_features": normal(2, ahead, features)}
+    queries = {"query_embeds": normal(2, 8, size("hidden_size", default=32))}
+    yield queries | {"encoder_hidden_states": normal(2, LENGTH, size("encoder_hidden_size", default=32))}
+    yield {"inputs_embeds": normal(2, LENGTH, size("hidden_size", "d_model", default=32))}
 
 
 def results(net: hf.PreTrainedModel, given: dict[str, Any]) -> list[Tensor]:

@@ -11,9 +11,11 @@ from tilewise.problem import Call, DecodeCall, Gradients, Problem
 class Repeat(Protocol):
     """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`; q, k
-        and v have a batch of 1 where there are cu_seqlens.
+        and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen, head_dim_v), but need not.
         """
 
     def backward(

@@ -108,10 +108,13 @@ def _with_second_part(
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), given
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, **more) -> tuple[Tensor, Tensor]:
-    """`api.attention` of (batch, seqlen, heads, head_dim) and its LSE, with -inf for empty rows."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, with_lse: bool = True, **more
+) -> tuple[Tensor, Tensor | None]:
+    """`api.attention` of (batch, seqlen, heads, head_dim) and its LSE, with -inf for empty rows; None where it is not wanted."""
     q, k, given = _with_second_part(q, k, v, qv, given, ("batch", "seqlen"))
-    return api.attention(q, k, v, **given.keywords(), **more, return_lse=True)
+    found = api.attention(q, k, v, **given.keywords(), **more, return_lse=with_lse)
+    return found if with_lse else (found, None)
 
 
 class Packed(NamedTuple):
@@ -138,9 +141,9 @@ class Packed(NamedTuple):
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
-) -> tuple[Tensor, Tensor]:
-    """`api.attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows.
+    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, with_lse: bool = True, **more
+) -> tuple[Tensor, Tensor | None]:
+    """`api.attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows; None where it is not wanted.
 
     Rows and keys that are not in use see and are seen by nothing.
     """
@@ -156,7 +159,8 @@ def attend_packed(
         slopes = given.alibi_slopes
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
-    return api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
+    found = api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=with_lse)
+    return found if with_lse else (found, None)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:

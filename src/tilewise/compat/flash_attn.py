@@ -16,6 +16,8 @@ Arguments of all functions:
 Errors: ArgumentError, which is a ShapeError and a RuntimeError; UnsupportedError, which is a RuntimeError too.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from tilewise.compat import _kvcache, bert_padding, rotary
@@ -56,8 +58,8 @@ def flash_attn_func(
 ):
     """Attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
-    return _results(translate.attend(q, k, v, given, dropout_p=dropout_p, deterministic=bool(deterministic)), return_attn_probs)
+    how = _how(dropout_p, deterministic, return_attn_probs)
+    return _results(translate.attend(q, k, v, given, **how))
 
 
 @answers(**SCALE)
@@ -76,8 +78,8 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_k, head_dim)."""
     check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
-    return _results(translate.attend(q, *kv.unbind(2), given, dropout_p=dropout_p, deterministic=bool(deterministic)), return_attn_probs)
+    how = _how(dropout_p, deterministic, return_attn_probs)
+    return _results(translate.attend(q, *kv.unbind(2), given, **how))
 
 
 @answers(**SCALE)
@@ -95,8 +97,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
-    return _results(translate.attend(*qkv.unbind(2), given, dropout_p=dropout_p, deterministic=bool(deterministic)), return_attn_probs)
+    how = _how(dropout_p, deterministic, return_attn_probs)
+    return _results(translate.attend(*qkv.unbind(2), given, **how))
 
 
 @answers(**PAGES)
@@ -123,12 +125,12 @@ def flash_attn_varlen_func(
     block_table: (batch, max_blocks); k, v are then (blocks, page_size, heads_k, head_dim), and cu_seqlens_k says the lengths.
     """
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
+    how = _how(dropout_p, deterministic, return_attn_probs)
     if block_table is not None:
         k, v, cu_seqlens_k = unpaged(k, v, cu_seqlens_k, block_table)
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
-    found = translate.attend_packed(q, k, v, *lengths, given, dropout_p=dropout_p, deterministic=bool(deterministic))
-    return _results(found, return_attn_probs)
+    found = translate.attend_packed(q, k, v, *lengths, given, **how)
+    return _results(found)
 
 
 @answers(**SCALE)
@@ -151,10 +153,10 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_k, head_dim)."""
     check_tensor("kv", kv, ("total_k", "2", "heads_k", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
+    how = _how(dropout_p, deterministic, return_attn_probs)
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
-    found = translate.attend_packed(q, *kv.unbind(1), *lengths, given, dropout_p=dropout_p, deterministic=bool(deterministic))
-    return _results(found, return_attn_probs)
+    found = translate.attend_packed(q, *kv.unbind(1), *lengths, given, **how)
+    return _results(found)
 
 
 @answers(**SCALE)
@@ -174,10 +176,10 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
     check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
-    _check_probs(return_attn_probs, dropout_p)
+    how = _how(dropout_p, deterministic, return_attn_probs)
     lengths = translate.Packed(cu_seqlens)
-    found = translate.attend_packed(*qkv.unbind(1), lengths, lengths, given, dropout_p=dropout_p, deterministic=bool(deterministic))
-    return _results(found, return_attn_probs)
+    found = translate.attend_packed(*qkv.unbind(1), lengths, lengths, given, **how)
+    return _results(found)
 
 
 @answers(**PAGES, leftpad="cache_leftpad")
@@ -229,13 +231,15 @@ def unpaged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> t
     return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table).packed()
 
 
-def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
+def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:
+    """What every function here passes on."""
     if return_attn_probs and dropout_p > 0.0:
         raise UnsupportedError(
             "return_attn_probs=True with dropout_p > 0 is not supported, for S_dmask is the whole score matrix; take dropout_p=0.0 to get LSE alone"
         )
+    return {"dropout_p": dropout_p, "deterministic": bool(deterministic), "with_lse": bool(return_attn_probs)}
 
 
-def _results(found: tuple[Tensor, Tensor], return_attn_probs: bool) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+def _results(found: tuple[Tensor, Tensor | None]) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     out, lse = found
-    return (out, translate.positive_infinity(lse), out.new_empty(0)) if return_attn_probs else out
+    return out if lse is None else (out, translate.positive_infinity(lse), out.new_empty(0))

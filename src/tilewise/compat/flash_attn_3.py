@@ -56,7 +56,7 @@ def flash_attn_func(
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
     _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
-    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic))
+    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic), with_lse=bool(return_attn_probs))
     return (out, lse) if return_attn_probs else out
 
 
@@ -82,7 +82,7 @@ def flash_attn_qkvpacked_func(
     if num_heads_q is None:
         check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     parts = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
-    out, lse = translate.attend(*parts, given, deterministic=bool(deterministic))
+    out, lse = translate.attend(*parts, given, deterministic=bool(deterministic), with_lse=bool(return_attn_probs))
     return (out, lse) if return_attn_probs else out
 
 
@@ -116,7 +116,7 @@ def flash_attn_varlen_func(
     _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
-    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic))
+    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic), with_lse=bool(return_attn_probs))
     return (out, lse) if return_attn_probs else out
 
 

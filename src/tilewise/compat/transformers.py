@@ -268,7 +268,7 @@ def attention(
     if structure is not None:
         causal, mask = structure
         known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, mask, False)
-        beside = position_bias, None, s_aux, None, None
+        beside = position_bias, None, s_aux, None, None, None
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -303,7 +303,7 @@ def attention(
     as_given = keys == seqlen_k and query.shape[0] == key.shape[0] and (s_aux is None or s_aux.dim() == 1)
     if structure is not None and as_given and (position_bias is None or position_bias.dtype == options["bias"].dtype):
         inner = False, scaling, options["softcap"], dropout, options["deterministic"], None, options.get("mask"), False
-        call = q, k, v, inner, (options.get("bias"), None, options.get("sink"), None, None)
+        call = q, k, v, inner, (options.get("bias"), None, options.get("sink"), None, None, None)
         repeats.remember_as(repeats.TURNED_INPUTS, query, key, value, known_as, beside, call)
     return o, None
 

@@ -195,20 +195,15 @@ PAGED: dict[str, bool] = {  # and whether causal
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, causal: bool, p: float, scale: float | None) -> Tensor:
-    """Packed queries (1, total, heads, head_dim) against pages (1, pages * page_size, heads_k, head_dim): a call for each length of queries."""
-    kind, tables, starts = type(attn_bias).__name__, attn_bias.block_tables, list(attn_bias.q_seqinfo.seqstart_py)
+    """Packed queries (1, total, heads, head_dim) against pages (1, pages * page_size, heads_k, head_dim)."""
+    kind, total = type(attn_bias).__name__, attn_bias.q_seqinfo.seqstart_py[-1]
     if p > 0.0:
         raise UnsupportedError(f"{LAYER}: p must be 0 with {kind}, got {p}; a cache is read without dropout")
-    if query.shape[0] != 1 or starts[-1] != query.shape[1]:
-        raise ShapeError(f"{LAYER}: query must have batch 1 and {starts[-1]} positions with this {kind}, got {tuple(query.shape[:2])}")
+    if query.shape[0] != 1 or total != query.shape[1]:
+        raise ShapeError(f"{LAYER}: query must have batch 1 and {total} positions with this {kind}, got {tuple(query.shape[:2])}")
     pages = [x.squeeze(0).unflatten(0, (-1, attn_bias.page_size)) for x in (key, value)]
-    seqlens = attn_bias.k_seqinfo.seqlen.to(query.device)
-    starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
-    lengths = starts.diff()
-    o = torch.empty((*query.shape[1:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
-    for length in lengths[lengths > 0].unique().tolist():
-        (rows,) = (lengths == length).nonzero(as_tuple=True)
-        at = (starts[rows, None] + torch.arange(length, dtype=torch.int64, device="cpu")).to(o.device)
-        rows = rows.to(o.device)
-        o[at] = decode(query[0, at], *pages, cache_seqlens=seqlens[rows], page_table=tables[rows], causal=causal, scale=scale)
+    starts, seqlens = (x.to(query.device) for x in (attn_bias.q_seqinfo.seqstart, attn_bias.k_seqinfo.seqlen))
+    o = decode(
+        query[0], *pages, cu_seqlens_q=starts, cache_seqlens=seqlens, page_table=attn_bias.block_tables, causal=causal, scale=scale
+    )  # fmt: skip
     return o[None]

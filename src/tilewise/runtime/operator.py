@@ -61,8 +61,7 @@ def call_of(given: Operands) -> Call:
     """The `Call` that the operands describe."""
     dropout = None
     if given.rng is not None and given.dropout_p > 0.0:
-        seed, offset = given.rng.tolist()
-        dropout = Dropout(given.dropout_p, seed, offset)
+        dropout = Dropout(given.dropout_p, *given.rng.tolist())
     return Call(
         mask=masks.parse(given.mask, given.mask_tensors),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
@@ -293,6 +292,19 @@ def traced() -> bool:
 def gradients_on() -> bool:
     """Whether autograd records, or may when what torch.jit.trace records now runs."""
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+
+
+def random_state(seed: int | None = None, offset: int = 0) -> Tensor:
+    """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
+    for name, x, bits, otherwise in (
+        ("dropout_seed", 0 if seed is None else seed, 63, ", or None to draw one"),
+        ("dropout_offset", offset, 32, ""),
+    ):
+        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits:
+            raise ValueError(f"{name} must be an integer in [0, 2**{bits}){otherwise}, got {x!r}")
+    new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
+    drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
+    return torch.cat((drawn, torch.tensor([offset], **new)))
 
 
 def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

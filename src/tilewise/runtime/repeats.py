@@ -31,6 +31,7 @@ class Beside(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    rng: Tensor | None = None  # (2,) int64 on the CPU, the seed and offset of dropout: new at each call, and no part of what is remembered
     cu_seqlens_q: Tensor | None = None  # of documents, which the backend leaves on the device
     cu_seqlens_k: Tensor | None = None
 
@@ -57,27 +58,35 @@ class Known:
     check_back: dict[bool, Callable] = field(
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    draws: bool = False  # there is dropout
+    heads_first: bool = (
+        False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
+    )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
-        """O, and LSE where the call returns it, arranged as q, k and v are."""
-        if not self.there:
+        """O, and LSE where the call returns it, arranged as q, k and v are. With dropout and no `Beside.rng`, the seed is drawn here."""
+        if not (self.there or self.draws):
             beside = ALONE
             if self.grad:
                 return _Repeated.apply(self, q, k, v)
-        elif beside[1] is not None:
-            bias, slopes, *rest = beside
-            beside = bias, _slopes(slopes), *rest
+        else:
+            bias, slopes, sink, rng, *lengths = beside
+            if slopes is not None:
+                slopes = _slopes(slopes)
+            if self.draws and rng is None:
+                rng = operator.random_state()
+            beside = bias, slopes, sink, rng, *lengths
         if self.grad:
             return _Repeated.apply(self, q, k, v, *beside)
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         inside = INSIDE[self.arrangement]
-        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse)
+        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse, self.heads_first)
         results = self.outside(o, lse if self.return_lse else None)
         return results if self.return_lse else results[0]
 
@@ -131,16 +140,16 @@ class _Repeated(torch.autograd.Function):
         if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
             grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
         else:
-            bias, slopes, sink, *lengths = beside
+            bias, slopes, sink, rng, *lengths = beside
             lengths = [x for x in lengths if x is not None]
-            given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask_tensors=lengths)
+            given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, rng=rng, mask_tensors=lengths)
             grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
         d_q, d_k, d_v, d_bias, d_sink = grads
         if arrangement:
             d_q, d_k, d_v = known.back(d_q, d_k, d_v)
         if beside is ALONE:
             return None, d_q, d_k, d_v
-        return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None
+        return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -174,6 +183,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE)
         return None
     if known is None or not _plain(tensors):
         return None
+    known.options = options  # equal ones, of which these are likelier to come again as the same objects
     if known.check:
         _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
     return known
@@ -184,7 +194,7 @@ def gradients(
 ) -> tuple[Tensor, ...] | None:
     """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where there is no short way.
 
-    All are arranged as the call was, which had no bias, slopes or sink.
+    All are arranged as the call was, which had no bias, slopes, sink or dropout.
     """
     known = find(q, k, v, options, beside)
     if known is None:
@@ -195,7 +205,7 @@ def gradients(
         if known.arrangement == PACKED:
             lse = lse.unsqueeze(0)
     if known.goes_back is None:
-        lengths = [x for x in beside[3:] if x is not None]
+        lengths = [x for x in beside[4:] if x is not None]
         problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
         known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
             problem, known.given.backend
@@ -209,13 +219,12 @@ def gradients(
 def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> None:
     """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
     tensors, there = _tensors(q, k, v, beside)
-    long = given.dropout_p > 0.0 or given.diagonal is not None or given.by_document or given.row_max
-    if long or operator.traced() or not _plain(tensors):
+    if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not _plain(tensors):
         return
     *_, mask, return_lse = options
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
         return
-    bias, slopes, sink, *lengths = beside
+    bias, slopes, sink, _, *lengths = beside
     as_given = all(map(_untouched, (q, k, v), given[:3])) and bias is given.bias and sink is given.sink
     if not as_given or (slopes is not None and slopes.requires_grad):
         return
@@ -226,24 +235,28 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, mask_tensors=[])
+        rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, rng=None, mask_tensors=[])
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
         arrangement = PACKED if lengths[0] is not None else ""
         known = Known(
-            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts, arrangement=arrangement
-        )
+            short, rest, given.grad, return_lse, options, there, _check(*tensors), _grad_enabled(tensors), layouts,
+            draws=given.dropout_p > 0.0, arrangement=arrangement,
+        )  # fmt: skip
         _KNOWN[_signature(tensors, there, options)] = known
 
 
-def remember_as(arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple) -> None:
+def remember_as(
+    arrangement: str, q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple, call: tuple, heads_first: bool = False
+) -> None:
     """Remember that a front end's call is `call`, (q, k, v, options, beside), arranged in another way, where there is a short way for that one.
 
-    `options` are eight values that say what the front end makes of them, one of which is the front end's alone.
+    `options` are eight values that say what the front end makes of them, one of which is the front end's alone; heads_first: as in `Known`.
     """
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": _check(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
+        mine["heads_first"] = heads_first
         _KNOWN[_signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -255,10 +268,10 @@ def forget() -> None:
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor, beside: tuple) -> tuple[tuple[Tensor, ...], tuple]:
-    """Those that are there, each once, as torch's check wants them, and which of `beside` these are."""
+    """Those that are there, each once, as torch's check wants them, and which of `beside` these are; `rng` is none of them."""
     if beside is ALONE:
         return (q, k, v), ()
-    bias, slopes, sink, cu_seqlens_q, cu_seqlens_k = beside
+    bias, slopes, sink, _, cu_seqlens_q, cu_seqlens_k = beside
     if bias is slopes is sink is cu_seqlens_q is None:
         return (q, k, v), ()
     same = cu_seqlens_q is cu_seqlens_k
@@ -315,7 +328,8 @@ def _may_go_back(
     check = known.check_back.get(kind)
     if check is not None and check(*tensors) and torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0:
         return True
-    if plain.watched(tensors) or tuple(map(_layout, (q, k, v, *(x for x in beside if x is not None)))) != known.layouts:
+    others = (x for x in (*beside[:3], *beside[4:]) if x is not None)
+    if plain.watched(tensors) or tuple(map(_layout, (q, k, v, *others))) != known.layouts:
         return False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)

@@ -17,9 +17,9 @@ from tilewise.problem import Call, Dropout
 SEES = ("all", "causal", "interval", "rows", "runs")
 
 
-def _call(p=0.25, seed=3, offset=0, **fields):
-    q = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16)
-    k = torch.zeros(2, 70, 2, 64, dtype=torch.bfloat16)
+def _call(p=0.25, seed=3, offset=0, dtype=torch.bfloat16, **fields):
+    q = torch.zeros(2, 1, 4, 64, dtype=dtype)
+    k = torch.zeros(2, 70, 2, 64, dtype=dtype)
     return Call(**dict(q=q, k=k, v=k, mask=Causal(), scale=0.5, grad=True, dropout=Dropout(p, seed, offset)) | fields)
 
 
@@ -44,8 +44,9 @@ def test_thresholds_at_the_ends(p, threshold):
 @pytest.mark.parametrize(
     ("p", "lift"), [(1e-9, 1.0), (0.49, 1.0), (0.5, 2.0), (0.9, 8.0), (0.999, 512.0), (1 - 2**-20, 1024.0), (1.0, 1.0)]
 )
-def test_dS_is_lifted_by_no_more_than_what_is_kept(p, lift):
-    call = _call(p)
+def test_dS_is_lifted_in_fp16_by_no_more_than_what_is_kept(p, lift):
+    assert changes.draw(_call(p)).lift == 1.0
+    call = _call(p, dtype=torch.float16)
     draw = changes.draw(call)
     assert draw.lift == lift <= draw.rescale and draw.rest == changes.rest(call) == draw.rescale / lift
     assert draw.kept == pytest.approx(lift * (1 - p if p < 1 else 1))

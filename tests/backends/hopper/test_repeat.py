@@ -1,5 +1,6 @@
 """The short way to a kernel, with a kernel and streams that need no GPU."""
 
+import itertools
 import math
 from contextlib import contextmanager
 from functools import partial
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise import api
@@ -20,9 +22,10 @@ from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
+from tilewise.compat import sdpa, torch_flash
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
-from tilewise.problem import Call
+from tilewise.problem import Call, Dropout
 from tilewise.runtime import operator, repeats
 
 BF16 = torch.bfloat16
@@ -68,8 +71,8 @@ class Kernel:
         counter += 1
 
 
-def qkv(seqlen=5, head_dim_v=64):
-    return tuple(torch.randn(2, seqlen, 3, dim, dtype=BF16) for dim in (64, 64, head_dim_v))
+def qkv(seqlen=5, head_dim_v=64, dtype=BF16):
+    return tuple(torch.randn(2, seqlen, 3, dim, dtype=dtype) for dim in (64, 64, head_dim_v))
 
 
 def make(q, k, v, number=1.5):
@@ -162,7 +165,7 @@ class Stub(Hopper):
     """The backend on a CPU: its kernels and its long way back are those of the portable backend."""
 
     def __init__(self) -> None:
-        self.forwards, self.backwards, self.repairs, self.mask = 0, 0, 0, Causal()
+        self.forwards, self.backwards, self.repairs, self.mask, self.dropout_p = 0, 0, 0, Causal(), 0.0
 
     def why_not(self, problem):
         return []
@@ -180,7 +183,11 @@ class Stub(Hopper):
         bias, slopes, inner = (None, None, None) if bundle is None else (bundle.bias, bundle.slopes, bundle.inner)
         scale = q.shape[-1] ** -0.5
         softcap = 0.0 if inner is None else scale / inner
-        return Call(q=q, k=k, v=v, mask=mask, scale=scale, softcap=softcap, bias=bias, alibi_slopes=slopes, sink=sink)
+        draw, dropout = getattr(bundle, "draw", None), None
+        if draw is not None:
+            low, high, offset = (word % (1 << 32) for word in (*draw.keys[:2], draw.offset))
+            dropout = Dropout(self.dropout_p, low + (high << 32), offset)
+        return Call(q=q, k=k, v=v, mask=mask, scale=scale, softcap=softcap, bias=bias, alibi_slopes=slopes, sink=sink, dropout=dropout)
 
 
 def find(packed, *tables):
@@ -207,11 +214,14 @@ def stub(device, monkeypatch):
         for mine, right in zip(gradients, found[:3], strict=True):
             mine.copy_(right)
         scratch.lse.fill_(math.inf)
-        scratch.lse[..., : lse.shape[-1]] = lse if changed is not None else lse / math.log(2)  # natural where there is a bias or slopes
+        natural = changed is not None and (changed.bias is not None or changed.slopes is not None)
+        scratch.lse[..., : lse.shape[-1]] = lse if natural else lse / math.log(2)
         scratch.minus_delta.zero_()
         scratch.minus_delta[..., : lse.shape[-1]] = -(o.float() * d_o.float()).sum(-1).transpose(1, 2)
         if scalars.has_dL:
             scratch.minus_delta[..., : lse.shape[-1]] += d_lse
+        if call.dropout is not None:
+            scratch.minus_delta.mul_(changed.draw.kept)
 
         sums["given"] = given, gradients, band.tables, changed
 
@@ -322,6 +332,93 @@ def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
     for a, b in zip(run(tw.attention, x, options, return_lse), long, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
     assert len(repeats._KNOWN) == 1
+
+
+@pytest.mark.parametrize("kind", [None, "bias", "sink", "all"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_dropout_is_drawn_at_each_call(stub, monkeypatch, kind, dtype):
+    """By the kernels of the first call; the seed may be given, or come from torch's generator as by the long way."""
+    stub.dropout_p, given = 0.9, {"causal": True, "dropout_p": 0.9}
+    run(tw.attention, [x.requires_grad_() for x in qkv(dtype=dtype)], given | (beside(kind, dtype) if kind else {}), False)
+    x, options = [x.requires_grad_() for x in qkv(dtype=dtype)], given | (beside(kind, dtype) if kind else {})
+    seeds = ({}, {}, {"dropout_seed": 5}, {"dropout_seed": (1 << 63) - 1, "dropout_offset": (1 << 32) - 1}, {"dropout_seed": 5})
+
+    def results():
+        torch.manual_seed(3)
+        return [run(tw.attention, x, options | seed, False) for seed in seeds]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(repeats, "find", lambda *_: None)
+        long = results()
+    without_long_ways(monkeypatch, stub)
+    short = results()
+    for a, b in itertools.chain(*(zip(*each, strict=True) for each in zip(short, long, strict=True))):
+        torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
+    assert not any(torch.equal(short[0][0], each[0]) for each in short[1:]) and torch.equal(short[2][0], short[4][0])
+    assert len(repeats._KNOWN) == 1
+    with pytest.raises(ValueError, match="dropout_seed"):
+        tw.attention(*x, **options, dropout_seed=-1)
+
+
+def test_dropout_of_drop_ins(stub, monkeypatch):
+    """They give no seed, so each call draws one."""
+    stub.dropout_p = 0.5
+    x = [each.transpose(1, 2).requires_grad_() for each in qkv()]
+
+    def results():
+        torch.manual_seed(3)
+        return [
+            run(lambda *x, return_lse: sdpa.scaled_dot_product_attention(*x, dropout_p=0.5, is_causal=True), x, {}, False) for _ in "ab"
+        ]
+
+    results()
+    with monkeypatch.context() as patched:
+        patched.setattr(repeats, "find", lambda *_: None)
+        long = results()
+    without_long_ways(monkeypatch, stub)
+    monkeypatch.setattr(sdpa, "attention", None)
+    short = results()
+    assert all(torch.equal(a, b) for each in zip(short, long, strict=True) for a, b in zip(*each, strict=True))
+    assert not torch.equal(short[0][0], short[1][0])
+
+
+def test_an_output_with_heads_first(stub, monkeypatch):
+    """As torch's operators want it where their query lies so: written there by the kernel, by the short way."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
+    for x in ((q, k, v), tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))):
+        long, short = (torch_flash._scaled_dot_product_flash_attention(*x, is_causal=True)[0] for _ in "ab")
+        assert torch.equal(short, long) and short.is_contiguous() == long.is_contiguous() == x[0].is_contiguous()
+    monkeypatch.setattr(torch_flash, "laid_out_as", lambda o, query: o)
+    assert torch_flash._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0].is_contiguous()
+
+
+def test_dropout_of_documents(stub, monkeypatch):
+    stub.dropout_p, cu = 0.5, torch.tensor([0, 5, 12], dtype=torch.int32)
+    options = {"causal": True, "dropout_p": 0.5, "dropout_seed": 4, "dropout_offset": 2}
+    x = packed()
+    long = run(tw.attention_varlen, (*x, cu, cu), options, True)
+    without_long_ways(monkeypatch, stub)
+    short = run(tw.attention_varlen, (*x, cu, cu), options, True)
+    other, _ = tw.attention_varlen(*x, cu, cu, **options | {"dropout_seed": 5}, return_lse=True)
+    assert all(map(torch.equal, short, long)) and not torch.equal(other, short[0])
+
+
+def test_checkpointing_draws_the_same_again(stub):
+    """Whichever way a pass goes: what is saved has one order."""
+    stub.dropout_p, found = 0.5, []
+    x, sink = [each.requires_grad_() for each in qkv()], torch.randn(3, dtype=BF16, requires_grad=True)
+
+    def attend(*tensors):
+        return tw.attention(*tensors, sink=sink, causal=True, dropout_p=0.5)
+
+    for again in (lambda *tensors: attend(*tensors), lambda *tensors: checkpoint(attend, *tensors, use_reentrant=False)):
+        repeats.forget()
+        for _ in range(2):
+            torch.manual_seed(3)
+            o = again(*x)
+            found.append(torch.autograd.grad(o, x, torch.ones_like(o)))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_a_bias_without_gradient_asks_for_no_kernel_of_its_own(stub, monkeypatch):

@@ -32,8 +32,10 @@ class Repeat:
         self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
         self.workspace_bytes: dict[tuple, int] = {}  # of the backward, by number of threads, and what else is asked for
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """O, and LSE where it is wanted. beside: the tensors of `repeats.Beside`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """O, always contiguous, and LSE where it is wanted. beside: the tensors of `repeats.Beside`."""
         o = self.new_o(q)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse else None
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()

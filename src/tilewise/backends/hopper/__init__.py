@@ -105,9 +105,10 @@ class Hopper(Backend):
         like = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None)
 
         def long(q, k, v, o, lse, d_o, d_lse, beside, bias_grad):
-            bias, slopes, sink, cu_seqlens_q, cu_seqlens_k = beside
+            bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k = beside
             mask = like.mask if cu_seqlens_q is None else Unread(cu_seqlens_q, cu_seqlens_k, like.mask.inner)
-            given = replace(like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask=mask)
+            dropout = like.dropout and like.dropout.drawn_by(rng)
+            given = replace(like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask=mask, dropout=dropout)
             return self.backward(given, o, lse, d_o, d_lse, bias_grad)
 
         return backward.repeat(call) or long

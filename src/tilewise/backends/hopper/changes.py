@@ -1,13 +1,14 @@
 """What changes a call's scores, seen from torch: the fields of a kernel's configuration and the operands of its launch."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tilewise.backends import philox
 from tilewise.backends.hopper.operands import Changes, Draw, Scores
-from tilewise.problem import Call, in_fp32
+from tilewise.problem import Call, Dropout, in_fp32
 from tilewise.sm90 import jit
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -65,18 +66,35 @@ def changes(call: Call, config) -> Changes:
 def draw(call: Call) -> Draw | None:
     if call.dropout is None:
         return None
-    p, keys = call.dropout.p, philox.round_keys(philox.key_of(call.dropout))
+    p = call.dropout.p
     threshold = min(philox.threshold(p), (1 << 32) - 1)
     rescale, kept = (philox.keep_scale(p), 1.0 - p) if p < 1.0 else (1.0, 1.0)
-    lift = min(2.0 ** math.floor(math.log2(rescale)), LIFT)
+    lift = min(2.0 ** math.floor(math.log2(rescale)), LIFT) if call.q.dtype == torch.float16 else 1.0
     words = (_signed(x) for x in (call.dropout.offset, threshold, call.heads_q, 0))
-    return Draw(tuple(_signed(x) for pair in keys for x in pair), *words, rescale, lift, rescale / lift, kept * lift)
+    return Draw(_keys(call.dropout), *words, rescale, lift, rescale / lift, kept * lift)
+
+
+def drawer(call: Call) -> Callable[[Tensor | None], Draw | None]:
+    """What gives `draw` of calls like this one, each with its own `Beside.rng`."""
+    like = draw(call)
+    if like is None:
+        return lambda rng: None
+
+    def drawn(rng: Tensor) -> Draw:
+        dropout = call.dropout.drawn_by(rng)
+        return like._replace(keys=_keys(dropout), offset=_signed(dropout.offset))
+
+    return drawn
 
 
 def rest(call: Call) -> float:
     """What sums over dS are still to be multiplied by for dropout; 1 without it."""
     drawn = draw(call)
     return 1.0 if drawn is None else drawn.rest
+
+
+def _keys(dropout: Dropout) -> tuple[int, ...]:
+    return tuple([_signed(x) for pair in philox.round_keys(philox.key_of(dropout)) for x in pair])
 
 
 def _signed(word: int) -> int:

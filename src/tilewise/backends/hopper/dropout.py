@@ -5,6 +5,8 @@ for another query, or other keys, of theirs, and they exchange bits, so that no 
 numbers; the factor 1 / (1 - p) is left to whoever writes the sums.
 """
 
+import torch
+
 from tilewise.backends.hopper.operands import Draw
 from tilewise.backends.philox import MULTIPLIERS, ROUNDS
 from tilewise.sm90 import fragments
@@ -12,6 +14,7 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 
 WORDS = 4  # of an evaluation, each a key's
 NEXT_ROW = 8  # the second of a thread's rows, from its first
+HALF = 16  # of a word, for each of a thread's rows
 PAIRS = 8  # of a thread's columns that a word of `of_columns` is about
 ROUND = (
     "{ .reg .b64 a, b; .reg .b32 a0, a1, b0, b1; "
@@ -26,6 +29,11 @@ CHOOSE = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
 def head_of(draw: Draw, batch: Int32, head: Int32) -> Int32:
     """The number of a query head among those of all batch entries."""
     return draw.first + batch * draw.heads + head
+
+
+def lift_of(draw: Draw, config) -> Float32:
+    """What kept pairs are multiplied by within dS, which is rounded to fp16: other dtypes need no `Draw.lift`, and no register for it."""
+    return draw.lift if config.dtype == torch.float16 else Float32(1.0)
 
 
 def words_of(draw: Draw, head: Int32, query: Int32, four: Int32) -> list[Int32]:
@@ -44,20 +52,22 @@ def marked(bits: Int32, place: int, word: Int32, draw: Draw) -> Int32:
 
 @cute.jit
 def of_rows(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexpr[int]) -> cute.Tensor:
-    """Where a thread's rows are queries: (ROWS,) int32, bit c for its number c of the row, of at most 32. query, key: of its first number.
+    """Where a thread's rows are queries: (2,) int32, of `place_in_rows`, of at most 32 numbers a row. query, key: of its first number.
 
-    Two neighbouring lanes have four keys of two queries, and evaluate for one of these each.
+    Of every eight keys two neighbouring lanes have four, of two queries; each evaluates for both queries, in half of the keys. So the first three
+    products of a round that keys alone decide serve two queries.
     """
-    odd = (key & 2) != 0
-    query = query + NEXT_ROW if odd else query
-    low, high = Int32(0), Int32(0)
-    for i in range_constexpr(columns // 2):
-        words = words_of(draw, head, query, (key >> 2) + 2 * i)
-        for x in range_constexpr(2):
-            low, high = marked(low, 2 * i + x, words[x], draw), marked(high, 2 * i + x, words[2 + x], draw)
+    odd, low, high = (key & 2) != 0, Int32(0), Int32(0)
+    four = (key >> 2) + columns // 2 if odd else key >> 2
+    for i in range_constexpr(columns // 4):
+        for r in range_constexpr(fragments.ROWS):
+            words = words_of(draw, head, query + NEXT_ROW * r, four + 2 * i)
+            for x in range_constexpr(2):
+                _, place = place_in_rows(r, 2 * i + x, columns)
+                low, high = marked(low, place, words[x], draw), marked(high, place, words[2 + x], draw)
     own, others = high if odd else low, low if odd else high
     came = arch.shuffle_sync_bfly(others, 1)
-    bits = cute.make_rmem_tensor(fragments.ROWS, Int32)
+    bits = cute.make_rmem_tensor(2, Int32)
     bits[0], bits[1] = came if odd else own, own if odd else came
     return bits
 
@@ -87,6 +97,11 @@ def of_columns(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Const
     return bits
 
 
+def place_in_rows(r: int, c: int, columns: int) -> tuple[int, int]:
+    """(word, bit) of a thread's number c of its row r, which has as many `columns`."""
+    return c // (columns // 2), HALF * r + c % (columns // 2)
+
+
 def place_in_columns(r: int, c: int) -> tuple[int, int]:
     """(word, bit) of a thread's number c of its row r."""
     return c // (2 * PAIRS), 8 * (2 * r + c % 2) + c // 2 % PAIRS
@@ -103,6 +118,12 @@ def in_columns(bits: cute.Tensor, i: int, kept: Float32 | float = 1.0) -> Float3
     return kept_as(kept, bits[word], place)
 
 
+def in_rows(bits: cute.Tensor, r: int, c: int, columns: int, kept: Float32) -> Float32:
+    """Likewise for a thread's number c of its row r, which has as many `columns`; bits: of `of_rows`."""
+    word, place = place_in_rows(r, c, columns)
+    return kept_as(kept, bits[word], place)
+
+
 def kept_as(kept: Float32 | float, word: Int32, place: int) -> Float32:
     """`kept` where the bit is set, else 0."""
     bit = 1 << place
@@ -113,9 +134,11 @@ def kept_as(kept: Float32 | float, word: Int32, place: int) -> Float32:
 def drop(acc_P: cute.Tensor, bits: cute.Tensor):
     """P = 0 for the pairs that are dropped; a row with NaN has a NaN denominator."""
     P = fragments.by_rows(acc_P)
+    columns = const_expr(cute.size(P, mode=[1]))
     for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
-            P[r, c] = P[r, c] if bits[r] & (1 << c) != 0 else Float32(0.0)
+        for c in range_constexpr(columns):
+            word, place = place_in_rows(r, c, columns)
+            P[r, c] = P[r, c] if bits[word] & (1 << place) != 0 else Float32(0.0)
 
 
 @cute.jit

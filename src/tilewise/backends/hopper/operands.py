@@ -86,7 +86,7 @@ class Draw(NamedTuple):
     heads: int  # of the queries, in a batch entry
     first: int  # the number of the launch's first head among those of all batch entries
     rescale: float  # 1 / (1 - p), by which sums over kept pairs are multiplied; 1 where everything is dropped
-    lift: float  # the part of it that dS has ahead of its sums, a power of two
+    lift: float  # the part of it that dS has ahead of its sums, a power of two; 1 but for fp16
     rest: float  # rescale / lift: what is left for those sums
     kept: float  # lift * (1 - p), of delta within dS
 

@@ -48,16 +48,23 @@ class Repeat:
         shape, lse_shape = (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
         self.empty = short.allocator(call.q.device)
         self.o, self.lse = (shape, short.strides(shape), call.q.dtype), (lse_shape, short.strides(lse_shape), torch.float32)
-        self.packed = None if packed is None else packing.Views(call, packed)
+        self.packed, self.o_heads_first = None if packed is None else packing.Views(call, packed), self.o
+        if packed is None:
+            apart, token, head, one = short.strides((batch, heads_q, seqlen_q, call.head_dim_v))
+            self.o_heads_first = shape, (apart, head, token, one), call.q.dtype
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
         self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after the tensors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`. heads_first: O lies in memory as
+        (batch, heads, seqlen, head_dim_v), but not where heads are packed.
+        """
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self.forward(q, k, v, beside, with_lse)
+                return self.forward(q, k, v, beside, with_lse, heads_first)
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
         stream = short.current_stream(self.device)
@@ -65,7 +72,7 @@ class Repeat:
         lse, rest = kept or self._begin()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
-        o = self.empty(*self.o)
+        o = self.empty(*(self.o_heads_first if heads_first else self.o))
         if self.made is not None:
             rest = rest[0], *self.made(*beside)
         if self.packed is not None:

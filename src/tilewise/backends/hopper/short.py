@@ -1,7 +1,7 @@
 """What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that are allocated with little ado."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     fast = getattr(found, f"_empty_strided_{device.type}", None)
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def tables(shapes: Sequence[tuple[int, ...]], device: torch.device, current: bool) -> Callable[[], list[Tensor]]:
+    """What makes int32 tensors of these shapes on the device; `current`: which is the current one whenever they are made."""
+    if not current:
+        return lambda: [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+    empty, layouts = allocator(device), [(shape, strides(shape), torch.int32) for shape in shapes]
+    return lambda: [empty(*layout) for layout in layouts]
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

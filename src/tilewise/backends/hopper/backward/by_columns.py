@@ -266,7 +266,7 @@ def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Te
     for i in range_constexpr(cute.size(acc_dP)):
         p = factor[i].to(Float32)
         if const_expr(config.dropout):
-            p, kept = dropout.from_sign(p, draw.lift)
+            p, kept = dropout.from_sign(p, dropout.lift_of(draw, config))
             acc_dP[i] = acc_dP[i] * kept + minus_delta[dropout.row_and_column(i)[1]]
         acc_dP[i] *= reduced(p, config)
 

@@ -319,7 +319,7 @@ def step(
         minus_delta = per_query(tile.tdelta, stage)
     warpgroup.wait_group(0)
     if const_expr(config.dropout):
-        differentiate_kept(acc_dP, acc_S, minus_delta, tile.thread.changes.draw, bits)
+        differentiate_kept(acc_dP, acc_S, minus_delta, tile.thread.changes.draw, bits, config)
     else:
         if const_expr(not config.whole.delta_in):
             add_to_rows(acc_dP, minus_delta)
@@ -568,10 +568,13 @@ def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
 
 
 @cute.jit
-def differentiate_kept(acc_dP: cute.Tensor, acc_P: cute.Tensor, minus_delta: cute.Tensor, draw: Draw, bits: cute.Tensor):
+def differentiate_kept(
+    acc_dP: cute.Tensor, acc_P: cute.Tensor, minus_delta: cute.Tensor, draw: Draw, bits: cute.Tensor, config: Constexpr[Config]
+):  # fmt: skip
     """dP becomes dS = P (dropout(dP) - delta), but for Draw.rest. minus_delta: one for each of this thread's columns."""
+    lift = dropout.lift_of(draw, config)
     for i in range_constexpr(cute.size(acc_dP)):
-        acc_dP[i] = acc_P[i] * (acc_dP[i] * dropout.in_columns(bits, i, draw.lift) + minus_delta[dropout.row_and_column(i)[1]])
+        acc_dP[i] = acc_P[i] * (acc_dP[i] * dropout.in_columns(bits, i, lift) + minus_delta[dropout.row_and_column(i)[1]])
 
 
 @cute.jit

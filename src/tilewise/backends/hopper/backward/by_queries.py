@@ -270,7 +270,7 @@ def consume(
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
-            differentiate(acc_dP, acc_S, rows, tensors.changes.draw, bits)
+            differentiate(acc_dP, acc_S, rows, tensors.changes.draw, bits, config)
             if const_expr(config.sees == "runs"):
                 hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
             elif n_block < walk.free_first or n_block >= walk.free_last:
@@ -313,13 +313,15 @@ def kept_of(
 
 
 @cute.jit
-def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows, draw: Draw | None, bits: cute.Tensor | None):
+def differentiate(
+    acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows, draw: Draw | None, bits: cute.Tensor | None, config: Constexpr[Config]
+):  # fmt: skip
     """dP becomes dS = P (dP - delta) (Eq. 25), by way of dropout."""
     dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_P)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(cute.size(P, mode=[1])):
             if const_expr(bits is not None):
-                dP[r, c] *= dropout.kept_as(draw.lift, bits[r], c)
+                dP[r, c] *= dropout.in_rows(bits, r, c, KEYS // 4, dropout.lift_of(draw, config))
             dP[r, c] = P[r, c] * (dP[r, c] + rows.minus_delta[r])
 
 

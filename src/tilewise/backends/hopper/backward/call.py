@@ -179,7 +179,7 @@ def repeat(call: Call) -> Repeat | None:
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
     changed = changes.changes(call, config)
-    if call.bias is None and call.alibi_slopes is None and not of_documents:
+    if call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
         rest = Band(*plan.band, tables), changes.or_none(changed)
         return again(rest, of_sink=_sink_of(call, config))
     return again((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms), of_sink=_sink_of(call, config))
@@ -189,32 +189,32 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     """The gradient of a bias, whose kernel is not asked for before that is."""
     like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
 
-    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
+    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None, rng: Tensor | None) -> Tensor:
         if not kept:
             kept.append(bias_gradient.repeat(replace(like, q=given.Q, k=given.K, v=given.V, bias=bias, alibi_slopes=slopes), num_sms))
-        return kept[0](given, scratch, bias, slopes)
+        return kept[0](given, scratch, bias, slopes, rng)
 
     return compute
 
 
 def _sink_of(call: Call, config: Config) -> Callable | None:
-    return None if call.sink is None else functools.partial(_sink, natural=config.natural)
+    return None if call.sink is None else functools.partial(_sink, natural=config.natural, rest=changes.rest(call))
 
 
 def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callable:
     """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
     like = changes.changes(call, config)
-    inner, factor, shift = like.inner, like.factor, like.shift
+    inner, factor, shift, drawn = like.inner, like.factor, like.shift, changes.drawer(call)
     device, find = call.q.device, None
     if isinstance(call.mask, Unread):
-        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device)
+        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
 
-    def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
+    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
         seen = tables
         if find is not None:
             seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
-        changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift)
+        changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng))
         return Band(*plan.band, seen), changes.or_none(changed)
 
     return made

@@ -13,6 +13,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from tilewise.backends.hopper import short
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig, packed_stand_in
 from tilewise.backends.hopper.operands import KeyTables, Packed
@@ -164,13 +165,16 @@ def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: C
     return found(mask, seqlen_q, seqlen_k, "columns", config, device, _columns)
 
 
-def finder(inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Callable[[Tensor, Tensor], Columns]:
-    """What finds the columns of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 on the device."""
+def finder(
+    inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device, current: bool = False
+) -> Callable[[Tensor, Tensor], Columns]:
+    """What finds the columns of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 there. current: as in `short.tables`."""
     compute, n_blocks, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
     shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
+    empty = short.tables(shapes, device, current)
 
     def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Columns:
-        keys, queries, scratch, *made = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+        keys, queries, scratch, *made = empty()
         compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
         return Columns(keys, queries, *made)
 

@@ -72,7 +72,7 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
     """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
     packed = packing.pack(call)
     computed = packed or call
-    if call.row_max or call.dropout is not None or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
+    if call.row_max or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
         return None
     if not all(map(jit.strided, (computed.q, computed.k, computed.v))):
         return None
@@ -82,7 +82,7 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
     of_documents = isinstance(call.mask, Unread)
     if of_documents and plan.config.sees != "rows":
         return None
-    if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink)):
+    if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
         made = _maker(call, plan)
         return made and Repeat(call, kernel, (), work, gradients, made=made)
     rest = _band(computed, plan), changes.scores(computed, plan.config, call.scale)
@@ -96,16 +96,16 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
     mask, config = call.mask, plan.config
     seqlen_q, seqlen_k, device, pairs = call.seqlen_q, call.seqlen_k, call.q.device, config.bias_pairs
     outer, inner, factor = changes.numbers(call, config, call.scale)
-    shift = seqlen_k - seqlen_q
+    shift, drawn = seqlen_k - seqlen_q, changes.drawer(call)
     band = find = None
     if isinstance(mask, Unread):
-        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device)
+        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device, current=True)
     else:
         band = _band(call, plan)
         if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
             return None
 
-    def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None):
+    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
         seen = band
         if find is not None:
             if not short.capturing():
@@ -116,7 +116,7 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
             hold(band)
         bias, slopes = changes.readable(bias, slopes, pairs)
         sink = None if sink is None else sink.float().contiguous()
-        return seen, Scores(outer, inner, factor, bias, slopes, None, sink, None, shift)
+        return seen, Scores(outer, inner, factor, bias, slopes, None, sink, None, shift, drawn(rng))
 
     return made
 

@@ -205,8 +205,9 @@ TILES = {
 LONG = 1 << 30  # queries: more than any Choice bounds
 SHORTEST_STEP = 16  # queries and keys between which no tile begins or ends
 
-# tile_n where there would be spills otherwise: with softcap or rows of their own, and with logits, of which dropout takes another 16.
+# tile_n where there would be spills otherwise: with dropout; with softcap or rows of their own, and with logits, of which dropout takes another 16.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
+DROPOUT = {((64, 64), "all"): 112, ((192, 128), "interval"): 112}
 LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
 
@@ -258,8 +259,10 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict
 
 def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
-    if config.dropout and config.consumers == 3 and sees != "all":  # whose threads have too few registers
-        config = replace(config, tile_m=128, tile_n=128)
+    if config.dropout:
+        if config.consumers == 3 and sees != "all":  # whose threads have too few registers
+            config = replace(config, tile_m=128, tile_n=128)
+        config = replace(config, tile_n=DROPOUT.get((dims, sees), config.tile_n))
     if config.natural:
         return replace(config, tile_m=128, tile_n=LOGITS[dims] - 16 * config.dropout, late=False, cluster=1, dynamic=True)
     if config.softcap:

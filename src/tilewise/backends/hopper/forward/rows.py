@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import short
 from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.masks import Documents, Unread
@@ -53,13 +54,15 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, devi
     return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 
 
-def finder(inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Callable[[Tensor, Tensor], Rows]:
-    """What finds the rows of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 on the device."""
+def finder(
+    inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device, current: bool = False
+) -> Callable[[Tensor, Tensor], Rows]:
+    """What finds the rows of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 there. current: as in `short.tables`."""
     compute, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_q // config.tile_m)
-    shapes = (-(-m_blocks // config.cluster),), (2, seqlen_q), (m_blocks, 4)
+    empty = short.tables(((-(-m_blocks // config.cluster),), (2, seqlen_q), (m_blocks, 4)), device, current)
 
     def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Rows:
-        made = Rows(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+        made = Rows(*empty())
         compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), *made)
         return made
 

@@ -136,7 +136,7 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
 
 
 def repeat(call: Call, multiprocessors: int) -> Callable:
-    """`compute` for more calls like this one, from operands.Given, operands.Scratch, bias and slopes."""
+    """`compute` for more calls like this one, from operands.Given, operands.Scratch, bias, slopes and `Beside.rng`."""
     parts, like = parts_of(call, multiprocessors), call.bias
     config = config_of(call, by_rows(call), parts == 1)
     band = Band(
@@ -147,11 +147,12 @@ def repeat(call: Call, multiprocessors: int) -> Callable:
         changes.changes(call, config),
         call.seqlen_k - call.seqlen_q,
     )
+    drawn = changes.drawer(call)
     shape, dtype, of_sums = (parts, *like.shape), like.dtype, like.dtype if config.whole else torch.float32
 
-    def again(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None) -> Tensor:
+    def again(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None, rng: Tensor | None) -> Tensor:
         sums = torch.empty(shape, dtype=of_sums, device=bias.device)
-        changed = Changes(inner, factor, *changes.readable(bias, slopes, config.bias_pairs), None, shift)
+        changed = Changes(inner, factor, *changes.readable(bias, slopes, config.bias_pairs), None, shift, drawn(rng))
         kernel(given.V, given.dO, BiasTensors(given.Q, given.K, scratch.lse, scratch.minus_delta, sums), band, changed)
         return sums[0] if config.whole else sums.sum(0).to(dtype)
 

@@ -339,13 +339,13 @@ def add_item(
     # A branch ahead of the wait keeps ptxas from computing P behind it. By vote: a thread's own would put the ring's stage into vector registers.
     if arch.vote_all_sync(sees_all(its, rows, tensors.K.shape[1] - total.n0, config)):
         done = finish_products(pipe, done, config)
-        drop(dP, bits, changes)
+        drop(dP, bits, changes, config)
         for r in range_constexpr(fragments.ROWS):
             for c in range_constexpr(cute.size(P, mode=[1])):
                 dB[r, c] += P[r, c] * (dP[r, c] + rows.minus_delta[r])
     else:
         done = finish_products(pipe, done, config)
-        drop(dP, bits, changes)
+        drop(dP, bits, changes, config)
         differentiate(P, dP, rows.minus_delta)
         hide(acc_S, tScS, its, total.n0, rows, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
@@ -365,12 +365,13 @@ def kept_of(tScS: cute.Tensor, changes: Changes, block: Block, n0: Int32, config
 
 
 @cute.jit
-def drop(dP: cute.Tensor, bits: cute.Tensor | None, changes: Changes):
+def drop(dP: cute.Tensor, bits: cute.Tensor | None, changes: Changes, config: Constexpr[Config]):
     """dP = 0 where P was dropped, and lifted elsewhere; NaN stays NaN. dP: (ROWS, columns)."""
     if const_expr(bits is not None):
+        columns = const_expr(cute.size(dP, mode=[1]))
         for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(cute.size(dP, mode=[1])):
-                dP[r, c] *= dropout.kept_as(changes.draw.lift, bits[r], c)
+            for c in range_constexpr(columns):
+                dP[r, c] *= dropout.in_rows(bits, r, c, columns, dropout.lift_of(changes.draw, config))
 
 
 @cute.jit

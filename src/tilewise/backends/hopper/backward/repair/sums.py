@@ -188,7 +188,7 @@ def weight_of(
     if const_expr(config.dropout):
         draw = at.changes.draw
         kept = either_number(dropout.is_kept(draw, dropout.head_of(draw, at.which.batch, at.which.head), query, key), 1.0, 0.0)
-        p, dP = p * kept, dP * (kept * draw.lift)
+        p, dP = p * kept, dP * (kept * dropout.lift_of(draw, config))
     return either_number(entry.of == OF_DV, p * scalars.enlarged, factor * (dP + at.minus_delta[query]))
 
 
