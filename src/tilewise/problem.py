@@ -165,6 +165,36 @@ class DecodeCall:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # (batch or 1, heads_q) fp32
     sink: Tensor | None = None  # (heads_q,) fp32
+    rotary: "Rotary | None" = None  # by which q is yet to be rotated
+
+
+class Rotary(NamedTuple):
+    """Tables for the positions of queries, the last of their sequences, below 0 as 0 and beyond the tables as their last."""
+
+    cos: Tensor  # (seqlen_rotary, rotary_dim / 2)
+    sin: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendCall:
+    """New keys and values on their way into a cache, where they have a place there; all tensors on one device, nothing read on the host.
+
+    Index tensors are int32 or int64. A token's place is its number among its sequence's new ones, behind the tokens that the sequence has.
+    """
+
+    k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
+    v_cache: Tensor  # likewise, with head_dim_v
+    k: Tensor  # (batch, new, heads_k, head_dim), or with cu_seqlens (total_new, heads_k, head_dim)
+    v: Tensor  # likewise, with head_dim_v
+    cache_seqlens: Tensor  # (batch,): tokens before
+    page_table: Tensor | None  # (batch, max_pages)
+    cache_batch_idx: Tensor | None  # (batch,): the entry of k_cache that holds a sequence
+    cu_seqlens: Tensor | None  # (batch + 1,): whose the new tokens are
+    rotary_cos: Tensor | None  # (seqlen_rotary, rotary_dim / 2)
+    rotary_sin: Tensor | None
+    rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens
+    interleaved: bool
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import DecodeCase, held, made, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
@@ -54,6 +54,25 @@ def test_cases(case):
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize(
+    ("half", "interleaved", "dtype"),
+    [
+        (16, False, torch.float32),
+        pytest.param(12, True, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(32, False, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_queries_that_are_rotated_on_their_way(half, interleaved, dtype):
+    """As if they had been before, bit for bit."""
+    call, rotated = with_rotary(
+        made(DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16)), half, interleaved, dtype
+    )
+    found = run(call)
+    held(rotated, *found)
+    assert all(map(torch.equal, found, run(rotated)))
 
 
 def test_pieces_of_a_fixed_size():

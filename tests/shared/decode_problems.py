@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import Causal, Dense, Mask
-from tilewise.problem import Call, DecodeCall
+from tilewise.problem import Call, DecodeCall, Rotary
+from tilewise.runtime import decode_operator
 from tilewise.testing import tolerance
 
 CAUSAL = Causal()
@@ -100,6 +101,15 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
     )
     moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
     return replace(call, **moved)
+
+
+def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:
+    """The call with queries that are yet to be rotated, and as it then is."""
+    positions = int(call.seqlens.max()) + 1
+    angles = torch.randn(positions, half, generator=torch.Generator().manual_seed(half), dtype=torch.float32, device="cpu")
+    tables = (x.to(call.q.device, dtype) for x in (angles.cos(), angles.sin()))
+    given = replace(call, rotary=Rotary(*tables, interleaved))
+    return given, decode_operator._rotated(given)
 
 
 def random_trees(batch: int, new: int, draw: torch.Generator) -> Tensor:

@@ -10,6 +10,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode_call
 from tilewise.backends.hopper.decode import config as decoding
 from tilewise.backends.hopper.forward import call as forward_call
@@ -47,6 +48,10 @@ def of_backward(config) -> Kernel:
 def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     config = decoding.configure(dtype, *dims, page_size or None, **changes)
     return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.LAUNCH, decode_call.arguments, config)
+
+
+def of_append(changes: dict) -> Kernel:
+    return Kernel(f"append {changes}", append_call.LAUNCH, append_call.arguments, append_call.Appending(**changes), remarks=False)
 
 
 def of_bias(sums: tuple, sees: str, everything: bool, bias: torch.dtype) -> Kernel:
@@ -106,12 +111,16 @@ def changed_forward(dims, sees, changes) -> Kernel:
 
 DECODE_CHANGES = {"softcap": True, "alibi": True, "sinks": True, "ragged": True, "leftpad": True}
 DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64, {}), ((64, 64), 4, {"split": True, "tree": True})]
+DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
 DECODE_TOO = [
     *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
     *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),
     *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),
 ]
+DECODE_TOO += [(dims, 0, {"rotary": decoding.Rotary(dims[0] // 2, i % 2 == 0, torch.float32)}) for i, dims in enumerate(decoding.TILES)]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
+
+APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]
 
 # Backward
 
@@ -189,6 +198,7 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()
     yield from itertools.starmap(of_decode, DECODE)
+    yield from map(of_append, APPEND)
     yield from (of_backward(many_keys(*shape, {})) for shape in SHAPES)
     yield from (of_backward(few_keys(*shape, {}, dtype)) for shape in FEW for dtype in DTYPES)
     yield from (of_backward(of_length(*case)) for case in LONG + OF_SMALLER_HEADS)

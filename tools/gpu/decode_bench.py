@@ -1,6 +1,6 @@
 """Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,grid,features,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,features,ragged,sweep] [--peers ROWS.json]
 
 Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
 memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
@@ -25,6 +25,7 @@ from decode_problems import DecodeCase, held, made
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tilewise as tw
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import repeat
@@ -326,6 +327,45 @@ def host(bench: Bench) -> None:
         bench.note(kind="host", way=name, **of_rounds, graph_us=round(replayed_us([run] * 20), 2))
 
 
+def appending(bench: Bench) -> None:
+    """Decode alone, and with a new token for each sequence, plain and rotated: by `tw.decode`, as its callers have it; and `tw.append` alone."""
+    for cell in (
+        Cell(1, 1024, 32, 8, 0),
+        Cell(1, 8192, 32, 8, 64),
+        Cell(16, 1024, 32, 8, 16),
+        Cell(16, 8192, 32, 8, 64),
+        Cell(256, 1024, 32, 8, 64),
+    ):
+        calls = bench.caches(cell, [cell.s] * cell.b)
+        k, v = (torch.randn(cell.b, 1, cell.hk, DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        angles = torch.randn(cell.s, DIM // 2, dtype=torch.float32, device=DEVICE)
+        rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        lengths = calls[0].seqlens - 1
+
+        def steps(calls=calls, lengths=lengths, **words) -> list[Callable]:
+            return [
+                lambda call=call: tw.decode(call.q, call.k_cache, call.v_cache, page_table=call.page_table, cache_seqlens=lengths, **words)
+                for call in calls
+            ]
+
+        def appends(calls=calls, lengths=lengths, k=k, v=v, **words) -> list[Callable]:
+            return [
+                lambda call=call: tw.append(call.k_cache, call.v_cache, k, v, page_table=call.page_table, cache_seqlens=lengths, **words)
+                for call in calls
+            ]
+
+        timed = {"decode": steps(), "with k, v": steps(k=k, v=v), "rotated": steps(k=k, v=v, **rotary), "queries rotated": steps(**rotary)}
+        timed |= {"append": appends(), "append rotated": appends(**rotary)}
+        us = {name: round(replayed_us(fns), 2) for name, fns in timed.items()}
+        bench.note(
+            kind="append",
+            **vars(cell),
+            us=us,
+            more=round(us["with k, v"] - us["decode"], 2),
+            more_rotated=round(us["rotated"] - us["decode"], 2),
+        )
+
+
 def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
     """So that what fails keeps nothing else from being measured."""
     try:
@@ -347,7 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,grid,features,ragged,sweep")
+    parser.add_argument("--only", default="check,host,append,grid,features,ragged,sweep")
     parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
@@ -361,6 +401,8 @@ def main() -> None:
         guarded(bench, check)
     if "host" in only:
         guarded(bench, host)
+    if "append" in only:
+        guarded(bench, appending)
     if "grid" in only:
         for page in PAGES:
             for b, s in SHAPES:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tilewise.problem import Call, DecodeCall, Gradients, Problem
+from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 
 class Repeat(Protocol):
@@ -61,11 +61,19 @@ class Backend(Protocol):
         raise NotImplementedError
 
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own.
+        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own, or queries that
+        are yet to be rotated have to be so first.
 
         O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
         A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
         read on the host, unless it is there.
+        """
+        return None
+
+    def append(self, call: AppendCall) -> Tensor | None:
+        """Write new keys and values into a cache, and nothing where they have no place there; None, and nothing written, where torch has to do it.
+
+        Returns (batch,) int32: the tokens that each sequence then has, `cache_seqlens` and its new ones, whether they had a place or not.
         """
         return None
 

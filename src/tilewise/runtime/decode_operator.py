@@ -4,6 +4,7 @@ As in operator.py, an operator receives what a graph can hold, the mask as text.
 whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tilewise import errors, masks, tangents
 from tilewise.backends.sequences import one_by_one
-from tilewise.problem import Call, DecodeCall
+from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
@@ -107,7 +108,11 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     if call.seqlens.shape[0] == 0:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)
-    found = backend.decode(call) if call.mask.kind != "bitmap" and call.mask.extent == (1, 1) else None
+    covered = call.mask.kind != "bitmap" and call.mask.extent == (1, 1)
+    found = backend.decode(call) if covered else None
+    if found is None and call.rotary is not None:
+        call = _rotated(call)
+        found = backend.decode(call) if covered else None
     o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
@@ -169,7 +174,7 @@ def _check(given: Operands) -> int | None:
 
 def _call(given: Operands, most_queries: int | None) -> DecodeCall:
     """The call as backends take it. Nothing is read on the host but what a dense mask holds."""
-    q, device = given.q, given.q.device
+    q, device, rotary = given.q, given.q.device, None
     capacity = values.capacity_of(given.k_cache, given.page_table)
     if given.cache_seqlens is None:
         length = capacity if given.length is None else min(max(given.length, 0), capacity)
@@ -177,7 +182,7 @@ def _call(given: Operands, most_queries: int | None) -> DecodeCall:
     else:
         seqlens = _int32(given.cache_seqlens)
     if given.rotary_cos is not None and given.rotary_sin is not None:
-        q = rotated(q, given.rotary_cos, given.rotary_sin, _positions(q, seqlens, given.cu_seqlens_q), interleaved=given.interleaved)
+        rotary = Rotary(given.rotary_cos, given.rotary_sin, given.interleaved)
     return DecodeCall(
         q=q,
         k_cache=given.k_cache,
@@ -196,7 +201,14 @@ def _call(given: Operands, most_queries: int | None) -> DecodeCall:
         softcap=given.softcap,
         alibi_slopes=given.alibi_slopes,
         sink=given.sink,
+        rotary=rotary,
     )
+
+
+def _rotated(call: DecodeCall) -> DecodeCall:
+    """The call with its queries rotated."""
+    positions = _positions(call.q, call.seqlens, call.cu_seqlens_q)
+    return replace(call, q=rotated(call.q, *call.rotary[:2], positions, interleaved=call.rotary.interleaved), rotary=None)
 
 
 def _int32(x: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from kernel_facts import Facts, inspector
 from kernel_inventory import (
     APART,
     APART_TOO,
+    APPEND,
     BACKWARD_CHANGED,
     BACKWARD_CHANGED_TOO,
     BIAS_GRADIENTS,
@@ -44,6 +45,7 @@ from kernel_inventory import (
     few_keys,
     heads_apart,
     many_keys,
+    of_append,
     of_backward,
     of_bias,
     of_decode,
@@ -174,6 +176,13 @@ def test_decode(dims, page_size, changes, inspect):
     assert found.counts["gsb0"] == found.counts["ARRIVE"] == found.counts["DEPBAR 0"] == 2
     assert found.counts["HGMMA"] == config.head_dim // 16 + config.tile_n // 16
     assert (found.counts["UTMALDG"] == 0) == config.gathers
+
+
+@pytest.mark.parametrize("changes", APPEND, ids=str)
+def test_append(changes, inspect):
+    found = inspect(of_append(changes))
+    check_nothing_spills(found)
+    assert found.counts["HGMMA"] == 0
 
 
 def check_shipped(kernel: Kernel, inspect):

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends import Backend
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.forward import call as forward
@@ -20,7 +21,7 @@ from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.masks import Unread
-from tilewise.problem import Call, DecodeCall, Gradients, Problem
+from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import helpers, jit, prebuilt
 
 __all__ = ["Hopper"]
@@ -95,6 +96,10 @@ class Hopper(Backend):
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
         """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
         return decoding.decode(call, decode.decoder)
+
+    def append(self, call: AppendCall) -> Tensor | None:
+        """By one launch; None where the kernel does not cover the call."""
+        return append_call.append(call)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""

@@ -10,9 +10,14 @@ from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat
 from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, TILES, configure
 from tilewise.masks import Causal, PrefixLM, SlidingWindow
+from tilewise.problem import Rotary
 from tilewise.sm90 import jit, prebuilt
 
 CALL = made(DecodeCase(lengths=(5, 9)))
+
+
+def rotary(positions: int, half: int, interleaved: bool = False, dtype: torch.dtype = torch.float32) -> Rotary:
+    return Rotary(*torch.zeros(2, positions, half, dtype=dtype), interleaved)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,10 @@ CALL = made(DecodeCase(lengths=(5, 9)))
         ({"scale": -1.0}, "it takes a positive scale, not -1.0"),
         ({"split": 0}, "it takes a split of at least 1 key, not 0"),
         ({"q": CALL.q[:, :0]}, "there is nothing to read"),
+        ({"rotary": rotary(9, 12)}, "it rotates pairs in multiples of 8, not 12, at 1 position or more, not 9"),
+        ({"rotary": rotary(0, 12, True)}, "it rotates pairs in multiples of 4, not 12, at 1 position or more, not 0"),
+        ({"rotary": rotary(9, 16, dtype=torch.float64)}, "of one dtype, bf16, fp16 or fp32, not torch.float64 and torch.float64"),
+        ({"rotary": rotary(9, 16), "shared_prefix": 1 << 20}, "it rotates no queries with a common prefix"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )

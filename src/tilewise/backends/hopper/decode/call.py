@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes
-from tilewise.backends.hopper.decode import prefix, workspace
-from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.decode import append_call, prefix, workspace
+from tilewise.backends.hopper.decode.append_call import TABLES
+from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, Rotary, configure, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of, tables_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -42,6 +43,8 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append("it takes cache_batch_idx or page_table, not both")
     if call.split is not None and call.split < 1:
         wrong.append(f"it takes a split of at least 1 key, not {call.split}")
+    if call.rotary is not None:
+        wrong += _why_not_rotary(call)
     if 0 in call.k_cache.shape or call.q.numel() == 0:
         wrong.append("there is nothing to read")
     if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
@@ -49,6 +52,18 @@ def why_not(call: DecodeCall) -> list[str]:
     if not wrong and jit.why_no_compiler():
         lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
         wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
+    return wrong
+
+
+def _why_not_rotary(call: DecodeCall) -> list[str]:
+    cos, sin, interleaved = call.rotary
+    multiple, wrong = (4 if interleaved else 8), []
+    if cos.shape[1] % multiple or 0 in cos.shape:
+        wrong.append(f"it rotates pairs in multiples of {multiple}, not {cos.shape[1]}, at 1 position or more, not {cos.shape[0]}")
+    if cos.dtype != sin.dtype or cos.dtype not in TABLES:
+        wrong.append(f"it takes rotary tables of one dtype, bf16, fp16 or fp32, not {cos.dtype} and {sin.dtype}")
+    if prefix.pays(call):
+        wrong.append("it rotates no queries with a common prefix")
     return wrong
 
 
@@ -72,11 +87,11 @@ def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | Non
     heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
     shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
-    if ragged:
-        tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
+    q, caches = jit.aligned(call.q), (jit.readable(call.k_cache), jit.readable(call.v_cache))
+    tables = tables_of(call) and Tables(*map(jit.rows, tables_of(call)))
+    tensors = Tensors(q[None], *caches, o[None], lse[None], tables) if ragged else Tensors(q, *caches, o, lse, tables)
     window, changed = _numbers(call, config)
-    jit.compiled(LAUNCH, arguments, config)(Tensors(*tensors), lengths_of(call), _work(call, config, aligned), window, prior, changed)
+    jit.compiled(LAUNCH, arguments, config)(tensors, lengths_of(call), _work(call, config, aligned), window, prior, changed)
     return o, lse
 
 
@@ -111,15 +126,19 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         leftpad=call.leftpad is not None,
         tree=call.tree is not None,
         split=call.split is not None,
+        rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
         **tuning,
     )
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
-    """What `jit.compiled` takes, for calls with such heads; none where no tile holds them. changes: fields of `Config` that are True."""
+    """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
+    True.
+    """
     if tile_dims(head_dim, head_dim_v) is None:
         return []
-    return [(LAUNCH, arguments, each) for each in shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))]
+    configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
+    return [*((LAUNCH, arguments, each) for each in configs), *append_call.shipped(dtype)]
 
 
 def kernels(call: DecodeCall) -> list[tuple]:
@@ -167,7 +186,11 @@ def arguments(config: Config) -> list:
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
-    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+    tables = None
+    if config.rotary:
+        rows_of_tables, pairs = jit.size(), jit.size()
+        tables = Tables(*(jit.tensor(changes.dsl(config.rotary.dtype), rows_of_tables, pairs, aligned=False) for _ in range(2)))
+    return [Tensors(q, k, v, o, lse, tables), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
 
 
 def columns(heads_k: int, blocks: int) -> int:

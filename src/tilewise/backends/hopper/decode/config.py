@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,14 @@ IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at onc
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
+
+
+class Rotary(NamedTuple):
+    """How queries are rotated on their way to registers."""
+
+    half: int  # pairs
+    interleaved: bool
+    dtype: torch.dtype  # of the tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,7 @@ class Config(ScoreChanges):
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
+    rotary: Rotary | None = None
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first

@@ -68,7 +68,7 @@ class Shared(NamedTuple):
 def launch(
     tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    mQ, mK, mV, _, _ = tensors
+    mQ, mK, mV = tensors.Q, tensors.K, tensors.V
     tokens = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV)]
     loaded = [loads.describe(x, dim, config) for x, dim in zip(tokens, (config.head_dim, config.head_dim_v), strict=True)]
     capacity, page_size = mK.shape[1], None
@@ -209,7 +209,7 @@ def attend(
         sequence=sequence,
         free=rows.free_of(sequence, shape, config),
     )
-    rows.load_queries(tile.Q, tensors.Q, unit, config)
+    rows.load_queries(tile.Q, tensors, unit, sequence, config)
     tile.acc_O.fill(0.0)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
         step(tile, shared, state, n * config.tile_n, config)

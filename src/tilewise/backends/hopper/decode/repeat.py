@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
 from tilewise.backends.hopper.decode.config import FEW_KEYS
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
 from tilewise.sm90.jit import aligned, readable
@@ -57,12 +57,13 @@ class Decoder:
         )
         if self.by_call:
             window, scores = self.numbers(call)
-        lengths = lengths_of(call)
+        lengths, tables = lengths_of(call), tables_of(call)
         try:
-            self.kernel((q, k, v, o, lse), lengths, work, window, prior, scores)
+            self.kernel((q, k, v, o, lse, tables), lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, window, prior, scores)
+            tables = None if tables is None else Tables(*(x.contiguous() for x in tables))
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, tables), lengths, work, window, prior, scores)
         return (o[0], lse[0]) if self.ragged else (o, lse)
 
     def _begin(self, call: DecodeCall, stream: int) -> tuple:
@@ -90,6 +91,10 @@ class Prefixed:
 def lengths_of(call: DecodeCall) -> Lengths:
     tree = None if call.tree is None else call.tree.view(torch.uint8)
     return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
+
+
+def tables_of(call: DecodeCall) -> Tables | None:
+    return None if call.rotary is None else Tables(call.rotary.cos, call.rotary.sin)
 
 
 def few_keys(call: DecodeCall) -> bool:
@@ -126,4 +131,11 @@ def _key(call: DecodeCall) -> tuple:
         else ()
     )
     options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, few_keys(call), counts, *options)
+    rotary = call.rotary and (
+        call.rotary.cos.shape[1],
+        call.rotary.cos.shape[0] > 0,
+        call.rotary.cos.dtype,
+        call.rotary.sin.dtype,
+        call.rotary.interleaved,
+    )
+    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, rotary, few_keys(call), counts, *options)

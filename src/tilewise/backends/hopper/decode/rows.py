@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import loads
+from tilewise.backends.hopper.decode import loads, rotation
 from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Tensors
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
@@ -57,9 +58,9 @@ def row_of(r: Constexpr[int]) -> Int32:
 
 
 @cute.jit
-def load_queries(fragment: cute.Tensor, mQ: cute.Tensor, unit: Unit, config: Constexpr[Config]):
+def load_queries(fragment: cute.Tensor, tensors: Tensors, unit: Unit, sequence: Sequence, config: Constexpr[Config]):
     """Q in the registers from which the first product reads it: words of two, in the order (row, half of 8 columns, 16 columns)."""
-    words = cute.recast_tensor(fragment, Int32)
+    mQ, words = tensors.Q, cute.recast_tensor(fragment, Int32)
     words.fill(0)
     for r in range_constexpr(fragments.ROWS):
         row = row_of(r)
@@ -71,6 +72,8 @@ def load_queries(fragment: cute.Tensor, mQ: cute.Tensor, unit: Unit, config: Con
                 if 8 * c < gQ.shape[0]:
                     word = cute.make_tensor(cute.recast_ptr((first + 8 * c).align(4), dtype=Int32), cute.make_layout(1))
                     words[r + 2 * c] = word[0]
+            if const_expr(config.rotary is not None):
+                rotation.of_row(fragment, r, sequence.length - sequence.queries + token, tensors.tables, config)
 
 
 @cute.jit
