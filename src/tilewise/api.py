@@ -387,7 +387,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tup
         errors.check_memory(q=q, k=k, v=v, bias=bias)
 
     def cast(x):
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x
 
     return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
 

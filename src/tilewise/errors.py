@@ -20,6 +20,7 @@ warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"til
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # numbers that a scale goes with
 
 
 class ShapeError(ValueError):

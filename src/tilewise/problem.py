@@ -150,7 +150,7 @@ class DecodeCall:
 
     q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
     k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
-    v_cache: Tensor  # likewise, with head_dim_v
+    v_cache: Tensor  # likewise, with head_dim_v; both in q's dtype, or float8_e4m3fn or int8 each
     seqlens: Tensor  # (batch,) int32: tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
     page_table: Tensor | None  # (batch, max_pages) int32
     cu_seqlens_q: Tensor | None  # (batch + 1,) int32
@@ -165,6 +165,10 @@ class DecodeCall:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # (batch or 1, heads_q) fp32
     sink: Tensor | None = None  # (heads_q,) fp32
+    k_scale: Tensor | None = (
+        None  # fp32, of 8-bit caches: (), (heads_k,), (batch, heads_k) or k_cache's shape without its last dimension; None: 1
+    )
+    v_scale: Tensor | None = None  # likewise
     rotary: "Rotary | None" = None  # by which q is yet to be rotated
 
 

@@ -105,8 +105,10 @@ def _append(given: Operands) -> Tensor | None:
 
 def _by_backend(given: Operands) -> Tensor | None:
     call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
-    like = Call(q=given.k_cache[:, :0], k=given.k_cache, v=given.v_cache, mask=Full(), scale=1.0)
-    return choose(like.problem).append(call)
+    k, v = (
+        x if x.dtype in errors.DTYPES else x.new_empty((1, 0, *x.shape[2:]), dtype=torch.bfloat16) for x in (given.k_cache, given.v_cache)
+    )
+    return choose(Call(q=k, k=k, v=v, mask=Full(), scale=1.0).problem).append(call)
 
 
 operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from append_problems import AppendCase, made
 
 from tilewise.backends.hopper.decode import append_call
@@ -14,8 +15,9 @@ CALL = made(AppendCase(lengths=(5, 9), rotary=32, page=16))
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"k": CALL.k.float()}, "it writes bf16 and fp16"),
-        ({"v_cache": CALL.v_cache.half()}, "it writes bf16 and fp16"),
+        ({"k": CALL.k.float()}, "it writes bf16, fp16 and 8 bits, k and v of one size, as they are"),
+        ({"v_cache": CALL.v_cache.half()}, "it writes bf16, fp16 and 8 bits, k and v of one size, as they are"),
+        ({name: getattr(CALL, name).to(torch.int8) for name in ("k", "v", "k_cache", "v_cache")}, "it rotates nothing of 8 bits"),
         ({"v": CALL.v[..., :60]}, "it takes head_dim and head_dim_v that are multiples of 8, not 64 and 60"),
         (
             {"rotary_sin": CALL.rotary_sin.double()},

@@ -12,6 +12,7 @@ from tilewise.problem import AppendCall
 from tilewise.sm90 import jit, prebuilt
 
 LAUNCH = "tilewise.backends.hopper.decode.append:launch"  # by name, so that a kernel from the cache needs no DSL
+STORED = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 TABLES = torch.float32, torch.bfloat16, torch.float16
 MOST = 256  # kinds of calls that are remembered
 
@@ -20,7 +21,7 @@ MOST = 256  # kinds of calls that are remembered
 class Appending:
     """What a kernel is compiled for; of what a call may lack the dtype, or None."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8 for all of 8 bits
     seqlens: torch.dtype = torch.int32
     pages: torch.dtype | None = None
     entries: torch.dtype | None = None
@@ -46,12 +47,14 @@ def append(call: AppendCall) -> Tensor | None:
 
 def why_not(call: AppendCall) -> list[str]:
     """Sentences that say why the kernel does not cover calls like this one; empty where it does."""
-    dtype, dims = call.k.dtype, (call.k.shape[-1], call.v.shape[-1])
+    dims, size = (call.k.shape[-1], call.v.shape[-1]), call.k.itemsize
     wrong = []
-    if dtype not in (torch.bfloat16, torch.float16) or {call.v.dtype, call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
-        wrong.append("it writes bf16 and fp16")
-    if any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
-        wrong.append(f"it takes head_dim and head_dim_v that are multiples of 8, not {dims[0]} and {dims[1]}")
+    if any(x.dtype not in STORED or x.dtype != y.dtype or x.itemsize != size for x, y in ((call.k, call.k_cache), (call.v, call.v_cache))):
+        wrong.append("it writes bf16, fp16 and 8 bits, k and v of one size, as they are")
+    elif call.rotary_cos is not None and size == 1:
+        wrong.append("it rotates nothing of 8 bits")
+    if any(dim % (jit.BYTES // size) for dim in dims):
+        wrong.append(f"it takes head_dim and head_dim_v that are multiples of {jit.BYTES // size}, not {dims[0]} and {dims[1]}")
     if call.rotary_cos is not None and (call.rotary_cos.dtype not in TABLES or call.rotary_cos.dtype != call.rotary_sin.dtype):
         wrong.append(f"it takes rotary tables of one dtype, bf16, fp16 or fp32, not {call.rotary_cos.dtype} and {call.rotary_sin.dtype}")
     if (
@@ -71,7 +74,7 @@ def config_of(call: AppendCall) -> Appending:
         return None if x is None else x.dtype
 
     return Appending(
-        dtype=call.k.dtype,
+        dtype=call.k.dtype if call.k.itemsize > 1 else torch.int8,
         seqlens=call.cache_seqlens.dtype,
         pages=dtype(call.page_table),
         entries=dtype(call.cache_batch_idx),
@@ -118,18 +121,21 @@ def _write(call: AppendCall, kernel) -> Tensor | None:
     if short.current_device() != call.k.device.index:
         with torch.cuda.device(call.k.device):
             return _write(call, kernel)
-    k, v = (call.k, call.v) if call.cu_seqlens is None else (call.k[None], call.v[None])
+    caches, k, v = (call.k_cache, call.v_cache), call.k, call.v
+    if k.itemsize == 1:
+        caches, (k, v) = ([x.view(torch.int8) for x in pair] for pair in (caches, (k, v)))
+    k, v = (k, v) if call.cu_seqlens is None else (k[None], v[None])
     ends = torch.empty(call.cache_seqlens.shape, dtype=torch.int32, device=k.device)
     places = Places(call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, ends)
     turn = None if call.rotary_cos is None else Turn(call.rotary_cos, call.rotary_sin, call.rotary_first)
     try:
-        kernel(New(call.k_cache, call.v_cache, k, v), places, turn)
+        kernel(New(*caches, k, v), places, turn)
     except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
         if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (call.k_cache, call.v_cache)):
             return None  # they are written in place, so a copy will not do
         places = Places(*(x if x is None else x.contiguous() for x in places))
         turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
-        kernel(New(call.k_cache, call.v_cache, jit.aligned(k), jit.aligned(v)), places, turn)
+        kernel(New(*caches, jit.aligned(k), jit.aligned(v)), places, turn)
     torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
     return ends
 
