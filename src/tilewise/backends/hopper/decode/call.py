@@ -8,10 +8,10 @@ from torch import Tensor
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import append_call, prefix, workspace
 from tilewise.backends.hopper.decode.append_call import TABLES
-from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, Rotary, configure, tile_dims
+from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of, tables_of
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, latent, lengths_of, tables_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -20,6 +20,7 @@ from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt
 
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+LATENT = "tilewise.backends.hopper.decode.latent:launch"
 MOST_BYTES = 1 << 30  # of pieces, with a split
 ALIGNED = True  # whether thread blocks side by side read the key heads of the same tokens
 IDLE = 20  # of so many multiprocessors one may be idle for that
@@ -33,6 +34,8 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append(
             f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
         )
+    elif latent_dims(*dims) and not any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
+        wrong += _why_not_latent(call)
     elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
     if window_of(call.mask) is None:
@@ -52,6 +55,17 @@ def why_not(call: DecodeCall) -> list[str]:
     if not wrong and jit.why_no_compiler():
         lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
         wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
+    return wrong
+
+
+def _why_not_latent(call: DecodeCall) -> list[str]:
+    dim, dim_v, wrong = call.k_cache.shape[3], call.v_cache.shape[3], []
+    if not latent(call):
+        wrong.append(f"with head_dim {dim} v_cache has to be a view of the same memory, k_cache[..., :{dim_v}]")
+    if call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX:
+        wrong.append(f"with head_dim {dim} it takes pages of a multiple of {LEAST_BOX} tokens, not of {call.k_cache.shape[1]}")
+    if call.rotary is not None:
+        wrong.append(f"it rotates no queries of head_dim {dim}")
     return wrong
 
 
@@ -91,7 +105,7 @@ def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | Non
     tables = tables_of(call) and Tables(*map(jit.rows, tables_of(call)))
     tensors = Tensors(q[None], *caches, o[None], lse[None], tables) if ragged else Tensors(q, *caches, o, lse, tables)
     window, changed = _numbers(call, config)
-    jit.compiled(LAUNCH, arguments, config)(tensors, lengths_of(call), _work(call, config, aligned), window, prior, changed)
+    jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, aligned), window, prior, changed)
     return o, lse
 
 
@@ -106,7 +120,7 @@ def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
 
 
 def _decoder(call: DecodeCall, config: Config) -> Decoder:
-    kernel = jit.compiled(LAUNCH, arguments, config)
+    kernel = jit.compiled(launch_of(config), arguments, config)
     return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
 
 
@@ -135,17 +149,22 @@ def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterabl
     """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
     True.
     """
-    if tile_dims(head_dim, head_dim_v) is None:
+    if tile_dims(head_dim, head_dim_v) is None and latent_dims(head_dim, head_dim_v) is None:
         return []
     configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
-    return [*((LAUNCH, arguments, each) for each in configs), *append_call.shipped(dtype)]
+    return [*((launch_of(each), arguments, each) for each in configs), *append_call.shipped(dtype)]
 
 
 def kernels(call: DecodeCall) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
+    configs = [config_of(call)]
     if prefix.pays(call):
-        return [(LAUNCH, arguments, config_of(prefix.of(call), out=torch.float32)), (LAUNCH, arguments, config_of(call, onto=True))]
-    return [(LAUNCH, arguments, config_of(call))]
+        configs = [config_of(prefix.of(call), out=torch.float32), config_of(call, onto=True)]
+    return [(launch_of(config), arguments, config) for config in configs]
+
+
+def launch_of(config: Config) -> str:
+    return LATENT if config.latent else LAUNCH
 
 
 def arguments(config: Config) -> list:
@@ -193,9 +212,9 @@ def arguments(config: Config) -> list:
     return [Tensors(q, k, v, o, lse, tables), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
 
 
-def columns(heads_k: int, blocks: int) -> int:
-    """As many columns of key heads (scheduler.py) as leave few of so many thread blocks idle."""
-    return max(n for n in range(1, heads_k + 1) if heads_k % n == 0 and blocks % n * IDLE <= blocks)
+def columns(units: int, blocks: int) -> int:
+    """As many columns of key heads, or of tiles of rows (scheduler.py), as leave few of so many thread blocks idle."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n * IDLE <= blocks)
 
 
 def _work(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Work:
@@ -206,7 +225,7 @@ def _need(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Need:
     queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
     rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
     blocks = plan.num_sms(call.q.device) * config.blocks
-    side_by_side = columns(heads_k, blocks) if aligned else 1
+    side_by_side = columns(-(-rows // TILE_M) if config.latent else heads_k, blocks) if aligned else 1
     cut = side_by_side, blocks // side_by_side
     if call.split is None:
         return Need(*cut, 2 * blocks, 3 * blocks, min(TILE_M, rows), dim, queries)

@@ -9,6 +9,7 @@ import torch
 
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
+WARPGROUP = 128  # threads
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
@@ -45,6 +46,7 @@ class Config(ScoreChanges):
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
     rotary: Rotary | None = None
+    latent: bool = False  # V is the first head_dim_v columns of K, which is read once; two warpgroups have half of O's columns each
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
@@ -55,6 +57,16 @@ class Config(ScoreChanges):
     @property
     def tile_m(self) -> int:
         return TILE_M
+
+    @property
+    def threads(self) -> int:
+        """Of the warpgroups that compute."""
+        return WARPGROUP * (2 if self.latent else 1)
+
+    @property
+    def columns_of_O(self) -> int:
+        """That a warpgroup has."""
+        return self.head_dim_v // 2 if self.latent else self.head_dim_v
 
     @property
     def gathers(self) -> bool:
@@ -74,21 +86,45 @@ class Config(ScoreChanges):
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 
+# Likewise where V is the first columns of K: keys, and stages, as many as shared memory holds beside Q.
+LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
+LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
+
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
+def latent_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """Likewise where V is the first columns of K; None also where a tile of K and one of V do."""
+    if tile_dims(head_dim, head_dim_v) or head_dim_v > head_dim:
+        return None
+    return next((dims for dims in sorted(LATENT_TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
     """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
+    if dims := latent_dims(head_dim, head_dim_v):
+        return _latent(dtype, dims, page_size, fields)
     dims = tile_dims(head_dim, head_dim_v)
     tile_n, blocks = fields.pop("tile_n", _tile_n(dims, few, fields)), fields.pop("blocks", 1)
     stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
+    cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
+
+
+def _latent(dtype: torch.dtype, dims: tuple[int, int], page_size: int | None, fields: dict) -> Config:
+    tile_n, stages = LATENT_TILES[dims]
+    cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], latent=True, **cut | LATENT_PIECES | fields)
+
+
+def _box(page_size: int | None, tile_n: int) -> int:
+    """`Config.box` for pages of so many tokens."""
     box = gcd(page_size, tile_n) if page_size else 0
-    box = 1 if 0 < box < LEAST_BOX else box
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)
+    return 1 if 0 < box < LEAST_BOX else box
 
 
 def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:

@@ -8,6 +8,7 @@ Predicted bottleneck: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
@@ -68,31 +69,10 @@ class Shared(NamedTuple):
 def launch(
     tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    mQ, mK, mV = tensors.Q, tensors.K, tensors.V
+    mK, mV = tensors.K, tensors.V
     tokens = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV)]
     loaded = [loads.describe(x, dim, config) for x, dim in zip(tokens, (config.head_dim, config.head_dim_v), strict=True)]
-    capacity, page_size = mK.shape[1], None
-    if const_expr(config.box > 0):
-        page_size = cute.fast_divmod_create_divisor_v2(mK.shape[1])
-        capacity = capacity * lengths.pages.shape[1]
-    group = mQ.shape[2] // mK.shape[2]
-    shape = Shape(
-        batch=lengths.seqlens.shape[0],
-        queries=work.queries if config.ragged else mQ.shape[1],
-        total=mQ.shape[1],
-        by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
-        capacity=capacity,
-        heads_k=mK.shape[2],
-        heads=mK.shape[2] // work.columns,
-        group=group,
-        by_group=cute.fast_divmod_create_divisor_v2(group),
-        page_size=page_size,
-        split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
-        most_pieces=work.most_pieces,
-        window=window,
-        lengths=lengths,
-        prefix=prior.tokens if config.onto else None,
-    )
+    shape = scheduler.shape_of(tensors, lengths, work, window, prior, config)
     dtype = mK.element_type
     kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
@@ -128,7 +108,7 @@ def kernel(
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
-        consume(Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
+        consume(attend, Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
     elif warp < WARPS + config.loaders:
         loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, 0, config.head_dim, config)
     else:
@@ -161,8 +141,8 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(shared: Shared, config: Constexpr[Config]):
-    """The warpgroup: unit after unit of the block's share."""
+def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Config]):
+    """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
@@ -183,7 +163,7 @@ def consume(shared: Shared, config: Constexpr[Config]):
                 state = attend(shared, state, b, piece, sequence, config)
             at = piece.next
     if const_expr(config.ragged):
-        merge.store_nothing(shared.tensors, shape)
+        merge.store_nothing(shared.tensors, shape, config)
 
 
 @cute.jit

@@ -15,7 +15,6 @@ from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 from tilewise.sm90.fragments import LN2, LOG2_E
 
-THREADS = 128
 WIDE = 4  # numbers that a thread reads or writes at a time
 ABREAST = 20  # pieces that are read at a time
 ARRIVED = 2  # a named barrier
@@ -41,16 +40,18 @@ class Level(NamedTuple):
 
 @cute.jit
 def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit,
-             shape: Shape, config: Constexpr[Config]):  # fmt: skip
-    """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory."""
-    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3])
+             shape: Shape, config: Constexpr[Config], column0: Constexpr[int] = 0):  # fmt: skip
+    """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory. column0: the first of O that this
+    warpgroup has.
+    """
+    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0)
     grouped = piece.count > config.most_pieces
     group = piece.number // config.group * config.group if grouped else Int32(0)
     count = min(Int32(config.group), piece.count - group) if grouped else piece.count
     level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
     going = Boolean(True)
     while going:
-        going = arrive(work.arrivals.iterator + level.counter, level.count, told)
+        going = arrive(work.arrivals.iterator + level.counter, level.count, told, config)
         if going:
             add_up(level, tensors, work, ending, piece, unit, shape, config)
             going = not level.last
@@ -59,14 +60,14 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
 
 
 @cute.jit
-def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32):
+def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int]):
     O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             first = work.sums[slot, row, None].iterator + column
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
-                if fragments.column(c) < dim:
+                if column0 + fragments.column(c) < dim:
                     pair[0], pair[1] = O[r, c], O[r, c + 1]
                     cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(8), cute.make_layout(2)))
             if column == 0:
@@ -74,17 +75,17 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 
 @cute.jit
-def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
+def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor, config: Constexpr[Config]) -> Boolean:
     """Whether this block is the last of `count`; what the others have written, it may then read."""
     thread = arch.thread_idx()[0]
     arch.inline_ptx("fence.acq_rel.gpu;")
-    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
     if thread == 0:
         before = arch.atomic_add(counter, Int32(1))
         if before == count - 1:
             counter.store(Int32(0))
         told[0] = before
-    arch.barrier(barrier_id=ARRIVED, number_of_threads=THREADS)
+    arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
     last = told[0] == count - 1
     arch.inline_ptx("fence.acq_rel.gpu;")
     return last
@@ -93,12 +94,12 @@ def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor) -> Boolean:
 @cute.jit
 def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit, shape: Shape,
            config: Constexpr[Config]):  # fmt: skip
-    """By the warpgroup: of the level's pieces the sum, into O and L or over the first of them."""
+    """By all that compute: of the level's pieces the sum, into O and L or over the first of them."""
     dim = tensors.O.shape[3]
     per_row, slot0 = dim // WIDE, scheduler.slot_of(level.first, piece, shape, config)
     total, part = cute.make_rmem_tensor(WIDE, Float32), cute.make_rmem_tensor((WIDE, ABREAST), Float32)
     lse = cute.make_rmem_tensor(ABREAST, Float32)
-    for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, THREADS, unroll=1):
+    for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, config.threads, unroll=1):
         row, column = which // per_row, which % per_row * WIDE
         top, weight = -Float32.inf, Float32(0.0)
         total.fill(0.0)
@@ -177,18 +178,20 @@ def weights_of(
 
 
 @cute.jit
-def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending, unit: Unit, config: Constexpr[Config]):
-    """A unit that is this block's alone."""
+def store(
+    acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending, unit: Unit, config: Constexpr[Config], column0: Constexpr[int] = 0
+):  # fmt: skip
+    """A unit that is this block's alone, or the columns of it from column0 on."""
     O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
     found.fill(0.0)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             token, head = rows.place_of(row, unit)
             whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
                 at = column + const_expr(fragments.column(c))
-                if fragments.column(c) < tensors.O.shape[3]:
+                if column0 + fragments.column(c) < tensors.O.shape[3]:
                     if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
                         if earlier != 0.0:
                             cute.autovec_copy(vector(ending.prior.O, unit, token, head, at, 2), found)
@@ -200,7 +203,7 @@ def store(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending
 
 
 @cute.jit
-def store_nothing(tensors: Tensors, shape: Shape):
+def store_nothing(tensors: Tensors, shape: Shape, config: Constexpr[Config]):
     """O = 0 and LSE = -inf for the rows of ragged queries behind the last sequence, spread over all blocks."""
     (column, block, _), (columns, blocks, _) = arch.block_idx(), arch.grid_dim()
     zeros, thread = cute.make_rmem_tensor(WIDE, tensors.O.element_type), arch.thread_idx()[0]
@@ -211,8 +214,8 @@ def store_nothing(tensors: Tensors, shape: Shape):
         tensors.O.shape[3] // WIDE,
     )
     for row in cutlass.range(first + block * columns + column, shape.total, blocks * columns, unroll=1):
-        for which in cutlass.range(thread, heads * per_head, THREADS, unroll=1):
+        for which in cutlass.range(thread, heads * per_head, config.threads, unroll=1):
             place = tensors.O[0, row, which // per_head, None].iterator + which % per_head * WIDE
             cute.autovec_copy(zeros, cute.make_tensor(place.align(WIDE * tensors.O.element_type.width // 8), cute.make_layout(WIDE)))
-        for head in cutlass.range(thread, heads, THREADS, unroll=1):
+        for head in cutlass.range(thread, heads, config.threads, unroll=1):
             tensors.L[0, head, row] = -Float32.inf

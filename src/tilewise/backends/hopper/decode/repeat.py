@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import FEW_KEYS
+from tilewise.backends.hopper.decode.config import FEW_KEYS, latent_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
@@ -97,6 +97,14 @@ def tables_of(call: DecodeCall) -> Tables | None:
     return None if call.rotary is None else Tables(call.rotary.cos, call.rotary.sin)
 
 
+def latent(call: DecodeCall) -> bool:
+    """Whether V is the first columns of K, in the same memory."""
+    k, v = call.k_cache, call.v_cache
+    if v.data_ptr() != k.data_ptr() or v.shape[3] > k.shape[3]:
+        return False
+    return all(ours == theirs or size == 1 for ours, theirs, size in zip(v.stride(), k.stride(), v.shape, strict=True))
+
+
 def few_keys(call: DecodeCall) -> bool:
     """Whether there is room for few only. With a split tiles are the same in every batch, as bits would not be."""
     _, capacity, heads_k, _ = call.k_cache.shape
@@ -138,4 +146,5 @@ def _key(call: DecodeCall) -> tuple:
         call.rotary.sin.dtype,
         call.rotary.interleaved,
     )
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, rotary, few_keys(call), counts, *options)
+    read_once = latent_dims(k.shape[3], v.shape[3]) is not None and latent(call)
+    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, read_once, there, rotary, few_keys(call), counts, *options)

@@ -11,7 +11,7 @@ from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
-THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
+THREADS, WARP, ROWS = 128, 32, 16  # of a warpgroup; of a warp; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
 CLEARED = 1  # a named barrier
 QUAD = fragments.QUAD
@@ -54,7 +54,7 @@ def place_of(row: Int32, unit: Unit) -> tuple[Int32, Int32]:
 @cute.jit
 def row_of(r: Constexpr[int]) -> Int32:
     """The row of its tile that this thread holds as its r-th."""
-    return arch.warp_idx() * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
+    return arch.warp_idx() % (THREADS // WARP) * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
 
 
 @cute.jit
