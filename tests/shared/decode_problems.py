@@ -33,6 +33,7 @@ class DecodeCase:
     entries: bool = False  # the cache's entries in another order, and more of them
     split: int | None = None
     prefix: int = 0  # so many first tokens are the same for all
+    latent: bool = False  # v_cache is the first columns of k_cache, in the same memory
     tree: int = 0  # newest tokens that see each other as in a random tree; all of them are queries
     dtype: torch.dtype = torch.bfloat16
 
@@ -100,7 +101,8 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
         sink=3.0 * numbers if case.sink else None,
     )
     moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
-    return replace(call, **moved)
+    call = replace(call, **moved)
+    return replace(call, v_cache=call.k_cache[..., : case.dims[1]]) if case.latent else call
 
 
 def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:
