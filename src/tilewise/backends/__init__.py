@@ -70,6 +70,10 @@ class Backend(Protocol):
         """
         return None
 
+    def why_not_decode(self, problem: Problem) -> list[str]:
+        """As `why_not`, for `decode` and `append`, of which a backend may cover more."""
+        return self.why_not(problem)
+
     def append(self, call: AppendCall) -> Tensor | None:
         """Write new keys and values into a cache, and nothing where they have no place there; None, and nothing written, where torch has to do it.
 

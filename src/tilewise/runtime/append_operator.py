@@ -82,6 +82,8 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
+    if given.rotary_cos is not None and given.k_cache.numel() and given.k_cache.data_ptr() == given.v_cache.data_ptr():
+        raise errors.ShapeError("rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none")
     if check:
         _check(given)
     if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:
@@ -108,7 +110,7 @@ def _by_backend(given: Operands) -> Tensor | None:
     k, v = (
         x if x.dtype in errors.DTYPES else x.new_empty((1, 0, *x.shape[2:]), dtype=torch.bfloat16) for x in (given.k_cache, given.v_cache)
     )
-    return choose(Call(q=k, k=k, v=v, mask=Full(), scale=1.0).problem).append(call)
+    return choose(Call(q=k, k=k, v=v, mask=Full(), scale=1.0).problem, decodes=True).append(call)
 
 
 operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")

@@ -107,7 +107,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
         alibi_slopes=call.alibi_slopes,
         sink=call.sink,
     )
-    backend = choose(alike.problem, given.backend)
+    backend = choose(alike.problem, given.backend, decodes=True)
     if call.seqlens.shape[0] == 0:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)

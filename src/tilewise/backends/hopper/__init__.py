@@ -41,6 +41,13 @@ class Hopper(Backend):
             return _why_not_prebuilt(problem, missing) or prebuilt.why_no_gpu(problem.capability)
         return jit.why_not_here(problem.capability)
 
+    def why_not_decode(self, problem: Problem) -> list[str]:
+        if not coverage.latent(problem):
+            return self.why_not(problem)
+        if jit.why_no_compiler():
+            return prebuilt.why_no_gpu(problem.capability)  # what prebuilt kernels there are, `decode` knows
+        return jit.why_not_here(problem.capability)
+
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
         config = forward_plan.config_of(coverage.launched(call))
