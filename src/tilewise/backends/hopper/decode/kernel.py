@@ -85,6 +85,7 @@ def launch(
         heads_k=mK.shape[2],
         heads=mK.shape[2] // work.columns,
         group=group,
+        least=work.least,
         by_group=cute.fast_divmod_create_divisor_v2(group),
         page_size=page_size,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,

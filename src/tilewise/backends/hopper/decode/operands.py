@@ -51,6 +51,7 @@ class Work(NamedTuple):
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most
+    least: int  # tiles of a block's share, where there are any
     split: int  # tiles of a piece; 0: not fixed
     most_pieces: int  # of a unit, then
 

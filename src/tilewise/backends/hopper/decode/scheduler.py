@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     heads: Int32  # of them, of a column
     group: Int32
     by_group: object  # divisor
+    least: Int32  # tiles of a block's share
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
@@ -124,9 +125,13 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
     fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
-    share, more = divmod(tiles + fixed * units, shape.by_blocks)
+    places = tiles + fixed * units
+    share, more = divmod(places, shape.by_blocks)
+    if share < shape.least:  # then fewer blocks have any
+        blocks = max(places // shape.least, 1)
+        share, more = places // blocks, places % blocks
     begin = g * share + min(g, more)
-    return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
+    return Shares(fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
 
 
 @cute.jit
