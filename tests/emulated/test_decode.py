@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made, with_rotary
+from decode_problems import DecodeCase, held, made, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
@@ -55,6 +55,24 @@ def test_cases(case):
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True), marks=pytest.mark.slow),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), page=5), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_indices_in_int64(case):
+    """As in int32; what does not fit there is clamped."""
+    call = made(case)
+    found, wide = run(call), with_int64(call)
+    assert all(map(torch.equal, found, run(wide)))
+    shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+    held(shorter.in_int32(), *run(shorter))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import INDICES, DecodeCase, held, made, with_int64
 from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper.decode import call as decoding
@@ -150,6 +150,24 @@ def test_columns_of_key_heads(heads):
             assert all(map(torch.equal, each, again))
         if split:
             assert all(map(torch.equal, *found[:2]))
+
+
+@pytest.mark.parametrize("page", [0, 5, 16, 64])
+def test_indices_in_int64(page):
+    """As in int32, one by one and all, with what does not fit there clamped, and without a launch that converts them."""
+    for queries, more in (((3, 1, 0, 30, 1), {}), (2, {"leftpad": (5, 3, 200, 0, 3999)} | ({} if page else {"entries": True}))):
+        call = made(DecodeCase(lengths=(70, 3, 500, 0, 4000), queries=queries, page=page, **more, **BIG), device="cuda")
+        found = run(call)
+        for names in (INDICES, *((name,) for name in INDICES)):
+            assert all(map(torch.equal, found, run(with_int64(call, names))))
+        wide = with_int64(call)
+        shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+        held(shorter.in_int32(), *run(shorter))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(wide)
+        torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, [event.name for event in launched]
 
 
 @pytest.mark.parametrize("batch", [31, 32, 33, 100, 257, 1000])

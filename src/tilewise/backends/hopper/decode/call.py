@@ -136,6 +136,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         leftpad=call.leftpad is not None,
         tree=call.tree is not None,
         split=call.split is not None,
+        wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
         rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
         **tuning,
     )
@@ -160,7 +161,7 @@ def kernels(call: DecodeCall) -> list[tuple]:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32, cutlass
+    from tilewise.sm90.dsl import Float32, Int32, Int64, cutlass
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -173,15 +174,15 @@ def arguments(config: Config) -> list:
     )
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
 
-    def numbers(there: bool, *sizes):
-        return jit.tensor(Int32, *sizes, aligned=False) if there else None
+    def numbers(name: str, there: bool, *sizes):
+        return jit.tensor(Int64 if name in config.wide else Int32, *sizes, aligned=False) if there else None
 
     lengths = Lengths(
-        numbers(True, sequences),
-        numbers(config.box > 0, sequences, jit.size()),
-        numbers(config.ragged, jit.size()),
-        numbers(config.entries, sequences),
-        numbers(config.leftpad, sequences),
+        numbers("seqlens", True, sequences),
+        numbers("pages", config.box > 0, sequences, jit.size()),
+        numbers("cu_seqlens_q", config.ragged, jit.size()),
+        numbers("entries", config.entries, sequences),
+        numbers("leftpad", config.leftpad, sequences),
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)

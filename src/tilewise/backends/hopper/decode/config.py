@@ -45,6 +45,7 @@ class Config(ScoreChanges):
     split: bool = False  # pieces of a fixed size
     sinks: bool = False
     rotary: Rotary | None = None
+    wide: tuple[str, ...] = ()  # which of `operands.Lengths` are int64
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first

@@ -248,7 +248,7 @@ def store_nothing(tensors: Tensors, shape: Shape):
     zeros, thread = cute.make_rmem_tensor(WIDE, tensors.O.element_type), arch.thread_idx()[0]
     zeros.fill(0.0)
     first, heads, per_head = (
-        min(max(shape.lengths.cu_seqlens_q[shape.batch], 0), shape.total),
+        min(max(scheduler.number(shape.lengths.cu_seqlens_q, shape.batch), 0), shape.total),
         tensors.O.shape[2],
         tensors.O.shape[3] // WIDE,
     )

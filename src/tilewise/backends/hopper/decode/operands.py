@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """int32, but for the tree; read on the GPU."""
+    """int32 or int64, but for the tree; read on the GPU."""
 
     seqlens: Tensor  # (batch,): clamped to [0, capacity]
     pages: Tensor | None  # (batch, max_pages)

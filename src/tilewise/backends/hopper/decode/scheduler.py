@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Window
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
-WARP = 32
+WARP, FAR = 32, 2**31 - 1
 
 
 class Shape(NamedTuple):
@@ -90,15 +90,24 @@ class Piece(NamedTuple):
 
 
 @cute.jit
+def number(x: cute.Tensor, i: Int32) -> Int32:
+    """x[i] of int32 or int64 (n,). What does not fit into 32 bits stays as far out of every range."""
+    found = x[i]
+    if const_expr(x.element_type is Int64):
+        found = Int32(min(max(found, Int64(-FAR)), Int64(FAR)))
+    return found
+
+
+@cute.jit
 def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     lengths, window = shape.lengths, shape.window
-    length = min(max(lengths.seqlens[b], 0), shape.capacity)
+    length = min(max(number(lengths.seqlens, b), 0), shape.capacity)
     first_query, queries, left = Int32(0), shape.queries, Int32(0)
     if const_expr(config.ragged):
-        first_query = min(max(lengths.cu_seqlens_q[b], 0), shape.total)
-        queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
+        first_query = min(max(number(lengths.cu_seqlens_q, b), 0), shape.total)
+        queries = min(max(number(lengths.cu_seqlens_q, b + 1) - first_query, 0), min(shape.queries, shape.total - first_query))
     if const_expr(config.leftpad):
-        left = min(max(lengths.leftpad[b], 0), length)
+        left = min(max(number(lengths.leftpad, b), 0), length)
     joins = Boolean(False)
     if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
         joins = length - queries + window.hi + 1 >= shape.prefix
