@@ -434,7 +434,10 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
         append_operator._append(append_operator.Operands(**operands))
     (call,) = calls
     assert call.q.is_meta and call.max_seqlen_q == 7 and call.shared_prefix == 4 * PAGE
-    assert {x.dtype for x in (call.seqlens, call.page_table, call.cu_seqlens_q, call.leftpad)} == {torch.int32}
+    assert call.seqlens.dtype == call.page_table.dtype == call.leftpad.dtype == torch.int64 and call.cu_seqlens_q.dtype == torch.int32
+    narrow = call.in_int32()
+    assert {x.dtype for x in (narrow.seqlens, narrow.page_table, narrow.cu_seqlens_q, narrow.leftpad)} == {torch.int32}
+    assert narrow.in_int32() is narrow
 
 
 @pytest.mark.parametrize("layout", ["plain", "pages"])

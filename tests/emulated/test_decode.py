@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made, with_rotary
+from decode_problems import DecodeCase, held, made, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = NEEDED
@@ -39,9 +40,9 @@ WIDE = [
 ]
 
 
-def run(call, pace: str = "random", seed: int = 0, slots: int = 4, **tuning):
+def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = USUAL, **tuning):
     with Emulated(pace, seed, slots).on_gpu():
-        found = decoding.decode(call, **tuning)
+        found = decoding.decode(call, cut, **tuning)
     assert found is not None, decoding.why_not(call)
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
@@ -54,6 +55,24 @@ def test_cases(case):
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True), marks=pytest.mark.slow),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), page=5), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_indices_in_int64(case):
+    """As in int32; what does not fit there is clamped."""
+    call = made(case)
+    found, wide = run(call), with_int64(call)
+    assert all(map(torch.equal, found, run(wide)))
+    shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+    held(shorter.in_int32(), *run(shorter))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +110,9 @@ def test_columns_of_key_heads():
     """Thread blocks side by side have the key heads of the same tokens, one each or several; queries and pieces are as in one row."""
     call = made(DecodeCase(lengths=(400, 0, 65), queries=(2, 40, 3), heads=(8, 4)))
     for slots, aligned in ((8, True), (6, True), (8, False)):
-        found = run(call, slots=slots, aligned=aligned)
+        found = run(call, slots=slots, cut=Cut(aligned))
         held(call, *found)
-        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, aligned=aligned)))
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
 
 
 @pytest.mark.slow
@@ -106,13 +125,19 @@ def test_large_tiles(page):
     assert all(map(torch.equal, found, run(call, "lazy", tile_n=128, kv_stages=2)))
 
 
-@pytest.mark.slow
-def test_many_pieces():
-    """Groups of a unit's pieces are added up first."""
-    call = made(DecodeCase(lengths=(2500, 3), heads=(4, 1)))
-    results = [run(call, pace, seed, 9, most_pieces=2, group=3) for seed, pace in enumerate(PACES)]
-    held(call, *results[0])
-    assert all(map(torch.equal, results[0], other) for other in results[1:])
+@pytest.mark.parametrize("group", [3, pytest.param(14, marks=pytest.mark.slow)])
+def test_many_pieces(group):
+    """Groups of a unit's pieces are added up first; more at once than are read at a time."""
+    call = made(DecodeCase(lengths=(900, 3), heads=(9, 1), dims=(64, 40), queries=2))
+    results = [
+        run(call, pace, seed, 16, Cut(numbers=numbers), most_pieces=2, group=group)
+        for seed, pace in enumerate(PACES)
+        for numbers in (1 << 20, 256)
+    ]
+    for found in results[:2]:
+        held(call, *found)
+    for i, found in enumerate(results[2:]):
+        assert all(map(torch.equal, results[i % 2], found))
 
 
 @pytest.mark.slow

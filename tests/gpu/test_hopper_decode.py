@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import INDICES, DecodeCase, held, made, with_int64
 from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper.decode import call as decoding
@@ -120,17 +120,54 @@ def test_units_in_many_blocks(batch, length, heads):
     checked(DecodeCase(lengths=(length,) * batch, heads=heads, dims=(128, 128)))
 
 
+@pytest.mark.parametrize("heads", [(32, 1), (64, 1), (16, 8), (3, 1)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (72, 40), (256, 256)], ids=str)
+def test_pieces_are_added_up(dims, heads):
+    """However many there are, in groups or at once, and whichever block comes last: what fp64 says, and the same bits again."""
+    for lengths, queries in (((1024,), 1), ((8192,), 2), ((33_000,), 1), ((700, 0, 5000), (3, 1, 1))):
+        call = made(DecodeCase(lengths=lengths, queries=queries, heads=heads, dims=dims, page=16), device="cuda")
+        for numbers, pieces in (
+            (1 << 20, {}),
+            (256, {}),
+            (1024, {"most_pieces": 4, "group": 5}),
+            (1 << 20, {"most_pieces": 4, "group": 16}),
+        ):
+            found = decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)
+            held(call, *found)
+            for _ in range(3):
+                assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)))
+            assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (12, 3), (16, 8), (32, 32), (40, 40), (48, 48)], ids=str)
 def test_columns_of_key_heads(heads):
     """Whether the key heads of the same tokens are side by side or not, and with cuts in a fixed place: what fp64 says, and the same bits again."""
     for lengths, split in (((9000,), None), ((40, 0, 3000, 2000, 1, 700), None), ((5000, 300), 512)):
         call = made(DecodeCase(lengths=lengths, heads=heads, dims=(64, 64), page=16, split=split), device="cuda")
-        found = [decoding.decode(call, aligned=aligned) for aligned in (True, False, True, False)]
+        found = [decoding.decode(call, decoding.Cut(aligned)) for aligned in (True, False, True, False)]
         for each, again in zip(found[:2], found[2:], strict=True):
             held(call, *each)
             assert all(map(torch.equal, each, again))
         if split:
             assert all(map(torch.equal, *found[:2]))
+
+
+@pytest.mark.parametrize("page", [0, 5, 16, 64])
+def test_indices_in_int64(page):
+    """As in int32, one by one and all, with what does not fit there clamped, and without a launch that converts them."""
+    for queries, more in (((3, 1, 0, 30, 1), {}), (2, {"leftpad": (5, 3, 200, 0, 3999)} | ({} if page else {"entries": True}))):
+        call = made(DecodeCase(lengths=(70, 3, 500, 0, 4000), queries=queries, page=page, **more, **BIG), device="cuda")
+        found = run(call)
+        for names in (INDICES, *((name,) for name in INDICES)):
+            assert all(map(torch.equal, found, run(with_int64(call, names))))
+        wide = with_int64(call)
+        shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+        held(shorter.in_int32(), *run(shorter))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(wide)
+        torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, [event.name for event in launched]
 
 
 @pytest.mark.parametrize("batch", [31, 32, 33, 100, 257, 1000])

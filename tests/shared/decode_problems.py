@@ -1,6 +1,7 @@
 """Problems of decoding: caches whose unused tokens and pages are NaN, and what each sequence's result is held to."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,6 +104,18 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
     moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
     call = replace(call, **moved)
     return replace(call, v_cache=call.k_cache[..., : case.dims[1]]) if case.latent else call
+
+
+INDICES = "seqlens", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad"
+
+
+def with_int64(call: DecodeCall, names: Iterable[str] = INDICES) -> DecodeCall:
+    """The call with these of its index tensors in int64, whose wild entries are as far out as int64 goes."""
+    wide = {name: x.long() for name in names if (x := getattr(call, name)) is not None}
+    if "page_table" in wide:
+        table = wide["page_table"]
+        wide["page_table"] = torch.where(table == 2**31 - 1, (1 << 40) + 1, torch.where(table == -7, -(1 << 40), table))
+    return replace(call, **wide)
 
 
 def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:

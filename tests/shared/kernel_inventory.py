@@ -112,6 +112,7 @@ def changed_forward(dims, sees, changes) -> Kernel:
 DECODE_CHANGES = {"softcap": True, "alibi": True, "sinks": True, "ragged": True, "leftpad": True}
 DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64, {}), ((64, 64), 4, {"split": True, "tree": True})]
 DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
+DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
 DECODE_TOO = [
     *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
     *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),

@@ -1,6 +1,6 @@
 """Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,features,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,features,ragged,sweep] [--peers ROWS.json]
 
 Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
 memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
@@ -132,35 +132,29 @@ class Bench:
             row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
         self.note(kind=kind, **vars(cell), MB=round(size / 1e6, 1), tokens=sum(given), **row)
 
-    def sweep(self, cell: Cell) -> None:
-        """Every tuning, best first; keys of `us` are tile x stages, and what else is not as usual."""
+    def sweep(self, kind: str, cell: Cell, tunings: dict[str, dict]) -> None:
+        """Every tuning, best first."""
         calls = self.caches(cell, [cell.s] * cell.b)
         size, found = 4 * cell.b * cell.s * cell.hk * DIM, {}
-        for tuning in tunings():
+        for name, tuning in tunings.items():
             try:
-                found[short(tuning)] = round(self.ours(calls, **tuning), 2)
+                found[name] = round(self.ours(calls, **tuning), 2)
             except (RuntimeError, AssertionError, ValueError) as failure:
-                found[short(tuning)] = f"{type(failure).__name__}: {str(failure)[:120]}"
+                found[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
         ranked = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
         best = next(iter(ranked.values()))
-        self.note(kind="sweep", **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
+        peer = self.best_peer("decode", cell)
+        self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, **peer, us=ranked)
 
-    def compile(self, cells: list[Cell]) -> None:
+    def compile(self, cells: list[Cell], tunings: dict[str, dict]) -> None:
         """What a sweep of the cells needs, on all cores at once."""
         todo = []
         for cell in cells:
             call, *_ = self.caches(cell, [cell.s] * cell.b)
-            fields = [{name: value for name, value in tuning.items() if name != "aligned"} for tuning in tunings()]
+            fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
             todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
         states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
         self.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))})
-
-
-def short(tuning: dict) -> str:
-    if not tuning:
-        return "usual"
-    order = "aligned" if tuning["aligned"] else "one row"
-    return f"{tuning['tile_n']}x{tuning['kv_stages']} {order}{' evict_first' * tuning['evict_first']}"
 
 
 def features(bench: Bench) -> None:
@@ -193,14 +187,31 @@ def features(bench: Bench) -> None:
     )
 
 
-def tunings() -> list[dict]:
+def tunings() -> dict[str, dict]:
     """The usual, then keys of a tile and stages, key heads of the same tokens side by side or not, and what the L2 cache does."""
     tiles, orders = ((64, 2), (64, 3), (128, 2)), itertools.product((True, False), (False, True))
-    found = [
-        {"tile_n": tile_n, "kv_stages": stages, "aligned": aligned, "evict_first": first}
-        for (aligned, first), (tile_n, stages) in itertools.product(orders, tiles)
-    ]
-    return [{}, *found]
+    found: dict[str, dict] = {"usual": {}}
+    for (aligned, first), (tile_n, stages) in itertools.product(orders, tiles):
+        name = f"{tile_n}x{stages} {'aligned' if aligned else 'one row'}{' evict_first' * first}"
+        found[name] = {"tile_n": tile_n, "kv_stages": stages, "cut": decoding.Cut(aligned), "evict_first": first}
+    return found
+
+
+def merges() -> dict[str, dict]:
+    """The usual, then: for how many numbers of a piece a block has a tile more; the most pieces added up at once, and in a group; and stages."""
+    found: dict[str, dict] = {"usual": {}}
+    for numbers, (most, group) in itertools.product((1 << 20, 4096, 2048, 1024, 512), ((40, 12), (16, 8), (24, 12), (64, 16))):
+        cut = decoding.Cut(numbers=numbers)
+        found[f"{'one tile' if numbers == 1 << 20 else numbers} {most}/{group}"] = {"cut": cut, "most_pieces": most, "group": group}
+    for stages in (3, 4):
+        found[f"{stages} stages"] = {"kv_stages": stages}
+    return found
+
+
+MERGED = [Cell(*each, 64) for each in itertools.product((1,), (1024, 8192, 32768, 131072), (32,), (1,))]
+MERGED += [Cell(b, s, 32, 1, 64) for b, s in ((4, 8192), (16, 1024), (16, 8192), (64, 1024))]
+MERGED += [Cell(1, 1024, 32, 8, 64), Cell(4, 1024, 32, 8, 64), Cell(1, 1024, 64, 8, 64), Cell(1, 1024, 32, 32, 64)]
+MERGED += [Cell(1, s, hq, 8, 64, 4) for s in (1024, 8192) for hq in (32, 64)]
 
 
 def torch_peers(calls: list[DecodeCall], cell: Cell) -> dict[str, list[Callable]]:
@@ -387,7 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,grid,features,ragged,sweep")
+    parser.add_argument("--only", default="check,host,append,grid,merge,features,ragged,sweep")
     parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
@@ -410,10 +421,15 @@ def main() -> None:
                     bench.cell("decode", Cell(b, s, 32, 8, page), others=b * s <= 1 << 17)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
-        bench.compile(cells)
+        bench.compile(cells, tunings())
         for cell in cells:
             if left():
-                bench.sweep(cell)
+                bench.sweep("sweep", cell, tunings())
+    if "merge" in only:
+        bench.compile(MERGED[:1], merges())
+        for cell in MERGED:
+            if left():
+                bench.sweep("merge", cell, merges())
     if "features" in only and left():
         guarded(bench, features)
     if "ragged" in only and left():

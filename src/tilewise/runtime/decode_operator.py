@@ -21,7 +21,6 @@ from tilewise.runtime import plain, vmaps
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "decode is for inference and has no gradient"
-INT32 = 2**31 - 1
 
 
 class Operands(NamedTuple):
@@ -188,7 +187,7 @@ def _call(given: Operands, most_queries: int | None) -> DecodeCall:
         length = capacity if given.length is None else min(max(given.length, 0), capacity)
         seqlens = torch.full((_batch(given),), length, dtype=torch.int32, device=device)
     else:
-        seqlens = _int32(given.cache_seqlens)
+        seqlens = given.cache_seqlens
     if given.rotary_cos is not None and given.rotary_sin is not None:
         rotary = Rotary(given.rotary_cos, given.rotary_sin, given.interleaved)
     return DecodeCall(
@@ -196,11 +195,11 @@ def _call(given: Operands, most_queries: int | None) -> DecodeCall:
         k_cache=given.k_cache,
         v_cache=given.v_cache,
         seqlens=seqlens,
-        page_table=_int32(given.page_table),
-        cu_seqlens_q=_int32(given.cu_seqlens_q),
+        page_table=given.page_table,
+        cu_seqlens_q=given.cu_seqlens_q,
         max_seqlen_q=q.shape[0 if given.cu_seqlens_q is not None else 1] if most_queries is None else most_queries,
-        cache_batch_idx=_int32(given.cache_batch_idx),
-        leftpad=_int32(given.leftpad),
+        cache_batch_idx=given.cache_batch_idx,
+        leftpad=given.leftpad,
         tree=given.tree,
         shared_prefix=min(given.shared_prefix, capacity),
         split=given.split,
@@ -219,11 +218,6 @@ def _rotated(call: DecodeCall) -> DecodeCall:
     """The call with its queries rotated."""
     positions = _positions(call.q, call.seqlens, call.cu_seqlens_q)
     return replace(call, q=rotated(call.q, *call.rotary[:2], positions, interleaved=call.rotary.interleaved), rotary=None)
-
-
-def _int32(x: Tensor | None) -> Tensor | None:
-    """x in int32; what does not fit stays as far out of every range."""
-    return x if x is None or x.dtype == torch.int32 else x.clamp(-INT32, INT32).to(torch.int32)
 
 
 def _positions(q: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

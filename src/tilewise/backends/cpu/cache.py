@@ -31,6 +31,7 @@ def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call
     """
     if call.mask.kind == "bitmap" or call.mask.extent != (1, 1) or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
         return None
+    call = call.in_int32()
     q, k_cache, v_cache = rows(call.q), rows(call.k_cache), rows(call.v_cache)
     packed = call.cu_seqlens_q is not None
     if call.tree is None and not packed and q.shape[1] > MANY_QUERIES:

@@ -102,7 +102,10 @@ class Hopper(Backend):
 
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
         """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
-        return decoding.decode(call, decode.decoder)
+        found = decoding.decode(call, decode.decoder)
+        if found is None and (narrow := call.in_int32()) is not call:  # for which there may be a prebuilt kernel
+            found = decoding.decode(narrow, decode.decoder)
+        return found
 
     def append(self, call: AppendCall) -> Tensor | None:
         """By one launch; None where the kernel does not cover the call."""

@@ -99,3 +99,23 @@ def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
 )
 def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
     assert decoding.columns(heads_k, 132) == columns
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "dims", "least"),
+    [
+        ((4, 4), 1, (64, 64), 1),
+        ((32, 1), 1, (128, 128), 2),
+        ((32, 1), 1, (128, 64), 1),
+        ((32, 8), 8, (128, 128), 2),
+        ((40, 1), 9, (256, 256), 8),
+    ],
+)
+def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch):
+    """So many tiles each block has that has any; with a fixed split it makes no difference to pieces."""
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    call = made(DecodeCase(lengths=(300,), heads=heads, queries=queries, dims=dims))
+    config = decoding.config_of(call)
+    assert decoding._need(call, config).least == least
+    assert decoding._need(call, config, decoding.Cut(numbers=1 << 20)).least == 1
+    assert decoding._need(replace(call, split=64), config).least == 1

@@ -1,6 +1,7 @@
 """Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,18 @@ from tilewise.sm90 import jit, prebuilt
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 LATENT = "tilewise.backends.hopper.decode.latent:launch"
 MOST_BYTES = 1 << 30  # of pieces, with a split
-ALIGNED = True  # whether thread blocks side by side read the key heads of the same tokens
 IDLE = 20  # of so many multiprocessors one may be idle for that
+
+
+class Cut(NamedTuple):
+    """How a launch's work is divided among thread blocks."""
+
+    aligned: bool = True  # blocks side by side read the key heads of the same tokens
+    numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
+
+
+USUAL = Cut()
+LATENT_TIMES = 4  # as many of a latent cache, whose tiles take twice as long, and whose pieces twice as many threads add up
 
 
 def why_not(call: DecodeCall) -> list[str]:
@@ -81,22 +92,22 @@ def _why_not_rotary(call: DecodeCall) -> list[str]:
     return wrong
 
 
-def decode(call: DecodeCall, aligned: bool = ALIGNED, **tuning) -> tuple[Tensor, Tensor] | None:
+def decode(call: DecodeCall, cut: Cut = USUAL, **tuning) -> tuple[Tensor, Tensor] | None:
     """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32; None where the kernel does not cover the call.
 
-    aligned: as ALIGNED; tuning: fields of `Config` in place of the usual.
+    tuning: fields of `Config` in place of the usual.
     """
     if why_not(call):
         return None
     with torch.cuda.device(call.q.device):
         if prefix.pays(call):
             first = prefix.of(call)
-            found = _compute(first, config_of(first, out=torch.float32, **tuning), aligned)
-            return _compute(call, config_of(call, onto=True, **tuning), aligned, prefix.prior(call, *found))
-        return _compute(call, config_of(call, **tuning), aligned)
+            found = _compute(first, config_of(first, out=torch.float32, **tuning), cut)
+            return _compute(call, config_of(call, onto=True, **tuning), cut, prefix.prior(call, *found))
+        return _compute(call, config_of(call, **tuning), cut)
 
 
-def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
+def _compute(call: DecodeCall, config: Config, cut: Cut, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
     o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=config.out or call.q.dtype, device=call.q.device)
     heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
     shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
@@ -105,7 +116,7 @@ def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | Non
     tables = tables_of(call) and Tables(*map(jit.rows, tables_of(call)))
     tensors = Tensors(q[None], *caches, o[None], lse[None], tables) if ragged else Tensors(q, *caches, o, lse, tables)
     window, changed = _numbers(call, config)
-    jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, aligned), window, prior, changed)
+    jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, cut), window, prior, changed)
     return o, lse
 
 
@@ -140,6 +151,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         leftpad=call.leftpad is not None,
         tree=call.tree is not None,
         split=call.split is not None,
+        wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
         rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
         **tuning,
     )
@@ -169,7 +181,7 @@ def launch_of(config: Config) -> str:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32, cutlass
+    from tilewise.sm90.dsl import Float32, Int32, Int64, cutlass
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -182,19 +194,19 @@ def arguments(config: Config) -> list:
     )
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
 
-    def numbers(there: bool, *sizes):
-        return jit.tensor(Int32, *sizes, aligned=False) if there else None
+    def numbers(name: str, there: bool, *sizes):
+        return jit.tensor(Int64 if name in config.wide else Int32, *sizes, aligned=False) if there else None
 
     lengths = Lengths(
-        numbers(True, sequences),
-        numbers(config.box > 0, sequences, jit.size()),
-        numbers(config.ragged, jit.size()),
-        numbers(config.entries, sequences),
-        numbers(config.leftpad, sequences),
+        numbers("seqlens", True, sequences),
+        numbers("pages", config.box > 0, sequences, jit.size()),
+        numbers("cu_seqlens_q", config.ragged, jit.size()),
+        numbers("entries", config.entries, sequences),
+        numbers("leftpad", config.leftpad, sequences),
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(5)))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(6)))
     prior = None
     if config.onto:
         like_o, like_lse = (
@@ -217,22 +229,23 @@ def columns(units: int, blocks: int) -> int:
     return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n * IDLE <= blocks)
 
 
-def _work(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Work:
-    return workspace.of(_need(call, config, aligned), call.q.device)
+def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
+    return workspace.of(_need(call, config, cut), call.q.device)
 
 
-def _need(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Need:
+def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
     rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
     blocks = plan.num_sms(call.q.device) * config.blocks
-    side_by_side = columns(-(-rows // TILE_M) if config.latent else heads_k, blocks) if aligned else 1
-    cut = side_by_side, blocks // side_by_side
+    side_by_side = columns(-(-rows // TILE_M) if config.latent else heads_k, blocks) if cut.aligned else 1
+    grid, kept = (side_by_side, blocks // side_by_side), min(TILE_M, rows)
     if call.split is None:
-        return Need(*cut, 2 * blocks, 3 * blocks, min(TILE_M, rows), dim, queries)
+        numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
+        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers))
     split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     most = -(-capacity // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // TILE_M)
-    return Need(*cut, units * most, units * (1 + -(-most // config.group)), min(TILE_M, rows), dim, queries, split, most)
+    return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most)
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

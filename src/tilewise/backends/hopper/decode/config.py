@@ -47,6 +47,7 @@ class Config(ScoreChanges):
     sinks: bool = False
     rotary: Rotary | None = None
     latent: bool = False  # V is the first head_dim_v columns of K, which is read once; two warpgroups have half of O's columns each
+    wide: tuple[str, ...] = ()  # which of `operands.Lengths` are int64
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first

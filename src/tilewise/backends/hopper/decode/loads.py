@@ -59,7 +59,7 @@ def load_piece(
     if const_expr(config.box == 0):
         entry = b
         if const_expr(config.entries):
-            entry = shape.lengths.entries[b]
+            entry = scheduler.number(shape.lengths.entries, b)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
             pipe.producer_acquire(state)
             load_box(source, sX, pipe, state, 0, n, piece.head_k, entry, dim, config)
@@ -84,7 +84,7 @@ def page_of(b: Int32, n: Int32, source: tma.Tma, sequence: Sequence, shape: Shap
     number, row = divmod(token, shape.page_size)
     page = Int32(source.gmem.shape[3])
     if token < sequence.end and token + config.box > sequence.begin:
-        page = shape.lengths.pages[b, number]
+        page = scheduler.number(shape.lengths.pages[b, None], number)
     return page, row // config.box
 
 
@@ -146,7 +146,7 @@ def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Sha
         number, row = divmod(token, shape.page_size)
         page = Int32(-1)
         if token < sequence.end and token >= sequence.begin:
-            page = shape.lengths.pages[b, number]
+            page = scheduler.number(shape.lengths.pages[b, None], number)
         pages[i], rows[i] = (page if page < gX.shape[0] else Int32(-1)), row
     return pages, rows
 

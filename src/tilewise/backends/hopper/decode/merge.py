@@ -4,6 +4,7 @@ A piece is O divided by its own sum, fp32, and the rows' log-sum-exp. Sums are w
 are the same whichever block comes last. Of many pieces, groups are added up first.
 """
 
+import operator
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import rows, scheduler
@@ -15,8 +16,10 @@ from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 from tilewise.sm90.fragments import LN2, LOG2_E
 
+WARP, HALF = 32, 16
 WIDE = 4  # numbers that a thread reads or writes at a time
-ABREAST = 20  # pieces that are read at a time
+PAIR = 2  # rows that a warp adds up at a time, each weighed by half of it
+ABREAST = 12  # pieces of a row that are read at a time; at most HALF
 ARRIVED = 2  # a named barrier
 
 
@@ -76,71 +79,110 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 @cute.jit
 def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor, config: Constexpr[Config]) -> Boolean:
-    """Whether this block is the last of `count`; what the others have written, it may then read."""
-    thread = arch.thread_idx()[0]
-    arch.inline_ptx("fence.acq_rel.gpu;")
+    """Whether this block is the last of `count`; what the others have written, it may then read.
+
+    One thread's atomic operation releases what all threads wrote before the barrier, and acquires for all that come behind the next.
+    """
     arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
-    if thread == 0:
-        before = arch.atomic_add(counter, Int32(1))
+    if arch.thread_idx()[0] == 0:
+        before = arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
         if before == count - 1:
             counter.store(Int32(0))
         told[0] = before
     arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
-    last = told[0] == count - 1
-    arch.inline_ptx("fence.acq_rel.gpu;")
-    return last
+    return told[0] == count - 1
 
 
 @cute.jit
 def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit, shape: Shape,
            config: Constexpr[Config]):  # fmt: skip
-    """By all that compute: of the level's pieces the sum, into O and L or over the first of them."""
-    dim = tensors.O.shape[3]
-    per_row, slot0 = dim // WIDE, scheduler.slot_of(level.first, piece, shape, config)
-    total, part = cute.make_rmem_tensor(WIDE, Float32), cute.make_rmem_tensor((WIDE, ABREAST), Float32)
-    lse = cute.make_rmem_tensor(ABREAST, Float32)
-    for which in cutlass.range(arch.thread_idx()[0], unit.rows * per_row, config.threads, unroll=1):
-        row, column = which // per_row, which % per_row * WIDE
-        top, weight = -Float32.inf, Float32(0.0)
-        total.fill(0.0)
-        for first in cutlass.range(0, level.count, ABREAST, unroll=1):
-            part.fill(0.0)
-            for i in range_constexpr(ABREAST):
-                lse[i] = -Float32.inf
-                if first + i < level.count:
-                    slot = scheduler.slot_of(level.first + (first + i) * level.step, piece, shape, config)
-                    lse[i] = work.lse[level.plane, slot, row]
-                    cute.autovec_copy(wide(work.sums, slot, row, column), part[None, i])
-            for i in range_constexpr(ABREAST):
-                higher = arch.fmax(top, lse[i])
+    """By all that compute: of the level's pieces the sum, into O and L or over the first of them.
+
+    A warp has PAIR rows at a time, and a lane WIDE columns of both. What weighs a row's pieces is computed by the lanes of half a warp, one each, and
+    handed to the others: a lane that computed all weights for itself would wait for one exponential after the other.
+    """
+    warp, lane, warps = arch.make_warp_uniform(arch.warp_idx()), arch.lane_idx(), const_expr(config.threads // WARP)
+    dim, slot0, slot1, slot2 = (
+        tensors.O.shape[3],
+        *(scheduler.slot_of(level.first + i * level.step, piece, shape, config) for i in range(3)),
+    )
+    size, row_size = Int32(work.sums.stride[0]), Int32(work.sums.stride[1])
+    total, part = cute.make_rmem_tensor((WIDE, PAIR), Float32), cute.make_rmem_tensor((WIDE, ABREAST, PAIR), Float32)
+    for row0 in cutlass.range(warp, unit.rows, PAIR * warps, unroll=1):
+        own, number = row0 + lane // HALF * warps, lane % HALF  # whose weights this lane computes, and of which piece
+        for column0 in cutlass.range(0, dim, WARP * WIDE, unroll=1):
+            column = column0 + lane * WIDE
+            top, weight = -Float32.inf, Float32(0.0)
+            total.fill(0.0)
+            for first in cutlass.range(0, level.count, ABREAST, unroll=1):
+                lse = -Float32.inf
+                if number < ABREAST and first + number < level.count and own < unit.rows:
+                    slot = slot1 + (first + number - 1) * (slot2 - slot1)
+                    lse = work.lse[level.plane, slot0 if first + number == 0 else slot, own]
+                part.fill(0.0)
+                for j in range_constexpr(PAIR):
+                    row = row0 + j * warps
+                    there = level.count - first if row < unit.rows and column < dim else Int32(0)
+                    source = work.sums.iterator + row * row_size + column
+                    at = (slot1 + (first - 1) * (slot2 - slot1)) * size  # of piece `first`, but that the very first has a slot of its own
+                    for i in range_constexpr(ABREAST):
+                        if i < there:
+                            own_place = slot0 * size if const_expr(i == 0) and first == 0 else at
+                            cute.autovec_copy(cute.make_tensor((source + own_place).align(16), cute.make_layout(WIDE)), part[None, i, j])
+                        at += (slot2 - slot1) * size
+                higher = arch.fmax(top, over_half(lse, arch.fmax))
                 base = Float32(0.0) if higher == -Float32.inf else higher
-                before, mine = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (top, lse[i]))
-                top = higher
-                weight = weight * before + mine
-                for c in range_constexpr(WIDE):
-                    total[c] = total[c] * before + part[c, i] * mine
-        whole = top + cute.math.log2(weight) * LN2
-        whole = -Float32.inf if weight == 0.0 else whole
-        factor = 1.0 if weight == 0.0 else 1.0 / weight
-        if level.last:
-            token, head = rows.place_of(row, unit)
-            whole, own, earlier = weights_of(whole, ending, unit, token, head, config)
-            numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
-            found.fill(0.0)
-            if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-                if earlier != 0.0:
-                    cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
-            for c in range_constexpr(WIDE):
-                numbers[c] = (total[c] * (factor * own) + found[c] * earlier).to(tensors.O.element_type)
-            cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
-            if column == 0:
-                tensors.L[unit.entry, head, unit.first_query + token] = whole
-        else:
-            for c in range_constexpr(WIDE):
-                total[c] = total[c] * factor
-            cute.autovec_copy(total, wide(work.sums, slot0, row, column))
-            if column == 0:
-                work.lse[1, slot0, row] = whole
+                before, mine = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (top, lse))
+                weight, top = weight * before + over_half(mine, operator.add), higher
+                for j in range_constexpr(PAIR):
+                    factor = arch.shuffle_sync(before, j * HALF)
+                    for c in range_constexpr(WIDE):
+                        total[c, j] *= factor
+                    for i in range_constexpr(ABREAST):
+                        factor = arch.shuffle_sync(mine, j * HALF + i)
+                        for c in range_constexpr(WIDE):
+                            total[c, j] += part[c, i, j] * factor
+            whole = top + cute.math.log2(weight) * LN2
+            whole = -Float32.inf if weight == 0.0 else whole
+            inverse = 1.0 if weight == 0.0 else 1.0 / weight
+            for j in range_constexpr(PAIR):
+                row, of_row, factor = row0 + j * warps, arch.shuffle_sync(whole, j * HALF), arch.shuffle_sync(inverse, j * HALF)
+                if row < unit.rows and column < dim:
+                    if level.last:
+                        store_sum(total[None, j], factor, of_row, tensors, ending, unit, row, column, config)
+                    else:
+                        for c in range_constexpr(WIDE):
+                            total[c, j] *= factor
+                        cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
+                        if column == 0:
+                            work.lse[1, slot0, row] = of_row
+
+
+def over_half(x: Float32, combine) -> Float32:
+    """Of a number of each lane, combined over half a warp, in the same order for every lane."""
+    distance = HALF // 2
+    while distance:
+        x = combine(x, arch.shuffle_sync_bfly(x, distance))
+        distance //= 2
+    return x
+
+
+@cute.jit
+def store_sum(total: cute.Tensor, factor: Float32, lse: Float32, tensors: Tensors, ending: Ending, unit: Unit, row: Int32, column: Int32,
+              config: Constexpr[Config]):  # fmt: skip
+    """WIDE columns of a unit's row."""
+    token, head = rows.place_of(row, unit)
+    whole, own, earlier = weights_of(lse, ending, unit, token, head, config)
+    numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
+    found.fill(0.0)
+    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if earlier != 0.0:
+            cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
+    for c in range_constexpr(WIDE):
+        numbers[c] = (total[c] * (factor * own) + found[c] * earlier).to(tensors.O.element_type)
+    cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
+    if column == 0:
+        tensors.L[unit.entry, head, unit.first_query + token] = whole
 
 
 @cute.jit
@@ -209,7 +251,7 @@ def store_nothing(tensors: Tensors, shape: Shape, config: Constexpr[Config]):
     zeros, thread = cute.make_rmem_tensor(WIDE, tensors.O.element_type), arch.thread_idx()[0]
     zeros.fill(0.0)
     first, heads, per_head = (
-        min(max(shape.lengths.cu_seqlens_q[shape.batch], 0), shape.total),
+        min(max(scheduler.number(shape.lengths.cu_seqlens_q, shape.batch), 0), shape.total),
         tensors.O.shape[2],
         tensors.O.shape[3] // WIDE,
     )

@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """int32, but for the tree; read on the GPU."""
+    """int32 or int64, but for the tree; read on the GPU."""
 
     seqlens: Tensor  # (batch,): clamped to [0, capacity]
     pages: Tensor | None  # (batch, max_pages)
@@ -51,6 +51,7 @@ class Work(NamedTuple):
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most
+    least: int  # tiles of a block's share, where there are any
     split: int  # tiles of a piece; 0: not fixed
     most_pieces: int  # of a unit, then
 

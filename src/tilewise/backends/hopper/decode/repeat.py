@@ -129,8 +129,8 @@ def decode(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed 
 def _key(call: DecodeCall) -> tuple:
     """What a decoder depends on, and whether the kernel covers a call."""
     q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
-    others = call.page_table, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink
-    there = tuple(x is None for x in others)
+    indices = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+    there = *(None if x is None else x.dtype for x in indices), *(x is None for x in (call.tree, call.alibi_slopes, call.sink))
     sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], 0 in q.shape, 0 in k.shape
     paged = 0 if call.page_table is None else k.shape[1]
     counts = (

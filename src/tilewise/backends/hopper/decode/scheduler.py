@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
-WARP = 32
+WARP, FAR = 32, 2**31 - 1
 
 
 class Shape(NamedTuple):
@@ -35,6 +35,7 @@ class Shape(NamedTuple):
     columns: Int32  # of tiles of rows, where those are side by side
     group: Int32
     by_group: object  # divisor
+    least: Int32  # tiles of a block's share
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
@@ -58,6 +59,7 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         columns=work.columns,
         group=group,
         by_group=cute.fast_divmod_create_divisor_v2(group),
+        least=work.least,
         page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
         most_pieces=work.most_pieces,
@@ -114,15 +116,24 @@ class Piece(NamedTuple):
 
 
 @cute.jit
+def number(x: cute.Tensor, i: Int32) -> Int32:
+    """x[i] of int32 or int64 (n,). What does not fit into 32 bits stays as far out of every range."""
+    found = x[i]
+    if const_expr(x.element_type is Int64):
+        found = Int32(min(max(found, Int64(-FAR)), Int64(FAR)))
+    return found
+
+
+@cute.jit
 def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     lengths, window = shape.lengths, shape.window
-    length = min(max(lengths.seqlens[b], 0), shape.capacity)
+    length = min(max(number(lengths.seqlens, b), 0), shape.capacity)
     first_query, queries, left = Int32(0), shape.queries, Int32(0)
     if const_expr(config.ragged):
-        first_query = min(max(lengths.cu_seqlens_q[b], 0), shape.total)
-        queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
+        first_query = min(max(number(lengths.cu_seqlens_q, b), 0), shape.total)
+        queries = min(max(number(lengths.cu_seqlens_q, b + 1) - first_query, 0), min(shape.queries, shape.total - first_query))
     if const_expr(config.leftpad):
-        left = min(max(lengths.leftpad[b], 0), length)
+        left = min(max(number(lengths.leftpad, b), 0), length)
     joins = Boolean(False)
     if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
         joins = length - queries + window.hi + 1 >= shape.prefix
@@ -152,9 +163,13 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
     fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
-    share, more = divmod(tiles + fixed * units, shape.by_blocks)
+    places = tiles + fixed * units
+    share, more = divmod(places, shape.by_blocks)
+    if share < shape.least:  # then fewer blocks have any
+        blocks = max(places // shape.least, 1)
+        share, more = places // blocks, places % blocks
     begin = g * share + min(g, more)
-    return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
+    return Shares(fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
 
 
 @cute.jit
