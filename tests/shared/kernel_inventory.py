@@ -47,7 +47,7 @@ def of_backward(config) -> Kernel:
 
 def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     config = decoding.configure(dtype, *dims, page_size or None, **changes)
-    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.LAUNCH, decode_call.arguments, config)
+    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.launch_of(config), decode_call.arguments, config)
 
 
 def of_append(changes: dict) -> Kernel:
@@ -111,6 +111,7 @@ def changed_forward(dims, sees, changes) -> Kernel:
 
 DECODE_CHANGES = {"softcap": True, "alibi": True, "sinks": True, "ragged": True, "leftpad": True}
 DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64, {}), ((64, 64), 4, {"split": True, "tree": True})]
+DECODE += [((576, 512), 64, {}), ((576, 512), 8, DECODE_CHANGES)]
 DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
 DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
 DECODE_TOO = [
@@ -119,6 +120,9 @@ DECODE_TOO = [
     *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),
 ]
 DECODE_TOO += [(dims, 0, {"rotary": decoding.Rotary(dims[0] // 2, i % 2 == 0, torch.float32)}) for i, dims in enumerate(decoding.TILES)]
+DECODE_TOO += [(dims, page, {}) for dims in decoding.LATENT_TILES for page in (0, 16, 64)]
+DECODE_TOO += [(dims, 16, changes) for dims in decoding.LATENT_TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})]
+DECODE_TOO += [(dims, 0, {"out": torch.float32}) for dims in decoding.LATENT_TILES]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]

@@ -60,6 +60,7 @@ class Smem(NamedTuple):
     P: cute.Tensor  # (tile_m, tile_n)
     factors: cute.Tensor  # (2, tile_m) fp32: of O's rows; at the end also their log-sum-exp
     told: cute.Tensor  # (1,) int32: what one thread tells the others
+    kept: cute.Tensor  # (warps, numbers) int32: of a unit, what registers are too few for
 
 
 class Mma(NamedTuple):
@@ -141,7 +142,9 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
     sQ, sK, sP = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     factors = storage.allocate_tensor(Float32, cute.make_layout((2, config.tile_m), stride=(config.tile_m, 1)), 16)
     told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
-    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told)
+    numbers = const_expr(len(Sequence._fields) + len(Piece._fields))
+    kept = storage.allocate_tensor(Int32, cute.make_layout((COMPUTING // WARP, numbers), stride=(numbers, 1)), 16)
+    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, kept)
 
 
 def halves_of(sK: cute.Tensor, config) -> tuple:
@@ -164,10 +167,10 @@ class Left(NamedTuple):
     P: cute.Tensor
     acc_O: cute.Tensor
     state: fragments.Rows
-    unit: Unit
     slopes: cute.Tensor | None
-    sequence: Sequence
-    free: tuple[Int32, Int32]  # keys that all rows see
+    kept: cute.Tensor  # this warp's
+    there: tuple[Int32, Int32]  # keys that some row sees
+    free: tuple[Int32, Int32]  # and that all do
 
 
 @cute.jit
@@ -187,11 +190,12 @@ def attend_left(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32),
         state=fragments.fresh_rows(),
-        unit=unit,
         slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
-        sequence=sequence,
+        kept=sm.kept[arch.warp_idx(), None],
+        there=(sequence.begin, sequence.end),
         free=rows.free_of(sequence, shape, config),
     )
+    keep(tile.kept, sequence, piece)
     load_queries(sm.Q, shared.tensors, unit, config)
     tile.acc_O.fill(0.0)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
@@ -200,34 +204,47 @@ def attend_left(
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     hand_over((inverse, lse), None, sm)
     fragments.scale_rows(tile.acc_O, inverse)
-    end(tile.acc_O, lse, shared, piece, unit, 0, config)
+    end(tile.acc_O, lse, shared, b, tile.kept, 0, config)
     return state
 
 
 @cute.jit
 def step_left(tile: Left, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S = Q K^T of a tile, softmax, O += P V of the left half."""
-    sequence, free, changes, sm = tile.sequence, tile.free, shared.changes, shared.sm
+    (begin, last), (free_begin, free_last), changes, sm, shape = tile.there, tile.free, shared.changes, shared.sm, shared.shape
     acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
     shared.keys.consumer_wait(state)
     fragments.product(tile.mma.qk, acc_S, tile.tSrQ, tile.tSrK[None, None, None, state.index], False)
     warpgroup.wait_group(0)
     if const_expr(config.modified):
-        rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape), tile.slopes, changes, config)
-    if n0 < free[0] or n0 + config.tile_n > free[1]:
-        keys = rows.keys_of(sequence, tile.unit, shared.shape)
-        rows.hide(acc_S, keys, n0)
-        if const_expr(config.tree):
-            rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
+        of_sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
+        rows.modify(acc_S, n0, rows.keys_of(of_sequence, unit, shape), tile.slopes, changes, config)
+    if n0 < free_begin or n0 + config.tile_n > free_last:
+        hide(acc_S, n0, tile, shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
     fragments.round_into(tile.P, acc_S)
-    if n0 < sequence.begin or n0 + config.tile_n > sequence.end:
-        rows.clear_values(sm.K[None, None, state.index].iterator.toint(), n0, sequence, config)
+    if n0 < begin or n0 + config.tile_n > last:
+        clear(sm.K[None, None, state.index], n0, tile, shape, config)
     hand_over((rescale,), tile.P, sm)
     fragments.scale_rows(tile.acc_O, rescale)
     fragments.product(tile.mma.left, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     tma.release(shared.keys, state)
+
+
+@cute.jit
+def hide(acc_S: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexpr[Config]):
+    sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
+    keys = rows.keys_of(sequence, unit, shape)
+    rows.hide(acc_S, keys, n0)
+    if const_expr(config.tree):
+        rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shape.lengths.tree)
+
+
+@cute.jit
+def clear(sK: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexpr[Config]):
+    sequence, _, _ = kept_of(tile.kept, tile.b, shape, config)
+    rows.clear_values(sK.iterator.toint(), n0, sequence, config)
 
 
 @cute.jit
@@ -257,10 +274,12 @@ def attend_right(
 ) -> pipeline.PipelineState:  # fmt: skip
     """The second half of O."""
     sm, mma = shared.sm, shared.mma.right
-    unit, pv, all_pv = rows.unit_of(b, piece, sequence, shared.shape, config), mma.get_slice(arch.thread_idx()[0] - WARPGROUP), wgmma.of_warpgroup(mma, 0)
+    unit, kept = rows.unit_of(b, piece, sequence, shared.shape, config), sm.kept[arch.warp_idx(), None]
+    pv, all_pv = mma.get_slice(arch.thread_idx()[0] - WARPGROUP), wgmma.of_warpgroup(mma, 0)
     tOrP, tOrV = all_pv.make_fragment_A(all_pv.partition_A(sm.P)), all_pv.make_fragment_B(all_pv.partition_B(sm.V[1]))
     acc_O = cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32)
     load_queries(sm.Q, shared.tensors, unit, config)
+    keep(kept, sequence, piece)
     acc_O.fill(0.0)
     arch.barrier_arrive(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
     for _ in cutlass.range(piece.first, piece.last, unroll=1):
@@ -274,7 +293,7 @@ def attend_right(
         state.advance()
     inverse, lse = take(2, sm)
     fragments.scale_rows(acc_O, inverse)
-    end(acc_O, lse, shared, piece, unit, config.columns_of_O, config)
+    end(acc_O, lse, shared, b, kept, config.columns_of_O, config)
     return state
 
 
@@ -318,8 +337,26 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
 
 
 @cute.jit
-def end(acc_O: cute.Tensor, lse: cute.Tensor, shared: Shared, piece: Piece, unit: Unit, column0: Constexpr[int], config: Constexpr[Config]):
+def keep(kept: cute.Tensor, sequence: Sequence, piece: Piece):
+    """In shared memory, as registers are scarce; each thread reads what it wrote itself."""
+    numbers = (*sequence[:-1], Int32(sequence.joins), *piece)
+    for i in range_constexpr(len(numbers)):
+        kept[i] = numbers[i]
+
+
+@cute.jit
+def kept_of(kept: cute.Tensor, b: Int32, shape: Shape, config: Constexpr[Config]) -> tuple[Sequence, Unit, Piece]:
+    count = const_expr(len(Sequence._fields))
+    numbers = [kept[i] for i in range(count + len(Piece._fields))]
+    sequence, piece = Sequence(*numbers[: count - 1], numbers[count - 1] != 0), Piece(*numbers[count:])
+    return sequence, rows.unit_of(b, piece, sequence, shape, config), piece
+
+
+@cute.jit
+def end(acc_O: cute.Tensor, lse: cute.Tensor, shared: Shared, b: Int32, kept: cute.Tensor, column0: Constexpr[int], config: Constexpr[Config]):
+    """O of a piece, from column0 on, and its log-sum-exp."""
     tensors, shape, work, ending = shared.tensors, shared.shape, shared.work, shared.ending
+    _, unit, piece = kept_of(kept, b, shape, config)
     if piece.count == 1:
         merge.store(acc_O, lse, tensors, ending, unit, config, column0)
     else:
