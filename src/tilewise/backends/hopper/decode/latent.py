@@ -317,7 +317,7 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
     turns = const_expr(config.tile_m * per_row // COMPUTING)
     at_once = const_expr(max(n for n in range(1, ABREAST + 1) if turns % n == 0))
     fetched = cute.make_rmem_tensor((WIDE, at_once), mQ.element_type)
-    for batch in range_constexpr(turns // at_once):
+    for batch in cutlass.range(turns // at_once, unroll=1):
         fetched.fill(0.0)
         for i in range_constexpr(at_once):
             which = (batch * at_once + i) * COMPUTING + arch.thread_idx()[0]
