@@ -40,7 +40,7 @@ from tilewise.sm90.dsl import (
 )
 
 WARP, COMPUTING = 32, 2 * WARPGROUP  # threads
-LOADER, CONSUMER = 40, 232  # registers of a thread
+LEFT, RIGHT, LOADER = 248, 208, 48  # registers of a thread
 WIDE, BYTES = 8, 16  # numbers that a thread moves at a time, and their bytes
 ABREAST = 9  # pieces of Q that a thread has on their way at a time, at most
 
@@ -60,7 +60,8 @@ class Smem(NamedTuple):
     P: cute.Tensor  # (tile_m, tile_n)
     factors: cute.Tensor  # (2, tile_m) fp32: of O's rows; at the end also their log-sum-exp
     told: cute.Tensor  # (1,) int32: what one thread tells the others
-    kept: cute.Tensor  # (warps, numbers) int32: of a unit, what registers are too few for
+    unit: cute.Tensor  # (numbers, warps) int32: of a unit, what registers are too few for
+    shares: cute.Tensor  # (numbers, warps) int32: likewise of all units
 
 
 class Mma(NamedTuple):
@@ -126,11 +127,11 @@ def kernel(
     warp = arch.make_warp_uniform(arch.warp_idx())
     shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, keys)
     if warp < WARPGROUP // WARP:
-        arch.setmaxregister_increase(CONSUMER)
-        decode.consume(attend_left, shared, config)
+        arch.setmaxregister_increase(LEFT)
+        decode.consume(attend_left, shared, sm.shares[None, warp], config)
     elif warp < COMPUTING // WARP:
-        arch.setmaxregister_increase(CONSUMER)
-        decode.consume(attend_right, shared, config)
+        arch.setmaxregister_increase(RIGHT)
+        decode.consume(attend_right, shared, sm.shares[None, warp], config)
     else:
         arch.setmaxregister_decrease(LOADER)
         if warp == COMPUTING // WARP:
@@ -142,9 +143,9 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
     sQ, sK, sP = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     factors = storage.allocate_tensor(Float32, cute.make_layout((2, config.tile_m), stride=(config.tile_m, 1)), 16)
     told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
-    numbers = const_expr(len(Sequence._fields) + len(Piece._fields))
-    kept = storage.allocate_tensor(Int32, cute.make_layout((COMPUTING // WARP, numbers), stride=(numbers, 1)), 16)
-    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, kept)
+    numbers = len(Sequence._fields) + len(Piece._fields), len(scheduler.Shares._fields)
+    unit, shares = (storage.allocate_tensor(Int32, cute.make_layout((n, COMPUTING // WARP)), 16) for n in numbers)
+    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, unit, shares)
 
 
 def halves_of(sK: cute.Tensor, config) -> tuple:
@@ -191,7 +192,7 @@ def attend_left(
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32),
         state=fragments.fresh_rows(),
         slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
-        kept=sm.kept[arch.warp_idx(), None],
+        kept=sm.unit[None, arch.warp_idx()],
         there=(sequence.begin, sequence.end),
         free=rows.free_of(sequence, shape, config),
     )
@@ -274,7 +275,7 @@ def attend_right(
 ) -> pipeline.PipelineState:  # fmt: skip
     """The second half of O."""
     sm, mma = shared.sm, shared.mma.right
-    unit, kept = rows.unit_of(b, piece, sequence, shared.shape, config), sm.kept[arch.warp_idx(), None]
+    unit, kept = rows.unit_of(b, piece, sequence, shared.shape, config), sm.unit[None, arch.warp_idx()]
     pv, all_pv = mma.get_slice(arch.thread_idx()[0] - WARPGROUP), wgmma.of_warpgroup(mma, 0)
     tOrP, tOrV = all_pv.make_fragment_A(all_pv.partition_A(sm.P)), all_pv.make_fragment_B(all_pv.partition_B(sm.V[1]))
     acc_O = cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32)
@@ -338,16 +339,12 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
 
 @cute.jit
 def keep(kept: cute.Tensor, sequence: Sequence, piece: Piece):
-    """In shared memory, as registers are scarce; each thread reads what it wrote itself."""
-    numbers = (*sequence[:-1], Int32(sequence.joins), *piece)
-    for i in range_constexpr(len(numbers)):
-        kept[i] = numbers[i]
+    scheduler.keep(kept, (*sequence[:-1], Int32(sequence.joins), *piece))
 
 
 @cute.jit
 def kept_of(kept: cute.Tensor, b: Int32, shape: Shape, config: Constexpr[Config]) -> tuple[Sequence, Unit, Piece]:
-    count = const_expr(len(Sequence._fields))
-    numbers = [kept[i] for i in range(count + len(Piece._fields))]
+    numbers, count = scheduler.kept_in(kept), const_expr(len(Sequence._fields))
     sequence, piece = Sequence(*numbers[: count - 1], numbers[count - 1] != 0), Piece(*numbers[count:])
     return sequence, rows.unit_of(b, piece, sequence, shape, config), piece
 
