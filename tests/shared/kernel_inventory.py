@@ -121,7 +121,9 @@ DECODE_TOO = [
 ]
 DECODE_TOO += [(dims, 0, {"rotary": decoding.Rotary(dims[0] // 2, i % 2 == 0, torch.float32)}) for i, dims in enumerate(decoding.TILES)]
 DECODE_TOO += [(dims, page, {}) for dims in decoding.LATENT_TILES for page in (0, 16, 64)]
-DECODE_TOO += [(dims, 16, changes) for dims in decoding.LATENT_TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})]
+DECODE_TOO += [
+    (dims, 16, changes) for dims in decoding.LATENT_TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})
+]
 DECODE_TOO += [(dims, 0, {"out": torch.float32}) for dims in decoding.LATENT_TILES]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 

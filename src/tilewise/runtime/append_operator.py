@@ -83,7 +83,9 @@ def _append(given: Operands) -> Tensor | None:
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
     if given.rotary_cos is not None and given.k_cache.numel() and given.k_cache.data_ptr() == given.v_cache.data_ptr():
-        raise errors.ShapeError("rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none")
+        raise errors.ShapeError(
+            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
+        )
     if check:
         _check(given)
     if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:

@@ -36,7 +36,10 @@ def reasons(problem: Problem, decodes: bool = False) -> dict[str, list[str]]:
 
 def _why_not(backend: Backend, problem: Problem, decodes: bool) -> list[str]:
     lacks = problem.row_max and not backend.keeps_row_max
-    return [*(backend.why_not_decode if decodes else backend.why_not)(problem), *(["it keeps no largest scores (return_max_logits)"] if lacks else [])]
+    return [
+        *(backend.why_not_decode if decodes else backend.why_not)(problem),
+        *(["it keeps no largest scores (return_max_logits)"] if lacks else []),
+    ]
 
 
 @cache

@@ -108,7 +108,7 @@ def kernel(
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < WARPS:
-        consume(attend, Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), None, config)
+        consume(attend, Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
     elif warp < WARPS + config.loaders:
         loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, 0, config.head_dim, config)
     else:
@@ -141,18 +141,12 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(attend: Constexpr[Callable], shared: Shared, kept: cute.Tensor | None, config: Constexpr[Config]):
-    """A warpgroup: unit after unit of the block's share. attend: what it does with a piece. kept: this warp's shared memory for the fields of `Shares`,
-    where registers are too few for them.
-    """
+def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Config]):
+    """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
-    if const_expr(kept is not None):
-        scheduler.keep(kept, shares)
     while at < shares.end:
-        if const_expr(kept is not None):
-            shares = scheduler.Shares(*scheduler.kept_in(kept))
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape)
         if at - start >= span:

@@ -61,7 +61,6 @@ class Smem(NamedTuple):
     factors: cute.Tensor  # (2, tile_m) fp32: of O's rows; at the end also their log-sum-exp
     told: cute.Tensor  # (1,) int32: what one thread tells the others
     unit: cute.Tensor  # (numbers, warps) int32: of a unit, what registers are too few for
-    shares: cute.Tensor  # (numbers, warps) int32: likewise of all units
 
 
 class Mma(NamedTuple):
@@ -128,10 +127,10 @@ def kernel(
     shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, keys)
     if warp < WARPGROUP // WARP:
         arch.setmaxregister_increase(LEFT)
-        decode.consume(attend_left, shared, sm.shares[None, warp], config)
+        decode.consume(attend_left, shared, config)
     elif warp < COMPUTING // WARP:
         arch.setmaxregister_increase(RIGHT)
-        decode.consume(attend_right, shared, sm.shares[None, warp], config)
+        decode.consume(attend_right, shared, config)
     else:
         arch.setmaxregister_decrease(LOADER)
         if warp == COMPUTING // WARP:
@@ -143,9 +142,9 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
     sQ, sK, sP = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     factors = storage.allocate_tensor(Float32, cute.make_layout((2, config.tile_m), stride=(config.tile_m, 1)), 16)
     told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
-    numbers = len(Sequence._fields) + len(Piece._fields), len(scheduler.Shares._fields)
-    unit, shares = (storage.allocate_tensor(Int32, cute.make_layout((n, COMPUTING // WARP)), 16) for n in numbers)
-    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, unit, shares)
+    numbers = len(Sequence._fields) + len(Piece._fields)
+    unit = storage.allocate_tensor(Int32, cute.make_layout((numbers, COMPUTING // WARP)), 16)
+    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, unit)
 
 
 def halves_of(sK: cute.Tensor, config) -> tuple:
@@ -311,8 +310,9 @@ def take(count: Constexpr[int], sm: Smem) -> tuple:
 
 @cute.jit
 def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexpr[Config]):
-    """Q to shared memory, by both warpgroups, 0 in rows and columns that there are not: blocks of 64 columns, each row after row, swizzled as P. Nobody
-    reads the unit's before: the left warpgroup handed its last factors over when it had.
+    """Q to shared memory, by both warpgroups, 0 in rows and columns that there are not: blocks of 64 columns, each row after row, swizzled as P.
+
+    Nobody reads the queries of the unit before: the left warpgroup handed its last factors over when it had.
     """
     mQ, per_row = tensors.Q, const_expr(config.head_dim // WIDE)
     turns = const_expr(config.tile_m * per_row // COMPUTING)
@@ -332,25 +332,32 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
             which = (batch * at_once + i) * COMPUTING + arch.thread_idx()[0]
             row, piece = which // per_row, which % per_row
             to = sQ.iterator.toint() + ((piece // 8 * config.tile_m + row) * 8 + (piece % 8 ^ row % 8)) * BYTES
-            arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *(words[w, i] for w in range(4))])
+            arch.inline_ptx(
+                "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *(words[w, i] for w in range(4))]
+            )
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=Barrier.QUERIES, number_of_threads=COMPUTING)
 
 
 @cute.jit
 def keep(kept: cute.Tensor, sequence: Sequence, piece: Piece):
-    scheduler.keep(kept, (*sequence[:-1], Int32(sequence.joins), *piece))
+    """In shared memory, as registers are scarce. A thread reads what it wrote itself, or another one of its warp the same."""
+    numbers = (*sequence[:-1], Int32(sequence.joins), *piece)
+    for i in range_constexpr(len(numbers)):
+        kept[i] = numbers[i]
 
 
 @cute.jit
 def kept_of(kept: cute.Tensor, b: Int32, shape: Shape, config: Constexpr[Config]) -> tuple[Sequence, Unit, Piece]:
-    numbers, count = scheduler.kept_in(kept), const_expr(len(Sequence._fields))
+    numbers, count = [kept[i] for i in range(cute.size(kept))], const_expr(len(Sequence._fields))
     sequence, piece = Sequence(*numbers[: count - 1], numbers[count - 1] != 0), Piece(*numbers[count:])
     return sequence, rows.unit_of(b, piece, sequence, shape, config), piece
 
 
 @cute.jit
-def end(acc_O: cute.Tensor, lse: cute.Tensor, shared: Shared, b: Int32, kept: cute.Tensor, column0: Constexpr[int], config: Constexpr[Config]):
+def end(
+    acc_O: cute.Tensor, lse: cute.Tensor, shared: Shared, b: Int32, kept: cute.Tensor, column0: Constexpr[int], config: Constexpr[Config]
+):
     """O of a piece, from column0 on, and its log-sum-exp."""
     tensors, shape, work, ending = shared.tensors, shared.shape, shared.work, shared.ending
     _, unit, piece = kept_of(kept, b, shape, config)

@@ -283,14 +283,3 @@ def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, confi
         return units + piece.origin * groups + group // config.group if grouped else piece.origin
     columns, blocks, _ = arch.grid_dim()
     return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin
-
-
-@cute.jit
-def keep(memory: cute.Tensor, numbers: tuple):
-    """In shared memory, as registers are scarce. Each thread reads what it wrote itself, or another one of its warp the same."""
-    for i in range_constexpr(len(numbers)):
-        memory[i] = numbers[i]
-
-
-def kept_in(memory: cute.Tensor) -> list[Int32]:
-    return [memory[i] for i in range(cute.size(memory))]
