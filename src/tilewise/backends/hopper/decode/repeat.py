@@ -57,13 +57,15 @@ class Decoder:
         )
         if self.by_call:
             window, scores = self.numbers(call)
-        lengths, tables = lengths_of(call), tables_of(call)
+        lengths, beside = lengths_of(call), (tables_of(call), *scales_of(call))
+        k, v = in_bits(k), in_bits(v)
         try:
-            self.kernel((q, k, v, o, lse, tables), lengths, work, window, prior, scores)
+            self.kernel((q, k, v, o, lse, *beside), lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            tables = None if tables is None else Tables(*(x.contiguous() for x in tables))
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, tables), lengths, work, window, prior, scores)
+            if beside[0] is not None:
+                beside = Tables(*(x.contiguous() for x in beside[0])), *beside[1:]
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, *beside), lengths, work, window, prior, scores)
         return (o[0], lse[0]) if self.ragged else (o, lse)
 
     def _begin(self, call: DecodeCall, stream: int) -> tuple:
@@ -95,6 +97,20 @@ def lengths_of(call: DecodeCall) -> Lengths:
 
 def tables_of(call: DecodeCall) -> Tables | None:
     return None if call.rotary is None else Tables(call.rotary.cos, call.rotary.sin)
+
+
+def in_bits(cache: Tensor) -> Tensor:
+    """The cache, in 8 bits as int8."""
+    return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scales_of(call: DecodeCall) -> tuple[Tensor | None, Tensor | None]:
+    """Of K and V, fp32: (batch, heads_k), or as the cache's tokens and heads lie."""
+
+    def spread(scale: Tensor | None) -> Tensor | None:
+        return scale if scale is None or scale.dim() == 3 else scale.expand(call.seqlens.shape[0], call.k_cache.shape[2])
+
+    return spread(call.k_scale), spread(call.v_scale)
 
 
 def few_keys(call: DecodeCall) -> bool:
@@ -138,4 +154,18 @@ def _key(call: DecodeCall) -> tuple:
         call.rotary.sin.dtype,
         call.rotary.interleaved,
     )
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, rotary, few_keys(call), counts, *options)
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        ragged,
+        paged,
+        *sizes,
+        there,
+        rotary,
+        *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
+        few_keys(call),
+        counts,
+        *options,
+    )
