@@ -32,9 +32,7 @@ def test_what_is_rounded_once_passes_and_what_is_coarser_does_not():
         eight_bits.check_outputs(CALL, o.bfloat16(), (exact_lse + 0.3).float())
     shifted = replace(CALL, q=CALL.q.roll(1, 1))
     with pytest.raises(AssertionError):
-        eight_bits.check_outputs(
-            CALL, *(x.to(dtype) for x, dtype in zip(eight_bits.naive(shifted), (torch.bfloat16, torch.float32), strict=True))
-        )
+        eight_bits.check_outputs(CALL, *(x.to(dtype) for x, dtype in zip(eight_bits.naive(shifted), (torch.bfloat16, torch.float32), strict=True)))
 
 
 def test_products_are_cut_off_at_thirteen_bits():

@@ -82,9 +82,7 @@ def incoherent(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
     v8, scale_v = rounded(v - centre_v, 1)
     rows = torch.stack((scale_q[..., 0] * (scale / math.log(2)), (q * centre_k).sum(2) * scale), 1)
     channels = torch.cat((scale_v, centre_v), 1)
-    return Operands(
-        (q8, k8.flatten(1, 2)[:, : k.shape[1]].contiguous(), transposed(v8)), (rows, scale_k[:, :, 0, 0].contiguous(), channels)
-    )
+    return Operands((q8, k8.flatten(1, 2)[:, : k.shape[1]].contiguous(), transposed(v8)), (rows, scale_k[:, :, 0, 0].contiguous(), channels))
 
 
 def stand_ins_of_incoherent(config, heads, seqlen) -> Operands:

@@ -135,9 +135,7 @@ def check_rung(name: str, config, found: Facts):
         qk, pv = products(name, config)
         (kind, other), depth = (("QGMMA", "HGMMA"), 32) if EVERY[name].in_eight_bits else (("HGMMA", "QGMMA"), 16)
         assert counts[kind] == qk * (config.head_dim // depth) + pv * (config.tile_n // depth) and counts[other] == counts["IGMMA"] == 0
-        if EVERY[
-            name
-        ].in_eight_bits:  # a word of P is two conversions of two numbers each, which half of the words take one more instruction to join
+        if EVERY[name].in_eight_bits:  # a word of P is two conversions of two numbers each, which half of the words take one more instruction to join
             assert counts["E4M3"] == pv * config.tile_n // 4 and counts["PRMT"] <= pv * (config.tile_n // 8 + 4)
         # One group of products ends with gsb0 on its last instruction; a serialised one has it on every instruction.
         assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == qk + pv
