@@ -100,12 +100,15 @@ def test_eight_bits_by_the_public_calls(page):
     words = {"page_table": call.page_table} if page else {}
     caches = [x.nan_to_num(0.0).to(torch.float8_e4m3fn) for x in (call.k_cache, call.v_cache)]
     k, v = (x.to(torch.float8_e4m3fn) for x in fresh)
-    scale = torch.tensor(0.25, device="cuda")
+    scale, lengths = torch.tensor(0.25, device="cuda"), call.seqlens - 2
+
+    def step():
+        return tw.decode(call.q, *caches, k=k, v=v, cache_seqlens=lengths, k_scale=scale, v_scale=scale, return_lse=True, **words)
+
+    step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        o, lse = tw.decode(
-            call.q, *caches, k=k, v=v, cache_seqlens=call.seqlens - 2, k_scale=scale, v_scale=scale, return_lse=True, **words
-        )
+        o, lse = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     exact = [x.to(call.q.dtype) * 0.25 for x in caches]
