@@ -10,6 +10,7 @@ from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
+from tilewise.sm90.pointers import known
 from tilewise.sm90.wgmma import K_MAJOR
 
 WARP = 32
@@ -181,7 +182,7 @@ def gather_tile(gX: cute.Tensor, address: Int32, pages: tuple, warp: Int32, dim:
             token, column = which // of_token, which % of_token * wide
             page, row = (of_lane(x, token) for x in pages)
             if page >= 0 and column < gX.shape[2]:
-                source = (gX[page, row, None].iterator + column).align(BYTES)
+                source = known(gX[page, row, None].iterator + column, BYTES)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(wide)), fetched[None, i])
         words = cute.recast_tensor(fetched, Int32)
         for i in range_constexpr(at_once):

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.decode.operands import Tensors
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, pipeline, range_constexpr
+from tilewise.sm90.pointers import known
 
 THREADS, WARPS = 128, 4
 WIDE, BYTES = 8, 16  # numbers that a thread widens at a time, and what they take then
@@ -122,7 +123,7 @@ def widen_tile(
     words = cute.make_rmem_tensor((2, turns), Int32)
     for i in range_constexpr(turns):
         which = i * THREADS + thread_of()
-        source = (sRaw[which // of_token, None].iterator + which % of_token * WIDE).align(WIDE)
+        source = known(sRaw[which // of_token, None].iterator + which % of_token * WIDE, WIDE)
         cute.autovec_copy(cute.make_tensor(cute.recast_ptr(source, dtype=Int32), cute.make_layout(2)), words[None, i])
     for i in range_constexpr(turns):
         which = i * THREADS + thread_of()
