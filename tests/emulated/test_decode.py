@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made, with_int64, with_rotary
+from decode_problems import DecodeCase, held, made, with_eight_bits, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
@@ -73,6 +73,42 @@ def test_indices_in_int64(case):
     assert all(map(torch.equal, found, run(wide)))
     shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
     held(shorter.in_int32(), *run(shorter))
+
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+SCALED = [
+    (DecodeCase(lengths=(70, 1, 200, 0), queries=3, page=16), (E4M3, E4M3), ("token", "token")),
+    (DecodeCase(lengths=(70, 1, 200, 0)), (E4M3, E4M3), ("sequence", None)),
+]
+SCALED_TOO = [
+    (DecodeCase(lengths=(70, 1, 200, 0), dtype=torch.float16), (E4M3, E4M3), ("head", "sequence")),
+    (DecodeCase(lengths=(70, 1, 200, 0), queries=(3, 0, 5, 1), page=5, dims=(64, 48)), (INT8, E4M3), ("token", "all")),
+    (
+        DecodeCase(lengths=(70, 3, 300, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True, dtype=torch.float16),
+        (E4M3, INT8),
+        (None, "token"),
+    ),
+    *(
+        (DecodeCase(lengths=(70, 1, 100), dims=dims, page=page), (E4M3, E4M3), ("all", "token"))
+        for dims in ((128, 128), (96, 96), (192, 128), (256, 256))
+        for page in (0, 4)
+    ),
+    (DecodeCase(lengths=(300, 17, 0), page=16, split=64, sink=True, softcap=5.0, alibi=True), (E4M3, E4M3), ("head", "head")),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds", "scales"), [*SCALED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SCALED_TOO)], ids=str
+)
+def test_caches_of_eight_bits(case, kinds, scales):
+    """The bits of a cache in q's dtype that holds what they stand for."""
+    given, exact = with_eight_bits(made(case), kinds, scales)
+    results = [run(given, pace, seed) for seed, pace in enumerate(PACES)]
+    held(exact, *results[0])
+    tile = decoding.config_of(given).tile_n
+    assert all(map(torch.equal, results[0], run(exact, tile_n=tile)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def emulated(rung, q, k, v, causal):
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "seqlen", "causal"), [("k7", 128, 150, False), ("k7", 64, 200, True), ("k8", 128, 150, False), ("k8", 64, 200, True)]
+    ("name", "head_dim", "seqlen", "causal"),
+    [("k7", 128, 150, False), ("k7", 64, 200, True), ("k8", 128, 150, False), ("k8", 64, 200, True)],
 )
 def test_number_for_number(name, head_dim, seqlen, causal):
     """But for a number of P that lies between two of e4m3 and falls to the other side; O to an ulp of bf16. K and V far from 0."""

@@ -94,6 +94,28 @@ def test_decode_sees_what_it_appends(new, page, index):
 
 
 @pytest.mark.parametrize("page", [0, 16])
+def test_eight_bits_by_the_public_calls(page):
+    """New keys are quantised, appended and attended, all of it on the GPU."""
+    call, fresh = cached((300, 17, 4097), 2, page)
+    words = {"page_table": call.page_table} if page else {}
+    caches = [x.nan_to_num(0.0).to(torch.float8_e4m3fn) for x in (call.k_cache, call.v_cache)]
+    k, v = (x.to(torch.float8_e4m3fn) for x in fresh)
+    scale, lengths = torch.tensor(0.25, device="cuda"), call.seqlens - 2
+
+    def step():
+        return tw.decode(call.q, *caches, k=k, v=v, cache_seqlens=lengths, k_scale=scale, v_scale=scale, return_lse=True, **words)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o, lse = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = [x.to(call.q.dtype) * 0.25 for x in caches]
+    held(replace(call, k_cache=exact[0], v_cache=exact[1]), o, lse)
+
+
+@pytest.mark.parametrize("page", [0, 16])
 def test_a_graph_of_many_steps(page):
     """Step after step one token longer, each seen at once by the launch behind, which may begin before the tokens are written."""
     steps, new, (batch, heads_q, heads_k, dim) = 200, 1, (3, 8, 2, 128)

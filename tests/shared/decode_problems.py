@@ -118,6 +118,44 @@ def with_int64(call: DecodeCall, names: Iterable[str] = INDICES) -> DecodeCall:
     return replace(call, **wide)
 
 
+def with_eight_bits(
+    call: DecodeCall, kinds: tuple[torch.dtype, torch.dtype], scales: tuple[str | None, str | None], seed: int = 0
+) -> tuple[DecodeCall, DecodeCall]:
+    """The call with caches of 8 bits, and with what they stand for, in q's dtype. A scale is for "all", each "head", "sequence" or "token"; those of
+    tokens are any numbers, the others powers of two, whose products are exact. What was NaN is so, or has such a scale where int8 has none.
+    """
+    draw, found, exact = torch.Generator().manual_seed(seed), {}, {}
+    for name, kind, per in zip("kv", kinds, scales, strict=True):
+        cache = getattr(call, f"{name}_cache")
+        entries, places, heads, _ = cache.shape
+        shape = {None: None, "all": (), "head": (heads,), "sequence": (call.seqlens.shape[0], heads), "token": (entries, places, heads)}[
+            per
+        ]
+        scale = None
+        if shape is not None:
+            scale = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(cache.device)
+            scale = scale.abs() + 0.1 if per == "token" else scale.round().exp2()
+        wide = cache.float() * (1.0 if kind == torch.float8_e4m3fn else 20.0)
+        if kind == torch.int8:
+            wide = wide.nan_to_num(77.0).round().clamp(-128, 127)
+        eight = wide.to(kind)
+        if scale is not None and per == "token":
+            scale = torch.where(cache.isnan().any(-1), math.nan, scale)
+        found |= {f"{name}_cache": eight, f"{name}_scale": scale}
+        exact[f"{name}_cache"] = stand_for(call, eight, scale)
+    return replace(call, **found), replace(call, **exact)
+
+
+def stand_for(call: DecodeCall, cache: Tensor, scale: Tensor | None) -> Tensor:
+    """A cache's numbers times their scales, in q's dtype. Scales of sequences are those of entries, so a cache has no pages then."""
+    if scale is None:
+        return cache.to(call.q.dtype)
+    if scale.dim() == 2:
+        assert call.page_table is None and call.cache_batch_idx is None
+        scale = scale[:, None]
+    return (cache.float() * scale[..., None]).to(call.q.dtype)
+
+
 def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:
     """The call with queries that are yet to be rotated, and as it then is."""
     positions = int(call.seqlens.max()) + 1

@@ -114,7 +114,16 @@ DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64
 DECODE += [((576, 512), 64, {}), ((576, 512), 8, DECODE_CHANGES)]
 DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
 DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+DECODE.append(((128, 128), 64, {"cached": (E4M3, E4M3), "scales": ("head", "head")}))
 DECODE_TOO = [
+    *(
+        (dims, page, {"cached": (E4M3, kind), "scales": ("token", "token")})
+        for dims in decoding.TILES
+        for page in (4, 64)
+        for kind in (E4M3, INT8)
+    ),
+    *((dims, 16, {"cached": (E4M3, E4M3), "scales": ("head", "head")} | DECODE_CHANGES) for dims in decoding.TILES),
     *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
     *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),
     *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),

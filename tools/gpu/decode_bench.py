@@ -1,6 +1,6 @@
 """Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,features,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,fp8,features,ragged,sweep] [--peers ROWS.json]
 
 Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
 memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
@@ -33,7 +33,7 @@ from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
 from tilewise.testing import tolerance
 
-COLD, POOL = 160e6, 8.8e9  # bytes of distinct caches that a graph reads; numbers of the pool of K, and of V
+COLD, POOL, POOL_EIGHT = 160e6, 8.8e9, 1.2e9  # bytes of distinct caches that a graph reads; numbers of the pool of K, and of V
 HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
 SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
 MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
@@ -54,7 +54,7 @@ class Cell:
 
 class Bench:
     def __init__(self, path: Path, peers: list[dict]) -> None:
-        self.path, self.pool = path, None
+        self.path, self.pool, self.eight = path, None, None
         self.peers = {tuple(row[name] for name in ("kind", "b", "s", "hq", "hk", "page", "q")): row for row in peers if "b" in row}
 
     def note(self, **row) -> None:
@@ -70,16 +70,23 @@ class Bench:
         name = min(times, key=lambda each: times[each], default=None)
         return {"peer": name, "peer_us": times[name]} if name else {}
 
-    def caches(self, cell: Cell, lengths: list[int]) -> list[DecodeCall]:
-        """Calls on as many different caches as it takes to be cold."""
+    def pool_of(self, eight: bool) -> list[Tensor]:
+        """Numbers of K and of V, in bf16 or in e4m3 with a scale of 1."""
         if self.pool is None:
             self.pool = [torch.empty(int(POOL), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
             for x in self.pool:
                 for part in x.split(1 << 29):
                     part.normal_()
+        if eight and self.eight is None:
+            self.eight = [torch.cat([part.to(torch.float8_e4m3fn) for part in x[: int(POOL_EIGHT)].split(1 << 28)]) for x in self.pool]
+        return self.eight if eight and self.eight else self.pool
+
+    def caches(self, cell: Cell, lengths: list[int], eight: bool = False) -> list[DecodeCall]:
+        """Calls on as many different caches as it takes to be cold."""
+        pool = self.pool_of(eight)
         tokens = sum(-(-n // cell.page) * cell.page for n in lengths) if cell.page else cell.b * cell.s
         numel = tokens * cell.hk * DIM
-        copies = int(max(1, min(320, -(-COLD // (4 * sum(lengths) * cell.hk * DIM)), POOL // numel)))
+        copies = int(max(1, min(320, -(-COLD // (2 * pool[0].itemsize * sum(lengths) * cell.hk * DIM)), pool[0].numel() // numel)))
         table = None
         if cell.page:
             order = torch.randperm(tokens // cell.page, generator=torch.Generator().manual_seed(1)).int()
@@ -92,8 +99,8 @@ class Bench:
         shape = (tokens // cell.page, cell.page) if cell.page else (cell.b, cell.s)
         whole = DecodeCall(
             q=torch.randn(cell.b, cell.q, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE),
-            k_cache=self.pool[0][:numel].view(*shape, cell.hk, DIM),
-            v_cache=self.pool[1][:numel].view(*shape, cell.hk, DIM),
+            k_cache=pool[0][:numel].view(*shape, cell.hk, DIM),
+            v_cache=pool[1][:numel].view(*shape, cell.hk, DIM),
             seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             page_table=table,
             cu_seqlens_q=None,
@@ -111,7 +118,7 @@ class Bench:
             return pool[i * numel : (i + 1) * numel].view(x.shape)
 
         k, v = whole.k_cache, whole.v_cache
-        return [replace(whole, k_cache=placed(k, self.pool[0], i), v_cache=placed(v, self.pool[1], i)) for i in range(copies)]
+        return [replace(whole, k_cache=placed(k, pool[0], i), v_cache=placed(v, pool[1], i)) for i in range(copies)]
 
     def ours(self, calls: list[DecodeCall], **tuning) -> float:
         return replayed_us([lambda call=call: decoding.decode(call, **tuning) for call in calls])
@@ -239,7 +246,7 @@ def spot_check(call: DecodeCall, lengths: list[int]) -> float:
     o, _ = decoding.decode(call)
     worst = 0.0
     for b in {0, len(lengths) - 1}:
-        k, v = call.k_cache, call.v_cache
+        k, v = (x.bfloat16() for x in (call.k_cache, call.v_cache))  # those of 8 bits have a scale of 1
         if call.page_table is not None:
             pages = call.page_table[b, : -(-lengths[b] // k.shape[1])].long()
             k, v = (x[pages].flatten(0, 1)[: lengths[b]] for x in (k, v))
@@ -377,6 +384,44 @@ def appending(bench: Bench) -> None:
         )
 
 
+EIGHT_BITS = [Cell(1, 32768, 32, 8, 64), Cell(16, 8192, 32, 8, 64), Cell(64, 8192, 32, 8, 64)]
+EIGHT_BITS += [Cell(b, s, 32, hk, page) for b, s in ((1, 8192), (16, 1024), (4, 8192)) for hk, page in ((8, 64), (8, 16), (8, 0), (1, 64))]
+
+
+def eight_bits(bench: Bench) -> None:
+    """Caches in e4m3, with one scale and with tokens' own; then how tiles are cut, and what is in flight."""
+    tunings: dict[str, dict] = {"usual": {}}
+    for tile_n, stages, raw in ((64, 2, 2), (64, 2, 3), (64, 2, 6), (64, 2, 8), (64, 3, 4), (128, 1, 2), (128, 2, 2), (128, 2, 3)):
+        tunings[f"{tile_n}x{stages}, {raw} in 8 bits"] = {"tile_n": tile_n, "kv_stages": stages, "raw_stages": raw}
+    for cell in EIGHT_BITS:
+        size = 2 * cell.b * cell.s * cell.hk * DIM
+        try:
+            calls = bench.caches(cell, [cell.s] * cell.b, eight=True)
+            bf16 = bench.ours(bench.caches(cell, [cell.s] * cell.b))
+            found = {}
+            for name, tuning in tunings.items():
+                try:
+                    found[name] = round(bench.ours(calls, **tuning), 2)
+                except (RuntimeError, AssertionError, ValueError) as failure:
+                    found[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
+            tokens = [replace(call, k_scale=torch.ones(call.k_cache.shape[:3], device=DEVICE), v_scale=None) for call in calls[:8]]
+            row = {
+                "us": found["usual"],
+                "TBps": round(size / found["usual"] / 1e6, 3),
+                "bf16_us": round(bf16, 2),
+                **bench.best_peer("fp8kv", cell),
+            }
+            row |= {
+                "k_scale_of_tokens_us": round(bench.ours(tokens), 2),
+                "caches": len(calls),
+                "error": spot_check(calls[0], [cell.s] * cell.b),
+            }
+            row["tunings"] = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
+        except (RuntimeError, AssertionError) as failure:
+            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+        bench.note(kind="fp8kv", **vars(cell), MB=round(size / 1e6, 1), **row)
+
+
 def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
     """So that what fails keeps nothing else from being measured."""
     try:
@@ -398,7 +443,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,grid,merge,features,ragged,sweep")
+    parser.add_argument("--only", default="check,host,append,grid,merge,fp8,features,ragged,sweep")
     parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
@@ -430,6 +475,8 @@ def main() -> None:
         for cell in MERGED:
             if left():
                 bench.sweep("merge", cell, merges())
+    if "fp8" in only and left():
+        guarded(bench, eight_bits)
     if "features" in only and left():
         guarded(bench, features)
     if "ragged" in only and left():

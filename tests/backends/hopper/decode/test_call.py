@@ -25,9 +25,14 @@ def rotary(positions: int, half: int, interleaved: bool = False, dtype: torch.dt
     [
         (
             {"q": CALL.q.float()},
-            "it computes bf16 and fp16, the same for q and the caches, not torch.float32, torch.bfloat16 and torch.bfloat16",
+            "it computes bf16 and fp16, and takes caches of q's dtype or of 8 bits, not torch.float32, torch.bfloat16 and torch.bfloat16",
         ),
         ({"v_cache": CALL.v_cache.half()}, "not torch.bfloat16, torch.bfloat16 and torch.float16"),
+        ({"k_cache": CALL.k_cache.to(torch.int8)}, "not torch.bfloat16, torch.int8 and torch.bfloat16"),
+        (
+            {"q": CALL.q[..., :40], "k_cache": CALL.k_cache[..., :40].to(torch.int8), "v_cache": CALL.v_cache.to(torch.float8_e4m3fn)},
+            "multiples of 16, not 40 and 64",
+        ),
         ({"q": CALL.q[..., :60], "k_cache": CALL.k_cache[..., :60]}, "multiples of 8, not 60 and 64"),
         ({"v_cache": CALL.v_cache.repeat(1, 1, 1, 5)}, "up to 256 that are multiples of 8, not 64 and 320"),
         ({"mask": PrefixLM(3)}, "it takes masks of one band on the bottom right diagonal, not PrefixLM(3)"),
@@ -53,6 +58,34 @@ def test_stages_are_what_memory_wants(dims):
         config = configure(torch.bfloat16, *dims, page_size, few)
         stage = 2 * config.tile_n * sum(dims)
         assert (config.kv_stages + 1) * stage > IN_FLIGHT and (config.kv_stages == 2 or config.kv_stages * stage <= IN_FLIGHT)
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("page_size", [None, 4, 16])
+def test_stages_of_eight_bits(dims, page_size):
+    """As many bytes are asked for as of 16 bits; all fits into a multiprocessor's shared memory."""
+    config = configure(torch.bfloat16, *dims, page_size, cached=(torch.float8_e4m3fn, torch.int8))
+    tile = config.tile_n * sum(dims)
+    assert config.kv_stages == 2 and config.load_stages * tile <= IN_FLIGHT < (config.load_stages + 1) * tile
+    assert (2 * config.kv_stages + config.load_stages) * tile + 4096 <= 227 * 1024
+    assert sum(config.registers) == 3 * 168 and all(x % 8 == 0 for x in config.registers)
+
+
+def test_scales_are_spread_over_sequences_and_heads():
+    eight = CALL.k_cache.to(torch.float8_e4m3fn)
+    for scale, kind, shape in (
+        (None, "", None),
+        (torch.ones(()), "head", (2, 2)),
+        (torch.ones(2), "head", (2, 2)),
+        (torch.ones(2, 2), "head", (2, 2)),
+        (torch.ones(eight.shape[:3]), "token", eight.shape[:3]),
+    ):
+        call = replace(CALL, k_cache=eight, v_cache=eight, k_scale=scale)
+        assert decoding.config_of(call).scales == (kind, "")
+        found, none = repeat.scales_of(call)
+        assert none is None and (found is None if shape is None else found.shape == shape)
+    by_sequence = replace(made(DecodeCase(lengths=(200, 200, 200), prefix=128)), k_scale=torch.ones(3, 2))
+    assert not prefix.pays(by_sequence)
 
 
 def test_tiles_are_small_where_keys_are_few():
@@ -86,6 +119,8 @@ def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 2 * 128 * 2 * (64 + 64) * 2)
     assert prefix.pays(call)
     assert not prefix.pays(replace(call, shared_prefix=127))
+    eight = {name: getattr(call, name).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    assert not prefix.pays(replace(call, **eight))  # half as many bytes
     for changes in (
         {"alibi_slopes": torch.ones(1, 4)},
         {"leftpad": torch.zeros(3, dtype=torch.int32)},

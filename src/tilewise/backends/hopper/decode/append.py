@@ -8,6 +8,7 @@ from tilewise.backends.hopper.decode import rotation
 from tilewise.backends.hopper.decode.append_call import Appending
 from tilewise.backends.hopper.decode.operands import New, Places, Turn
 from tilewise.sm90.dsl import Boolean, Constexpr, CUstream, Int32, Int64, arch, const_expr, cute, cutlass
+from tilewise.sm90.pointers import known
 
 THREADS, WARP = 256, 32
 WIDE = 8  # numbers that a thread moves
@@ -118,4 +119,4 @@ def store_at(row: cute.Tensor, head: Int32, column: Int32, numbers: cute.Tensor)
 @cute.jit
 def wide(row: cute.Tensor, head: Int32, column: Int32) -> cute.Tensor:
     first = row[head, None].iterator + column
-    return cute.make_tensor(first.align(WIDE * row.element_type.width // 8), cute.make_layout(WIDE))
+    return cute.make_tensor(known(first, WIDE * row.element_type.width // 8), cute.make_layout(WIDE))

@@ -12,11 +12,12 @@ from tilewise.backends.hopper.decode.append_call import TABLES
 from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, latent, lengths_of, tables_of
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, in_bits, latent, lengths_of, scales_of, tables_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
+from tilewise.errors import EIGHT_BITS
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt
 
@@ -39,16 +40,18 @@ LATENT_TIMES = 4  # as many of a latent cache, whose tiles take twice as long, a
 
 def why_not(call: DecodeCall) -> list[str]:
     """Sentences that say why the kernel does not cover the call; empty where it does."""
-    dtype, dims = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1])
-    wrong = []
-    if dtype not in (torch.bfloat16, torch.float16) or {call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
+    dtype, dims, wrong = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1]), []
+    cached, multiple = {call.k_cache.dtype, call.v_cache.dtype}, jit.BYTES // call.k_cache.itemsize
+    if dtype not in (torch.bfloat16, torch.float16) or not (cached == {dtype} or cached <= set(EIGHT_BITS)):
         wrong.append(
-            f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
+            f"it computes bf16 and fp16, and takes caches of q's dtype or of 8 bits, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
         )
-    elif latent_dims(*dims) and not any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
+    elif cached == {dtype} and latent_dims(*dims) and not any(dim % multiple for dim in dims):
         wrong += _why_not_latent(call)
-    elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
-        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
+    elif tile_dims(*dims) is None or any(dim % multiple for dim in dims):
+        wrong.append(
+            f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {multiple}, not {dims[0]} and {dims[1]}"
+        )
     if window_of(call.mask) is None:
         wrong.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
     if call.scale <= 0.0:
@@ -112,9 +115,9 @@ def _compute(call: DecodeCall, config: Config, cut: Cut, prior: Prior | None = N
     heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
     shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    q, caches = jit.aligned(call.q), (jit.readable(call.k_cache), jit.readable(call.v_cache))
-    tables = tables_of(call) and Tables(*map(jit.rows, tables_of(call)))
-    tensors = Tensors(q[None], *caches, o[None], lse[None], tables) if ragged else Tensors(q, *caches, o, lse, tables)
+    q, caches = jit.aligned(call.q), (jit.readable(in_bits(x)) for x in (call.k_cache, call.v_cache))
+    beside = tables_of(call) and Tables(*map(jit.rows, tables_of(call))), *scales_of(call)
+    tensors = Tensors(q[None], *caches, o[None], lse[None], *beside) if ragged else Tensors(q, *caches, o, lse, *beside)
     window, changed = _numbers(call, config)
     jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, cut), window, prior, changed)
     return o, lse
@@ -151,6 +154,8 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         leftpad=call.leftpad is not None,
         tree=call.tree is not None,
         split=call.split is not None,
+        cached=None if call.k_cache.dtype == call.q.dtype else (call.k_cache.dtype, call.v_cache.dtype),
+        scales=tuple("" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)),
         wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
         rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
         **tuning,
@@ -181,15 +186,16 @@ def launch_of(config: Config) -> str:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32, Int64, cutlass
+    from tilewise.sm90.dsl import Float32, Int8, Int32, Int64, cutlass
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
     slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
-    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
+    stored = Int8 if config.widens else dtype
+    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(stored, entries, capacity, heads_k, dim)
     v, o = (
-        jit.tensor(dtype, entries, capacity, heads_k, dim_v),
+        jit.tensor(stored, entries, capacity, heads_k, dim_v),
         jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
     )
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
@@ -221,7 +227,9 @@ def arguments(config: Config) -> list:
     if config.rotary:
         rows_of_tables, pairs = jit.size(), jit.size()
         tables = Tables(*(jit.tensor(changes.dsl(config.rotary.dtype), rows_of_tables, pairs, aligned=False) for _ in range(2)))
-    return [Tensors(q, k, v, o, lse, tables), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+    shapes = {"head": (sequences, heads_k), "token": (entries, capacity, heads_k)}
+    scales = (jit.scattered(Float32, *shapes[each]) if each else None for each in config.scales)
+    return [Tensors(q, k, v, o, lse, tables, *scales), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
 
 
 def columns(units: int, blocks: int) -> int:

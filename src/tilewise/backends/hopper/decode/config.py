@@ -44,6 +44,9 @@ class Config(ScoreChanges):
     onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
+    cached: tuple[torch.dtype, torch.dtype] | None = None  # of K and V, where they have 8 bits
+    scales: tuple[str, str] = ("", "")  # what has one in K's and V's cache: "head", "token", or nothing
+    raw_stages: int = 0  # of tiles in 8 bits
     sinks: bool = False
     rotary: Rotary | None = None
     latent: bool = False  # V is the first head_dim_v columns of K, which is read once; two warpgroups have half of O's columns each
@@ -73,6 +76,21 @@ class Config(ScoreChanges):
     def gathers(self) -> bool:
         """Whether threads fetch single tokens, because pages are too small or too odd for the copy engine."""
         return self.box == 1
+
+    @property
+    def widens(self) -> bool:
+        """Whether a warpgroup makes `dtype` of the caches' 8 bits."""
+        return self.cached is not None
+
+    @property
+    def load_stages(self) -> int:
+        """Of what is loaded."""
+        return self.raw_stages if self.widens else self.kv_stages
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
+        return 240, 104, 160
 
     @property
     def loaders(self) -> int:
@@ -111,7 +129,10 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
         return _latent(dtype, dims, page_size, fields)
     dims = tile_dims(head_dim, head_dim_v)
     tile_n, blocks = fields.pop("tile_n", _tile_n(dims, few, fields)), fields.pop("blocks", 1)
-    stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
+    in_flight = max(2, IN_FLIGHT // blocks // ((1 if fields.get("cached") else 2) * tile_n * sum(dims)))
+    stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
+    if fields.get("cached"):
+        fields.setdefault("raw_stages", in_flight)
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 

@@ -38,6 +38,7 @@ from tilewise.sm90.dsl import (
     sm90,
     warpgroup,
 )
+from tilewise.sm90.pointers import known
 
 WARP, COMPUTING = 32, 2 * WARPGROUP  # threads
 LEFT, RIGHT, LOADER = 248, 208, 48  # registers of a thread
@@ -325,7 +326,7 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
             row, column = which // per_row, which % per_row * WIDE
             if row < unit.rows and column < mQ.shape[3]:
                 token, head = rows.place_of(row, unit)
-                source = (mQ[unit.entry, unit.first_query + token, head, None].iterator + column).align(BYTES)
+                source = known(mQ[unit.entry, unit.first_query + token, head, None].iterator + column, BYTES)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WIDE)), fetched[None, i])
         words = cute.recast_tensor(fetched, Int32)
         for i in range_constexpr(at_once):

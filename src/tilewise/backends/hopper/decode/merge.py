@@ -15,6 +15,7 @@ from tilewise.backends.hopper.decode.scheduler import Piece, Shape
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 from tilewise.sm90.fragments import LN2, LOG2_E
+from tilewise.sm90.pointers import known
 
 WARP, HALF = 32, 16
 WIDE = 4  # numbers that a thread reads or writes at a time
@@ -72,7 +73,7 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
                 if column0 + fragments.column(c) < dim:
                     pair[0], pair[1] = O[r, c], O[r, c + 1]
-                    cute.autovec_copy(pair, cute.make_tensor((first + fragments.column(c)).align(8), cute.make_layout(2)))
+                    cute.autovec_copy(pair, cute.make_tensor(known(first + fragments.column(c), 8), cute.make_layout(2)))
             if column == 0:
                 work.lse[0, slot, row] = lse[r]
 
@@ -128,7 +129,7 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
                     for i in range_constexpr(ABREAST):
                         if i < there:
                             own_place = slot0 * size if const_expr(i == 0) and first == 0 else at
-                            cute.autovec_copy(cute.make_tensor((source + own_place).align(16), cute.make_layout(WIDE)), part[None, i, j])
+                            cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, i, j])
                         at += (slot2 - slot1) * size
                 higher = arch.fmax(top, over_half(lse, arch.fmax))
                 base = Float32(0.0) if higher == -Float32.inf else higher
@@ -187,14 +188,14 @@ def store_sum(total: cute.Tensor, factor: Float32, lse: Float32, tensors: Tensor
 
 @cute.jit
 def wide(sums: cute.Tensor, slot: Int32, row: Int32, column: Int32) -> cute.Tensor:
-    return cute.make_tensor((sums[slot, row, None].iterator + column).align(16), cute.make_layout(WIDE))
+    return cute.make_tensor(known(sums[slot, row, None].iterator + column, 16), cute.make_layout(WIDE))
 
 
 @cute.jit
 def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32, n: Constexpr[int]) -> cute.Tensor:
     """n numbers of a row of O, or of what is shaped like it, from `column` on."""
     first = mX[unit.entry, unit.first_query + token, head, None].iterator + column
-    return cute.make_tensor(first.align(n * mX.element_type.width // 8), cute.make_layout(n))
+    return cute.make_tensor(known(first, n * mX.element_type.width // 8), cute.make_layout(n))
 
 
 @cute.jit
@@ -258,6 +259,6 @@ def store_nothing(tensors: Tensors, shape: Shape, config: Constexpr[Config]):
     for row in cutlass.range(first + block * columns + column, shape.total, blocks * columns, unroll=1):
         for which in cutlass.range(thread, heads * per_head, config.threads, unroll=1):
             place = tensors.O[0, row, which // per_head, None].iterator + which % per_head * WIDE
-            cute.autovec_copy(zeros, cute.make_tensor(place.align(WIDE * tensors.O.element_type.width // 8), cute.make_layout(WIDE)))
+            cute.autovec_copy(zeros, cute.make_tensor(known(place, WIDE * tensors.O.element_type.width // 8), cute.make_layout(WIDE)))
         for head in cutlass.range(thread, heads, config.threads, unroll=1):
             tensors.L[0, head, row] = -Float32.inf

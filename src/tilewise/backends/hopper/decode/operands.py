@@ -14,6 +14,10 @@ class Tensors(NamedTuple):
     O: Tensor  # as Q, with head_dim_v
     L: Tensor  # (batch or 1, heads_q, seqlen_q or total_q) fp32
     tables: "Tables | None" = None  # by which Q is rotated
+    k_scale: Tensor | None = (
+        None  # fp32, of caches of 8 bits, which are int8 here: (batch, heads_k), or (entries or pages, capacity or page_size, heads_k)
+    )
+    v_scale: Tensor | None = None
 
 
 class Tables(NamedTuple):

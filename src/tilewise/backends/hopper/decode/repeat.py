@@ -57,13 +57,15 @@ class Decoder:
         )
         if self.by_call:
             window, scores = self.numbers(call)
-        lengths, tables = lengths_of(call), tables_of(call)
+        lengths, beside = lengths_of(call), (tables_of(call), *scales_of(call))
+        k, v = in_bits(k), in_bits(v)
         try:
-            self.kernel((q, k, v, o, lse, tables), lengths, work, window, prior, scores)
+            self.kernel((q, k, v, o, lse, *beside), lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            tables = None if tables is None else Tables(*(x.contiguous() for x in tables))
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, tables), lengths, work, window, prior, scores)
+            if beside[0] is not None:
+                beside = Tables(*(x.contiguous() for x in beside[0])), *beside[1:]
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, *beside), lengths, work, window, prior, scores)
         return (o[0], lse[0]) if self.ragged else (o, lse)
 
     def _begin(self, call: DecodeCall, stream: int) -> tuple:
@@ -103,6 +105,20 @@ def latent(call: DecodeCall) -> bool:
     if v.data_ptr() != k.data_ptr() or v.shape[3] > k.shape[3]:
         return False
     return all(ours == theirs or size == 1 for ours, theirs, size in zip(v.stride(), k.stride(), v.shape, strict=True))
+
+
+def in_bits(cache: Tensor) -> Tensor:
+    """The cache, in 8 bits as int8."""
+    return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scales_of(call: DecodeCall) -> tuple[Tensor | None, Tensor | None]:
+    """Of K and V, fp32: (batch, heads_k), or as the cache's tokens and heads lie."""
+
+    def spread(scale: Tensor | None) -> Tensor | None:
+        return scale if scale is None or scale.dim() == 3 else scale.expand(call.seqlens.shape[0], call.k_cache.shape[2])
+
+    return spread(call.k_scale), spread(call.v_scale)
 
 
 def few_keys(call: DecodeCall) -> bool:
@@ -146,5 +162,19 @@ def _key(call: DecodeCall) -> tuple:
         call.rotary.sin.dtype,
         call.rotary.interleaved,
     )
-    read_once = latent_dims(k.shape[3], v.shape[3]) is not None and latent(call)
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, read_once, there, rotary, few_keys(call), counts, *options)
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        ragged,
+        paged,
+        *sizes,
+        latent_dims(k.shape[3], v.shape[3]) is not None and latent(call),
+        there,
+        rotary,
+        *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
+        few_keys(call),
+        counts,
+        *options,
+    )

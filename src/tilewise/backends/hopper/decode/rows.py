@@ -10,6 +10,7 @@ from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.pointers import known
 
 THREADS, WARP, ROWS = 128, 32, 16  # of a warpgroup; of a warp; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
@@ -70,7 +71,7 @@ def load_queries(fragment: cute.Tensor, tensors: Tensors, unit: Unit, sequence: 
             first = gQ.iterator + arch.lane_idx() % QUAD * 2
             for c in range_constexpr(config.head_dim // 8):
                 if 8 * c < gQ.shape[0]:
-                    word = cute.make_tensor(cute.recast_ptr((first + 8 * c).align(4), dtype=Int32), cute.make_layout(1))
+                    word = cute.make_tensor(cute.recast_ptr(known(first + 8 * c, 4), dtype=Int32), cute.make_layout(1))
                     words[r + 2 * c] = word[0]
             if const_expr(config.rotary is not None):
                 rotation.of_row(fragment, r, sequence.length - sequence.queries + token, tensors.tables, config)
