@@ -1,11 +1,13 @@
 """Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,fp8,features,ragged,sweep] [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,fp8,latent,features,ragged,sweep]
+        [--peers ROWS.json]
 
 Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
-memory. TB/s counts K and V once. cuDNN and FlashAttention-2 are measured through torch beside it where caches are contiguous; --peers takes rows
-that somebody else measured (a list of objects with kind, b, s, hq, hk, page, q and <name>_us), and prints the best of them beside ours. Every row is
-printed and written to OUT.jsonl as soon as it is there. The order is such that a run that is cut short has told the most.
+memory. TB/s counts K and V once, a latent cache once for both. cuDNN and FlashAttention-2 are measured through torch beside it where caches are
+contiguous; --peers takes rows that somebody else measured (a list of objects with kind, b, s, hq, hk, page, q and <name>_us), and prints the best of
+them beside ours. Every row is printed and written to OUT.jsonl as soon as it is there. The order is such that a run that is cut short has told the
+most.
 """
 
 import argparse
@@ -38,6 +40,8 @@ HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
 SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
 MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
 SWEPT = [(1, 8192), (1, 32768), (16, 1024), (4, 8192), (16, 8192), (64, 8192)]
+LATENT, LATENT_HEADS = (576, 512), (16, 128)
+LATENT_SHAPES = [(b, s) for s in (4096, 16384) for b in (1, 16, 64, 128)]
 DEVICE = torch.device("cuda")
 START = time.monotonic()
 
@@ -81,12 +85,13 @@ class Bench:
             self.eight = [torch.cat([part.to(torch.float8_e4m3fn) for part in x[: int(POOL_EIGHT)].split(1 << 28)]) for x in self.pool]
         return self.eight if eight and self.eight else self.pool
 
-    def caches(self, cell: Cell, lengths: list[int], eight: bool = False) -> list[DecodeCall]:
+    def caches(self, cell: Cell, lengths: list[int], eight: bool = False, latent: bool = False) -> list[DecodeCall]:
         """Calls on as many different caches as it takes to be cold."""
-        pool = self.pool_of(eight)
+        pool, dim = self.pool_of(eight), LATENT[0] if latent else DIM
         tokens = sum(-(-n // cell.page) * cell.page for n in lengths) if cell.page else cell.b * cell.s
-        numel = tokens * cell.hk * DIM
-        copies = int(max(1, min(320, -(-COLD // (2 * pool[0].itemsize * sum(lengths) * cell.hk * DIM)), pool[0].numel() // numel)))
+        numel = tokens * cell.hk * dim
+        size = (1 if latent else 2) * pool[0].itemsize * sum(lengths) * cell.hk * dim
+        copies = int(max(1, min(320, -(-COLD // size), pool[0].numel() // numel)))
         table = None
         if cell.page:
             order = torch.randperm(tokens // cell.page, generator=torch.Generator().manual_seed(1)).int()
@@ -98,9 +103,9 @@ class Bench:
             table = table.to(DEVICE)
         shape = (tokens // cell.page, cell.page) if cell.page else (cell.b, cell.s)
         whole = DecodeCall(
-            q=torch.randn(cell.b, cell.q, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE),
-            k_cache=pool[0][:numel].view(*shape, cell.hk, DIM),
-            v_cache=pool[1][:numel].view(*shape, cell.hk, DIM),
+            q=torch.randn(cell.b, cell.q, cell.hq, dim, dtype=torch.bfloat16, device=DEVICE),
+            k_cache=pool[0][:numel].view(*shape, cell.hk, dim),
+            v_cache=pool[1][:numel].view(*shape, cell.hk, dim),
             seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             page_table=table,
             cu_seqlens_q=None,
@@ -111,14 +116,15 @@ class Bench:
             shared_prefix=0,
             split=None,
             mask=Causal(),
-            scale=DIM**-0.5,
+            scale=dim**-0.5,
         )
 
         def placed(x: Tensor, pool: Tensor, i: int) -> Tensor:
             return pool[i * numel : (i + 1) * numel].view(x.shape)
 
         k, v = whole.k_cache, whole.v_cache
-        return [replace(whole, k_cache=placed(k, pool[0], i), v_cache=placed(v, pool[1], i)) for i in range(copies)]
+        found = [replace(whole, k_cache=placed(k, pool[0], i), v_cache=placed(v, pool[1], i)) for i in range(copies)]
+        return [replace(each, v_cache=each.k_cache[..., : LATENT[1]]) for each in found] if latent else found
 
     def ours(self, calls: list[DecodeCall], **tuning) -> float:
         return replayed_us([lambda call=call: decoding.decode(call, **tuning) for call in calls])
@@ -422,6 +428,35 @@ def eight_bits(bench: Bench) -> None:
         bench.note(kind="fp8kv", **vars(cell), MB=round(size / 1e6, 1), **row)
 
 
+def latent(bench: Bench) -> None:
+    """A latent cache (MLA): bytes of it, and products, a second; then what else a launch could be like. Keys of `us`: what is not as usual."""
+    for case in (
+        DecodeCase(lengths=(0, 1, 63, 64, 65, 1000, 5000), heads=(heads, 1), dims=LATENT, page=page, queries=queries, latent=True)
+        for heads, page, queries in ((16, 0, 1), (128, 64, 1), (128, 16, 4))
+    ):
+        call = made(case, device="cuda")
+        held(call, *decoding.decode(call))
+    cells = [Cell(b, s, heads, 1, page, q) for q, page in ((1, 0), (1, 64), (4, 64)) for heads in LATENT_HEADS for b, s in LATENT_SHAPES]
+    for cell in cells:
+        calls, tokens = bench.caches(cell, [cell.s] * cell.b, latent=True), cell.b * cell.s
+        us = bench.ours(calls)
+        rates = {
+            "TBps": round(2 * tokens * LATENT[0] / us / 1e6, 3),
+            "TFps": round(2 * tokens * cell.q * cell.hq * sum(LATENT) / us / 1e6, 1),
+        }
+        bench.note(kind="latent", **vars(cell), us=round(us, 2), **rates, caches=len(calls), error=spot_check(calls[0], [cell.s] * cell.b))
+    others = {f"numbers {n}": {"cut": decoding.Cut(numbers=n)} for n in (512, 1024, 4096, 1 << 30)}
+    others |= {"one row": {"cut": decoding.Cut(aligned=False)}, "kept in the L2 cache": {"evict_first": False}}
+    others |= {f"groups of {n} from {most} on": {"most_pieces": most, "group": n} for most, n in ((8, 6), (16, 8), (40, 12))}
+    for cell in (Cell(b, s, heads, 1, 64) for heads in LATENT_HEADS for b, s in ((1, 4096), (1, 16384), (16, 4096), (64, 4096))):
+        calls = bench.caches(cell, [cell.s] * cell.b, latent=True)
+        bench.note(
+            kind="latent sweep",
+            **vars(cell),
+            us={name: round(bench.ours(calls, **each), 2) for name, each in ({"usual": {}} | others).items()},
+        )
+
+
 def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
     """So that what fails keeps nothing else from being measured."""
     try:
@@ -443,7 +478,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,grid,merge,fp8,features,ragged,sweep")
+    parser.add_argument("--only", default="check,host,append,grid,merge,fp8,latent,features,ragged,sweep")
     parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
@@ -477,6 +512,8 @@ def main() -> None:
                 bench.sweep("merge", cell, merges())
     if "fp8" in only and left():
         guarded(bench, eight_bits)
+    if "latent" in only and left():
+        guarded(bench, latent)
     if "features" in only and left():
         guarded(bench, features)
     if "ragged" in only and left():
