@@ -63,7 +63,8 @@ def decode(
             head_dim).
         k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim), in q's dtype, or 8 bits a number,
             float8_e4m3fn or int8 (`quantise` makes them).
-        v_cache: likewise, with head_dim_v; 8 bits where k_cache has them.
+        v_cache: likewise, with head_dim_v; 8 bits where k_cache has them. Of a latent cache (MLA's absorbed form, 576 / 512) the view
+            k_cache[..., :head_dim_v], which a backend may read once for both; then v, where k is given, is k[..., :head_dim_v].
         cache_seqlens: tokens in the cache before k and v are appended, (batch,) int32 (best) or int64, or one int for all; None where every sequence
             fills its capacity. What lies beyond is never read.
         page_table: (batch, max_pages) int32 (best) or int64: page p of sequence b holds its tokens p * page_size onwards. Sequences may share pages.
