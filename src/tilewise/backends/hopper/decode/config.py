@@ -105,7 +105,7 @@ class Config(ScoreChanges):
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 
-# Likewise where V is the first columns of K: keys, and stages, as many as shared memory holds beside Q.
+# Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
 LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
 
