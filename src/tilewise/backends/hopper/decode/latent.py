@@ -70,6 +70,13 @@ class Mma(NamedTuple):
     right: cute.TiledMma  # P from shared memory
 
 
+class Pipes(NamedTuple):
+    """Of the columns that the left warpgroup multiplies with, which it alone reads, and of the others."""
+
+    left: pipeline.PipelineTmaAsync
+    rest: pipeline.PipelineTmaAsync
+
+
 class Shared(NamedTuple):
     """What units have in common."""
 
@@ -80,7 +87,7 @@ class Shared(NamedTuple):
     changes: Scores
     mma: Mma
     sm: Smem
-    keys: pipeline.PipelineTmaAsync
+    pipes: Pipes
 
 
 @cute.jit
@@ -120,12 +127,16 @@ def kernel(
     storage = SmemAllocator()
     sm = allocate(storage, tensors.K.element_type, (layout_Q, layout_K, layout_P), config)
     cpasync.prefetch_descriptor(load_K.atom)
-    keys = tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim, COMPUTING // WARP)
+    bytes_of_columns = config.dtype.itemsize * config.tile_n
+    pipes = Pipes(
+        tma.make_pipe(storage, config.kv_stages, bytes_of_columns * config.columns_of_O, WARPGROUP // WARP),
+        tma.make_pipe(storage, config.kv_stages, bytes_of_columns * (config.head_dim - config.columns_of_O), COMPUTING // WARP),
+    )
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
-    shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, keys)
+    shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
     if warp < WARPGROUP // WARP:
         arch.setmaxregister_increase(LEFT)
         decode.consume(attend_left, shared, config)
@@ -135,7 +146,7 @@ def kernel(
     else:
         arch.setmaxregister_decrease(LOADER)
         if warp == COMPUTING // WARP:
-            loads.produce(load_K, tensors.K, sm.K, keys, shape, Int32(0), 0, config.head_dim, config)
+            loads.produce(load_K, tensors.K, sm.K, pipes, shape, Int32(0), 0, config.head_dim, config)
 
 
 @cute.jit
@@ -213,9 +224,12 @@ def attend_left(
 def step_left(tile: Left, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S = Q K^T of a tile, softmax, O += P V of the left half."""
     (begin, last), (free_begin, free_last), changes, sm, shape = tile.there, tile.free, shared.changes, shared.sm, shared.shape
-    acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
-    shared.keys.consumer_wait(state)
-    fragments.product(tile.mma.qk, acc_S, tile.tSrQ, tile.tSrK[None, None, None, state.index], False)
+    acc_S, pipes = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32), shared.pipes
+    tSrK, half, steps = tile.tSrK[None, None, None, state.index], const_expr(config.columns_of_O // 16), const_expr(config.head_dim // 16)
+    pipes.left.consumer_wait(state)
+    multiply(tile.mma.qk, acc_S, tile.tSrQ, tSrK, 0, half)
+    pipes.rest.consumer_wait(state)
+    multiply(tile.mma.qk, acc_S, tile.tSrQ, tSrK, half, steps)
     warpgroup.wait_group(0)
     if const_expr(config.modified):
         of_sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
@@ -227,10 +241,22 @@ def step_left(tile: Left, shared: Shared, state: pipeline.PipelineState, n0: Int
     if n0 < begin or n0 + config.tile_n > last:
         clear(sm.K[None, None, state.index], n0, tile, shape, config)
     hand_over((rescale,), tile.P, sm)
+    tma.release(pipes.rest, state)
     fragments.scale_rows(tile.acc_O, rescale)
     fragments.product(tile.mma.left, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
-    tma.release(shared.keys, state)
+    tma.release(pipes.left, state)
+
+
+@cute.jit
+def multiply(mma: cute.TiledMma, acc_S: cute.Tensor, a: cute.Tensor, b: cute.Tensor, first: Constexpr[int], last: Constexpr[int]):
+    """The steps [first, last) of `fragments.product`, so that a part of a tile is multiplied while the rest is on its way."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    for k in range_constexpr(first, last):
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0)
+        cute.gemm(atom, acc_S, a[None, None, k], b[None, None, k], acc_S)
+    warpgroup.commit_group()
 
 
 @cute.jit
@@ -286,11 +312,11 @@ def attend_right(
     for _ in cutlass.range(piece.first, piece.last, unroll=1):
         (rescale,) = take(1, sm)
         fragments.scale_rows(acc_O, rescale)
-        shared.keys.consumer_wait(state)
+        shared.pipes.rest.consumer_wait(state)
         fragments.product(mma, acc_O, tOrP, tOrV[None, None, None, state.index], True)
         warpgroup.wait_group(0)
         arch.barrier_arrive(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
-        tma.release(shared.keys, state)
+        tma.release(shared.pipes.rest, state)
         state.advance()
     inverse, lse = take(2, sm)
     fragments.scale_rows(acc_O, inverse)

@@ -42,6 +42,15 @@ def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
     return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, layout, box))
 
 
+def parts_of(pipe: pipeline.PipelineTmaAsync | tuple, dim: int, config) -> list[tuple]:
+    """(pipe, columns [first, last)) of what a tile is waited for by: the whole of it, or of a latent cache each half of V, the second with what is K's
+    alone.
+    """
+    if not config.latent:
+        return [(pipe, 0, dim)]
+    return [(pipe[0], 0, config.columns_of_O), (pipe[1], config.columns_of_O, dim)]
+
+
 @cute.jit
 def produce(
     source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, values: Constexpr[int],
@@ -76,17 +85,19 @@ def load_piece(
         if const_expr(config.entries):
             entry = scheduler.number(shape.lengths.entries, b)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
-            pipe.producer_acquire(state)
-            load_box(source, sX, pipe, state, 0, n, piece.head_k, entry, dim, config)
+            for part in parts_of(pipe, dim, config):
+                part[0].producer_acquire(state)
+                load_box(source, sX, part, state, 0, n, piece.head_k, entry, dim, config)
             state.advance()
     else:
         boxes = const_expr(config.tile_n // config.box)
         page, row = page_of(b, piece.first, source, sequence, shape, config)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
             next_page, next_row = page_of(b, n + 1, source, sequence, shape, config)
-            pipe.producer_acquire(state)
-            for i in range_constexpr(boxes):
-                load_box(source, sX, pipe, state, i, arch.shuffle_sync(row, i), piece.head_k, arch.shuffle_sync(page, i), dim, config)
+            for part in parts_of(pipe, dim, config):
+                part[0].producer_acquire(state)
+                for i in range_constexpr(boxes):
+                    load_box(source, sX, part, state, i, arch.shuffle_sync(row, i), piece.head_k, arch.shuffle_sync(page, i), dim, config)
             page, row = next_page, next_row
             state.advance()
     return state
@@ -105,12 +116,13 @@ def page_of(b: Int32, n: Int32, source: tma.Tma, sequence: Sequence, shape: Shap
 
 @cute.jit
 def load_box(
-    source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, i: Constexpr[int], row: Int32,
-    head: Int32, entry: Int32, dim: Constexpr[int], config: Constexpr[Config],
+    source: tma.Tma, sX: cute.Tensor, part: tuple, state: pipeline.PipelineState, i: Constexpr[int], row: Int32, head: Int32, entry: Int32,
+    dim: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
-    """Box `row` of an entry into the i-th place of a stage."""
+    """Box `row` of an entry, as much as the part (`parts_of`) has of it, into the i-th place of a stage."""
+    pipe, first, last = part
     box = const_expr(box_of(dim, config))
-    for c in range_constexpr(dim // box[1]):
+    for c in range_constexpr(first // box[1], last // box[1]):
         to = cute.local_tile(sX[None, None, state.index], box, (i, c))
         gX = cute.local_tile(source.gmem[None, None, head, entry], box, (row, c))
         s, g = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(gX, 0, 2))
