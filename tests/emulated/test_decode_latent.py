@@ -79,7 +79,7 @@ def test_pieces_of_a_fixed_size():
 @pytest.mark.slow
 def test_columns_of_rows():
     """Thread blocks side by side have tiles of rows of the same tokens, also where sequences have other numbers of them."""
-    call = made(DecodeCase(lengths=(200, 0, 65), heads=(64, 1), queries=(2, 5, 1), dims=(320, 256), latent=True))
+    call = made(DecodeCase(lengths=(200, 0, 65), heads=(80, 1), queries=(2, 5, 1), dims=(320, 256), latent=True))
     for slots, aligned in ((10, True), (8, False)):
         cut = EVERY_TILE._replace(aligned=aligned)
         found = run(call, slots=slots, cut=cut)

@@ -74,6 +74,9 @@ def test_rows_side_by_side_read_a_tile_together(monkeypatch):
         call = made(DecodeCase(lengths=(5, 9), heads=(heads, 1), queries=queries, dims=(576, 512), latent=True))
         need = decoding._need(call, decoding.config_of(call))
         assert (need.columns, need.blocks) == (columns, 132 // columns)
+    for queries, heads, columns in (((1, 300), 16, 1), ((1, 300), 128, 2), ((1, 300), 80, 2)):
+        call = made(DecodeCase(lengths=(5, 9), heads=(heads, 1), queries=queries, dims=(576, 512), latent=True))
+        assert decoding._need(call, decoding.config_of(call)).columns == columns
 
 
 def test_a_prefix_saves_what_is_read_once(monkeypatch):

@@ -243,9 +243,13 @@ def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
 
 def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
-    rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
+    dim, heads_k = call.v_cache.shape[3], call.k_cache.shape[2]
+    group = call.q.shape[-2] // heads_k
+    rows, abreast = queries * group, heads_k
     blocks = plan.num_sms(call.q.device) * config.blocks
-    side_by_side = columns(-(-rows // TILE_M) if config.latent else heads_k, blocks) if cut.aligned else 1
+    if config.latent:  # tiles of rows that every sequence has; of ragged queries it may have one
+        abreast = -(-(group if config.ragged else rows) // TILE_M)
+    side_by_side = columns(abreast, blocks) if cut.aligned else 1
     grid, kept = (side_by_side, blocks // side_by_side), min(TILE_M, rows)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
