@@ -370,6 +370,7 @@ def load_queries(sQ: cute.Tensor, tensors: Tensors, unit: Unit, config: Constexp
 def keep(kept: cute.Tensor, sequence: Sequence, piece: Piece):
     """In shared memory, as registers are scarce. A thread reads what it wrote itself, or another one of its warp the same."""
     numbers = (*sequence[:-1], Int32(sequence.joins), *piece)
+    arch.sync_warp()  # all have read those of the unit before
     for i in range_constexpr(len(numbers)):
         kept[i] = numbers[i]
 

@@ -43,8 +43,8 @@ def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
 
 
 def parts_of(pipe: pipeline.PipelineTmaAsync | tuple, dim: int, config) -> list[tuple]:
-    """(pipe, columns [first, last)) of each part of a tile that is waited for alone: all of it, or of a latent cache the first half of V's columns, and
-    the rest.
+    """(pipe, columns [first, last)) of each part of a tile that is waited for alone: all of it, or of a latent cache the first half of V's columns,
+    and the rest.
     """
     if not config.latent:
         return [(pipe, 0, dim)]
