@@ -166,7 +166,8 @@ def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterabl
     """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
     True.
     """
-    if tile_dims(head_dim, head_dim_v) is None and latent_dims(head_dim, head_dim_v) is None:
+    dims = head_dim, head_dim_v
+    if tile_dims(*dims) is None and (latent_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims)):
         return []
     configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
     return [*((launch_of(each), arguments, each) for each in configs), *append_call.shipped(dtype)]
