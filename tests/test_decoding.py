@@ -440,6 +440,25 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
     assert narrow.in_int32() is narrow
 
 
+def test_lengths_that_append_tells_are_not_computed_again(monkeypatch):
+    """A backend's kernel writes them beside the tokens; else they are added up."""
+    append, decode, seen = append_operator.run, decode_operator.run, []
+
+    def spy(given):
+        seen.append(given.cache_seqlens)
+        return decode(given)
+
+    monkeypatch.setattr(decode_operator, "run", spy)
+    q, new = randn(2, 3, HEADS[0], DIMS[0]), (randn(2, 3, HEADS[1], dim) for dim in DIMS)
+    k, v = new
+    results, ends = [], torch.tensor((11, 7), dtype=torch.int32)
+    for told in (None, ends):
+        monkeypatch.setattr(append_operator, "run", lambda given, told=told: (append(given), told)[1])
+        cache = Cache("plain", lengths=(8, 4))
+        results.append(tw.decode(q, cache.k, cache.v, k=k, v=v, **cache.words))
+    assert seen[1] is ends and torch.equal(seen[0], ends) and torch.equal(*results)
+
+
 @pytest.mark.parametrize("layout", ["plain", "pages"])
 def test_unchecked_tokens_without_a_place_are_not_written(layout, monkeypatch):
     """What a GPU does, whose values nobody reads: by the same operations here."""

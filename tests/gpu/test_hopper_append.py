@@ -190,6 +190,19 @@ def test_nothing_is_read_on_the_host():
     assert len(launched) == 2, [event.name for event in launched]  # that which appends, and that which decodes
 
 
+@pytest.mark.parametrize("dims", [(576, 512), (64, 64)], ids=str)
+def test_append_is_one_launch_whatever_is_attended(dims):
+    """Also for heads that no kernel attends to."""
+    call = made(AppendCase(lengths=(5, 0, 33), new=2, page=16, dims=dims, rotary=64, index=torch.int64), device="cuda")
+    words = {name: getattr(call, name) for name in ("cache_seqlens", "page_table", "rotary_cos", "rotary_sin")}
+    tw.append(call.k_cache, call.v_cache, call.k, call.v, **words)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        tw.append(call.k_cache, call.v_cache, call.k, call.v, **words)
+        torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, [event.name for event in launched]
+
+
 def test_wild_offsets_fault_nowhere():
     call = made(AppendCase(lengths=(5, 0, 75), new=(1, 2, 7)), device="cuda")
     for cu in ([0, 5, 2, 6], [-4, 100, 101, 102], [0, 2, 2**31 - 1, -5]):

@@ -75,7 +75,7 @@ class Backend(Protocol):
         return None
 
     def why_not_decode(self, problem: Problem) -> list[str]:
-        """As `why_not`, for `decode` and `append`, of which a backend may cover more."""
+        """As `why_not`, for `decode`, of which a backend may cover more."""
         return self.why_not(problem)
 
     def append(self, call: AppendCall) -> Tensor | None:

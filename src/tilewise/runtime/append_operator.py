@@ -4,6 +4,7 @@ It writes the caches and nothing else. On the CPU it checks values first, and wr
 that have no place (beyond the capacity, on a page that does not exist) are not written.
 """
 
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import errors
+from tilewise.backends import Backend
 from tilewise.masks import Full
 from tilewise.problem import AppendCall, Call
 from tilewise.rotary import rotated
@@ -109,10 +111,14 @@ def _append(given: Operands) -> Tensor | None:
 
 def _by_backend(given: Operands) -> Tensor | None:
     call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
-    k, v = (
-        x if x.dtype in errors.DTYPES else x.new_empty((1, 0, *x.shape[2:]), dtype=torch.bfloat16) for x in (given.k_cache, given.v_cache)
-    )
-    return choose(Call(q=k, k=k, v=v, mask=Full(), scale=1.0).problem, decodes=True).append(call)
+    return _backend(given.k.device).append(call)
+
+
+@cache
+def _backend(device: torch.device) -> Backend:
+    """That which computes attention there; what it appends is not bound to what it attends."""
+    plain = torch.empty((1, 0, 1, 64), dtype=torch.bfloat16, device=device)
+    return choose(Call(q=plain, k=plain, v=plain, mask=Full(), scale=1.0).problem)
 
 
 operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")

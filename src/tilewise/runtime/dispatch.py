@@ -43,7 +43,7 @@ def _why_not(backend: Backend, problem: Problem, decodes: bool) -> list[str]:
 
 @cache
 def choose(problem: Problem, name: str | None = None, decodes: bool = False) -> Backend:
-    """The backend that runs `problem`: the one asked for, or the first that can. decodes: by `decode` and `append`.
+    """The backend that runs `problem`: the one asked for, or the first that can. decodes: by `decode`.
 
     Raises:
         ValueError: no backend is called `name`.

@@ -90,7 +90,7 @@ class Config(ScoreChanges):
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
-        return 240, 104, 160
+        return 248, 104, 152
 
     @property
     def loaders(self) -> int:
