@@ -410,7 +410,7 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
             calls.append(call)
             return decode_operator._empty(call.q, call.v_cache)
 
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: Recorder())
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, decodes: Recorder())
     monkeypatch.setattr("tilewise.rotary.check_tensor", lambda *_: None)  # which refuses the device
     with torch.device("meta"):
         q, tables = torch.empty(7, 4, 16), {name: torch.empty(64, 8) for name in ("rotary_cos", "rotary_sin")}
