@@ -84,7 +84,7 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
-    if given.rotary_cos is not None and given.k_cache.numel() and given.k_cache.data_ptr() == given.v_cache.data_ptr():
+    if given.rotary_cos is not None and given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0:  # which it is where there is no memory
         raise errors.ShapeError(
             "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
         )
