@@ -134,6 +134,9 @@ DECODE_TOO += [
     (dims, 16, changes) for dims in decoding.LATENT_TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})
 ]
 DECODE_TOO += [(dims, 0, {"out": torch.float32}) for dims in decoding.LATENT_TILES]
+DECODE_TOO += [
+    ((256, 256), 16, changes) for changes in ({"tree": True}, {"tree": True, "split": True}, {"tree": True, "cached": (E4M3, E4M3)})
+]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]

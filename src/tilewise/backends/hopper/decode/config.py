@@ -151,7 +151,8 @@ def _box(page_size: int | None, tile_n: int) -> int:
 
 def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
     """Keys of a tile; what else takes registers leaves fewer for scores."""
-    if dims == (256, 256) and fields.get("softcap") and fields.get("alibi"):
+    crowded = ("softcap", "alibi"), ("tree", "split"), ("tree", "onto")
+    if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
         return TILES[dims] // 2
     small = few or fields.get("tree") or fields.get("onto")
     return min(TILES[dims], SMALL_TILE) if small else TILES[dims]

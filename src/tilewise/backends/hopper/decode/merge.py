@@ -145,12 +145,17 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
                             total[c, j] += part[c, i, j] * factor
             whole = top + cute.math.log2(weight) * LN2
             whole = -Float32.inf if weight == 0.0 else whole
-            inverse = 1.0 if weight == 0.0 else 1.0 / weight
+            factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
+            if level.last:
+                token, head = rows.place_of(min(own, unit.rows - 1), unit)
+                whole, share, earlier = weights_of(whole, ending, unit, token, head, config)
+                factor *= share
+            weights = factor, earlier, whole
             for j in range_constexpr(PAIR):
-                row, of_row, factor = row0 + j * warps, arch.shuffle_sync(whole, j * HALF), arch.shuffle_sync(inverse, j * HALF)
+                row, (factor, earlier, of_row) = row0 + j * warps, (arch.shuffle_sync(x, j * HALF) for x in weights)
                 if row < unit.rows and column < dim:
                     if level.last:
-                        store_sum(total[None, j], factor, of_row, tensors, ending, unit, row, column, config)
+                        store_sum(total[None, j], factor, earlier, of_row, tensors, ending, unit, row, column, config)
                     else:
                         for c in range_constexpr(WIDE):
                             total[c, j] *= factor
@@ -169,21 +174,20 @@ def over_half(x: Float32, combine) -> Float32:
 
 
 @cute.jit
-def store_sum(total: cute.Tensor, factor: Float32, lse: Float32, tensors: Tensors, ending: Ending, unit: Unit, row: Int32, column: Int32,
-              config: Constexpr[Config]):  # fmt: skip
-    """WIDE columns of a unit's row."""
+def store_sum(total: cute.Tensor, factor: Float32, earlier: Float32, lse: Float32, tensors: Tensors, ending: Ending, unit: Unit, row: Int32,
+              column: Int32, config: Constexpr[Config]):  # fmt: skip
+    """WIDE columns of a unit's row, times `factor`, and of the prefix's, times `earlier`."""
     token, head = rows.place_of(row, unit)
-    whole, own, earlier = weights_of(lse, ending, unit, token, head, config)
     numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
     found.fill(0.0)
     if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if earlier != 0.0:
             cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
     for c in range_constexpr(WIDE):
-        numbers[c] = (total[c] * (factor * own) + found[c] * earlier).to(tensors.O.element_type)
+        numbers[c] = (total[c] * factor + found[c] * earlier).to(tensors.O.element_type)
     cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
     if column == 0:
-        tensors.L[unit.entry, head, unit.first_query + token] = whole
+        tensors.L[unit.entry, head, unit.first_query + token] = lse
 
 
 @cute.jit

@@ -135,6 +135,8 @@ def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
 def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
     """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree has no place in it."""
     S, new = fragments.by_rows(acc_S), tree.shape[2]
+    # Copies, or else addresses are computed ahead of the loop over tiles, and stay in registers that there are not.
+    b, length = (arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]) for x in (b, length))
     first = n0 + arch.lane_idx() % QUAD * 2 - (length - new)  # in the tree
     for r in range_constexpr(fragments.ROWS):
         token = keys.position[r] - (length - new)
