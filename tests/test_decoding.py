@@ -410,7 +410,7 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
             calls.append(call)
             return decode_operator._empty(call.q, call.v_cache)
 
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: Recorder())
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, decodes: Recorder())
     monkeypatch.setattr("tilewise.rotary.check_tensor", lambda *_: None)  # which refuses the device
     with torch.device("meta"):
         q, tables = torch.empty(7, 4, 16), {name: torch.empty(64, 8) for name in ("rotary_cos", "rotary_sin")}
@@ -434,7 +434,29 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
         append_operator._append(append_operator.Operands(**operands))
     (call,) = calls
     assert call.q.is_meta and call.max_seqlen_q == 7 and call.shared_prefix == 4 * PAGE
-    assert {x.dtype for x in (call.seqlens, call.page_table, call.cu_seqlens_q, call.leftpad)} == {torch.int32}
+    assert call.seqlens.dtype == call.page_table.dtype == call.leftpad.dtype == torch.int64 and call.cu_seqlens_q.dtype == torch.int32
+    narrow = call.in_int32()
+    assert {x.dtype for x in (narrow.seqlens, narrow.page_table, narrow.cu_seqlens_q, narrow.leftpad)} == {torch.int32}
+    assert narrow.in_int32() is narrow
+
+
+def test_lengths_that_append_tells_are_not_computed_again(monkeypatch):
+    """A backend's kernel writes them beside the tokens; else they are added up."""
+    append, decode, seen = append_operator.run, decode_operator.run, []
+
+    def spy(given):
+        seen.append(given.cache_seqlens)
+        return decode(given)
+
+    monkeypatch.setattr(decode_operator, "run", spy)
+    q, new = randn(2, 3, HEADS[0], DIMS[0]), (randn(2, 3, HEADS[1], dim) for dim in DIMS)
+    k, v = new
+    results, ends = [], torch.tensor((11, 7), dtype=torch.int32)
+    for told in (None, ends):
+        monkeypatch.setattr(append_operator, "run", lambda given, told=told: (append(given), told)[1])
+        cache = Cache("plain", lengths=(8, 4))
+        results.append(tw.decode(q, cache.k, cache.v, k=k, v=v, **cache.words))
+    assert seen[1] is ends and torch.equal(seen[0], ends) and torch.equal(*results)
 
 
 @pytest.mark.parametrize("layout", ["plain", "pages"])

@@ -65,7 +65,8 @@ def decode(
             head_dim).
         k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim), in q's dtype, or 8 bits a number,
             float8_e4m3fn or int8 (`quantise` makes them).
-        v_cache: likewise, with head_dim_v; 8 bits where k_cache has them.
+        v_cache: likewise, with head_dim_v; 8 bits where k_cache has them. Of a latent cache (MLA's absorbed form, 576 / 512) the view
+            k_cache[..., :head_dim_v], which a backend may read once for both; then v, where k is given, is k[..., :head_dim_v].
         cache_seqlens: tokens in the cache before k and v are appended, (batch,) int32 (best) or int64, or one int for all; None where every sequence
             fills its capacity. What lies beyond is never read.
         page_table: (batch, max_pages) int32 (best) or int64: page p of sequence b holds its tokens p * page_size onwards. Sequences may share pages.
@@ -173,8 +174,8 @@ def decode(
         cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
         places = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens": cu_seqlens}
         turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": interleaved}
-        append(*caches, k, v, cache_seqlens=seqlens, **places, **turn, check=check)
-        seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()), None
+        ends = _append(*caches, k, v, cache_seqlens=seqlens, **places, **turn, check=check)
+        seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()) if ends is None else ends, None
         if caches[0].dtype != k_cache.dtype:  # autocast's copies are of the caches as they were
             _, k_cache, v_cache, _ = autocast(q, *caches)
             given = given._replace(k=k_cache, v=v_cache)
@@ -245,6 +246,28 @@ def append(
     Raises:
         ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
     """
+    places = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens": cu_seqlens}
+    turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_first": rotary_first, "interleaved": interleaved}
+    _append(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **places, **turn, check=check)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    interleaved: bool,
+    check: bool,
+    rotary_first: Tensor | None = None,
+) -> Tensor | None:
+    """`append`, and what `append_operator.run` returns."""
     for name, flag in (("interleaved", interleaved), ("check", check)):
         check_flag(name, flag)
     _check_caches(k_cache, v_cache, paged=page_table is not None)
@@ -273,7 +296,7 @@ def append(
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
     tensors = page_table, cache_batch_idx, cu_seqlens, rotary_cos, rotary_sin, rotary_first
-    append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *tensors, interleaved, check))
+    return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *tensors, interleaved, check))
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:

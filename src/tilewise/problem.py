@@ -1,6 +1,6 @@
 """What is computed: `Problem`, the identity of a compiled kernel, and `Call` and `DecodeCall`, one set of tensors to compute it on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.errors import EIGHT_BITS
 from tilewise.masks import Mask
 
+INT32 = 2**31 - 1
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
 
 
@@ -176,17 +177,17 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    """Attention of the newest tokens against a cache; all tensors on one device, nothing read on the host."""
+    """Attention of the newest tokens against a cache; all tensors on one device, nothing read on the host. Index tensors are int32 or int64."""
 
     q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
     k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
     v_cache: Tensor  # likewise, with head_dim_v; both in q's dtype, or float8_e4m3fn or int8 each
-    seqlens: Tensor  # (batch,) int32: tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
-    page_table: Tensor | None  # (batch, max_pages) int32
-    cu_seqlens_q: Tensor | None  # (batch + 1,) int32
+    seqlens: Tensor  # (batch,): tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
+    page_table: Tensor | None  # (batch, max_pages)
+    cu_seqlens_q: Tensor | None  # (batch + 1,)
     max_seqlen_q: int  # no sequence has more query tokens
-    cache_batch_idx: Tensor | None  # (batch,) int32: the entry of k_cache that holds a sequence
-    leftpad: Tensor | None  # (batch,) int32: the first token that may be seen
+    cache_batch_idx: Tensor | None  # (batch,): the entry of k_cache that holds a sequence
+    leftpad: Tensor | None  # (batch,): the first token that may be seen
     tree: Tensor | None  # (batch or 1, new, new) bool: which of the newest `new` tokens see which
     shared_prefix: int  # so many first tokens are the same for all sequences (the same pages)
     split: int | None  # keys of one piece, where results must not depend on the rest of the batch
@@ -199,6 +200,42 @@ class DecodeCall:
         None  # fp32, of 8-bit caches: (), (heads_k,), (batch, heads_k) or k_cache's shape without its last dimension; None: 1
     )
     v_scale: Tensor | None = None  # likewise
+    rotary: "Rotary | None" = None  # by which q is yet to be rotated
+
+    def in_int32(self) -> "DecodeCall":
+        """With index tensors in int32; what does not fit stays as far out of every range."""
+        names = "seqlens", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad"
+        wide = {name: x for name in names if (x := getattr(self, name)) is not None and x.dtype != torch.int32}
+        return replace(self, **{name: x.clamp(-INT32, INT32).to(torch.int32) for name, x in wide.items()}) if wide else self
+
+
+class Rotary(NamedTuple):
+    """Tables for the positions of queries, the last of their sequences, below 0 as 0 and beyond the tables as their last."""
+
+    cos: Tensor  # (seqlen_rotary, rotary_dim / 2)
+    sin: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendCall:
+    """New keys and values on their way into a cache, where they have a place there; all tensors on one device, nothing read on the host.
+
+    Index tensors are int32 or int64. A token's place is its number among its sequence's new ones, behind the tokens that the sequence has.
+    """
+
+    k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
+    v_cache: Tensor  # likewise, with head_dim_v
+    k: Tensor  # (batch, new, heads_k, head_dim), or with cu_seqlens (total_new, heads_k, head_dim)
+    v: Tensor  # likewise, with head_dim_v
+    cache_seqlens: Tensor  # (batch,): tokens before
+    page_table: Tensor | None  # (batch, max_pages)
+    cache_batch_idx: Tensor | None  # (batch,): the entry of k_cache that holds a sequence
+    cu_seqlens: Tensor | None  # (batch + 1,): whose the new tokens are
+    rotary_cos: Tensor | None  # (seqlen_rotary, rotary_dim / 2)
+    rotary_sin: Tensor | None
+    rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens
+    interleaved: bool
 
 
 def _scaled(scale: Tensor | None, tokens: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import DecodeCase, held, made, with_eight_bits, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
@@ -15,6 +15,7 @@ import tilewise
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.runtime import cache_values, decode_operator, decode_repeats
 
@@ -41,9 +42,9 @@ WIDE = [
 ]
 
 
-def run(call, pace: str = "random", seed: int = 0, slots: int = 4, **tuning):
+def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = USUAL, **tuning):
     with Emulated(pace, seed, slots).on_gpu():
-        found = decoding.decode(call, **tuning)
+        found = decoding.decode(call, cut, **tuning)
     assert found is not None, decoding.why_not(call)
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
@@ -56,6 +57,79 @@ def test_cases(case):
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(70, 1, 90, 9), queries=(3, 1, 0, 5), page=16),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True), marks=pytest.mark.slow),
+        pytest.param(DecodeCase(lengths=(70, 3, 500, 0), page=5), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_indices_in_int64(case):
+    """As in int32; what does not fit there is clamped."""
+    call = made(case)
+    found, wide = run(call), with_int64(call)
+    assert all(map(torch.equal, found, run(wide)))
+    shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+    held(shorter.in_int32(), *run(shorter))
+
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+SCALED = [
+    (DecodeCase(lengths=(70, 1, 130, 0), queries=3, page=16), (E4M3, E4M3), ("token", "head")),
+]
+SCALED_TOO = [
+    (DecodeCase(lengths=(70, 1, 200, 0)), (E4M3, E4M3), ("sequence", None)),
+    (DecodeCase(lengths=(70, 1, 200, 0), dtype=torch.float16), (E4M3, E4M3), ("head", "sequence")),
+    (DecodeCase(lengths=(70, 1, 200, 0), queries=(3, 0, 5, 1), page=5, dims=(64, 48)), (INT8, E4M3), ("token", "all")),
+    (
+        DecodeCase(lengths=(70, 3, 300, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True, dtype=torch.float16),
+        (E4M3, INT8),
+        (None, "token"),
+    ),
+    *(
+        (DecodeCase(lengths=(70, 1, 100), dims=dims, page=page), (E4M3, E4M3), ("all", "token"))
+        for dims in ((128, 128), (96, 96), (192, 128), (256, 256))
+        for page in (0, 4)
+    ),
+    (DecodeCase(lengths=(300, 17, 0), page=16, split=64, sink=True, softcap=5.0, alibi=True), (E4M3, E4M3), ("head", "head")),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds", "scales"), [*SCALED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SCALED_TOO)], ids=str
+)
+def test_caches_of_eight_bits(case, kinds, scales):
+    """The bits of a cache in q's dtype that holds what they stand for."""
+    given, exact = with_eight_bits(made(case), kinds, scales)
+    results = [run(given, pace, seed) for seed, pace in enumerate(PACES)]
+    held(exact, *results[0])
+    tile = decoding.config_of(given).tile_n
+    assert all(map(torch.equal, results[0], run(exact, tile_n=tile)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize(
+    ("half", "interleaved", "dtype"),
+    [
+        (16, False, torch.float32),
+        pytest.param(12, True, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(32, False, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_queries_that_are_rotated_on_their_way(half, interleaved, dtype):
+    """As if they had been before, bit for bit."""
+    call, rotated = with_rotary(
+        made(DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16)), half, interleaved, dtype
+    )
+    found = run(call)
+    held(rotated, *found)
+    assert all(map(torch.equal, found, run(rotated)))
 
 
 def test_pieces_of_a_fixed_size():
@@ -74,9 +148,9 @@ def test_columns_of_key_heads():
     """Thread blocks side by side have the key heads of the same tokens, one each or several; queries and pieces are as in one row."""
     call = made(DecodeCase(lengths=(400, 0, 65), queries=(2, 40, 3), heads=(8, 4)))
     for slots, aligned in ((8, True), (6, True), (8, False)):
-        found = run(call, slots=slots, aligned=aligned)
+        found = run(call, slots=slots, cut=Cut(aligned))
         held(call, *found)
-        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, aligned=aligned)))
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
 
 
 @pytest.mark.slow
@@ -89,13 +163,19 @@ def test_large_tiles(page):
     assert all(map(torch.equal, found, run(call, "lazy", tile_n=128, kv_stages=2)))
 
 
-@pytest.mark.slow
-def test_many_pieces():
-    """Groups of a unit's pieces are added up first."""
-    call = made(DecodeCase(lengths=(2500, 3), heads=(4, 1)))
-    results = [run(call, pace, seed, 9, most_pieces=2, group=3) for seed, pace in enumerate(PACES)]
-    held(call, *results[0])
-    assert all(map(torch.equal, results[0], other) for other in results[1:])
+@pytest.mark.parametrize("group", [3, pytest.param(14, marks=pytest.mark.slow)])
+def test_many_pieces(group):
+    """Groups of a unit's pieces are added up first; more at once than are read at a time."""
+    call = made(DecodeCase(lengths=(900, 3), heads=(9, 1), dims=(64, 40), queries=2))
+    results = [
+        run(call, pace, seed, 16, Cut(numbers=numbers), most_pieces=2, group=group)
+        for seed, pace in enumerate(PACES)
+        for numbers in (1 << 20, 256)
+    ]
+    for found in results[:2]:
+        held(call, *found)
+    for i, found in enumerate(results[2:]):
+        assert all(map(torch.equal, results[i % 2], found))
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import INDICES, DecodeCase, held, made, with_eight_bits, with_int64
 from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.testing import tolerance
 
 pytestmark = NEEDS_HOPPER
 
@@ -120,17 +121,160 @@ def test_units_in_many_blocks(batch, length, heads):
     checked(DecodeCase(lengths=(length,) * batch, heads=heads, dims=(128, 128)))
 
 
+@pytest.mark.parametrize("heads", [(32, 1), (64, 1), (16, 8), (3, 1)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (72, 40), (256, 256)], ids=str)
+def test_pieces_are_added_up(dims, heads):
+    """However many there are, in groups or at once, and whichever block comes last: what fp64 says, and the same bits again."""
+    for lengths, queries in (((1024,), 1), ((8192,), 2), ((33_000,), 1), ((700, 0, 5000), (3, 1, 1))):
+        call = made(DecodeCase(lengths=lengths, queries=queries, heads=heads, dims=dims, page=16), device="cuda")
+        for numbers, pieces in (
+            (1 << 20, {}),
+            (256, {}),
+            (1024, {"most_pieces": 4, "group": 5}),
+            (1 << 20, {"most_pieces": 4, "group": 16}),
+        ):
+            found = decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)
+            held(call, *found)
+            for _ in range(3):
+                assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)))
+            assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (12, 3), (16, 8), (32, 32), (40, 40), (48, 48)], ids=str)
 def test_columns_of_key_heads(heads):
     """Whether the key heads of the same tokens are side by side or not, and with cuts in a fixed place: what fp64 says, and the same bits again."""
     for lengths, split in (((9000,), None), ((40, 0, 3000, 2000, 1, 700), None), ((5000, 300), 512)):
         call = made(DecodeCase(lengths=lengths, heads=heads, dims=(64, 64), page=16, split=split), device="cuda")
-        found = [decoding.decode(call, aligned=aligned) for aligned in (True, False, True, False)]
+        found = [decoding.decode(call, decoding.Cut(aligned)) for aligned in (True, False, True, False)]
         for each, again in zip(found[:2], found[2:], strict=True):
             held(call, *each)
             assert all(map(torch.equal, each, again))
         if split:
             assert all(map(torch.equal, *found[:2]))
+
+
+@pytest.mark.parametrize("page", [0, 5, 16, 64])
+def test_indices_in_int64(page):
+    """As in int32, one by one and all, with what does not fit there clamped, and without a launch that converts them."""
+    for queries, more in (((3, 1, 0, 30, 1), {}), (2, {"leftpad": (5, 3, 200, 0, 3999)} | ({} if page else {"entries": True}))):
+        call = made(DecodeCase(lengths=(70, 3, 500, 0, 4000), queries=queries, page=page, **more, **BIG), device="cuda")
+        found = run(call)
+        for names in (INDICES, *((name,) for name in INDICES)):
+            assert all(map(torch.equal, found, run(with_int64(call, names))))
+        wide = with_int64(call)
+        shorter = replace(wide, seqlens=torch.where(wide.seqlens < 10, -(1 << 40), wide.seqlens))
+        held(shorter.in_int32(), *run(shorter))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(wide)
+        torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, [event.name for event in launched]
+
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+EIGHT_DIMS = ((128, 128), (64, 64), (96, 96), (192, 128), (256, 256), (80, 48), (16, 16))
+
+
+def as_exact(given, exact):
+    """The bits of a cache in q's dtype that holds what the given one stands for."""
+    found = run(given)
+    held(exact, *found)
+    assert all(map(torch.equal, found, run(given)))
+    assert all(map(torch.equal, found, decoding.decode(exact, tile_n=decoding.config_of(given).tile_n)))
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
+    return found
+
+
+@pytest.mark.parametrize("dims", EIGHT_DIMS, ids=str)
+@pytest.mark.parametrize("page", [0, 4, 16, 64, 256])
+def test_caches_of_eight_bits(dims, page):
+    for kinds, scales, dtype in (
+        ((E4M3, E4M3), (None, None), torch.bfloat16),
+        ((E4M3, E4M3), ("token", "token"), torch.bfloat16),
+        ((E4M3, E4M3), ("head", "all"), torch.float16),
+        ((INT8, E4M3), ("token", "head"), torch.float16),
+        ((INT8, INT8), ("all", "token"), torch.bfloat16),
+    ):
+        call = made(DecodeCase(lengths=RAGGED, heads=(6, 2), dims=dims, page=page, dtype=dtype), device="cuda")
+        as_exact(*with_eight_bits(call, kinds, scales))
+
+
+@pytest.mark.parametrize("case", [
+    DecodeCase(lengths=(70, 3, 500, 0, 4000), queries=2, leftpad=(5, 3, 200, 0, 3999), entries=True, **BIG),
+    DecodeCase(lengths=(5, 300, 1500, 0), queries=(3, 0, 40, 1), mask=SlidingWindow(100, 0), page=16, **BIG),
+    DecodeCase(lengths=(70, 3, 0, 200, 5000), queries=7, tree=7, page=16, **BIG),
+    DecodeCase(lengths=RAGGED, queries=3, page=64, softcap=9.0, alibi=True, sink=True, **BIG),
+    DecodeCase(lengths=(3, 6000, 129, 4097), queries=2, page=16, split=300, **BIG),
+    DecodeCase(lengths=(33_000,), heads=(32, 1), dims=(128, 128)),
+    DecodeCase(lengths=(3000, 17, 4097), queries=4, heads=(64, 8), dims=(256, 256), page=5),
+], ids=str)  # fmt: skip
+def test_eight_bits_of_every_kind_of_call(case):
+    for scales in ((None, None), ("head", "head"), ("token", "token")):
+        as_exact(*with_eight_bits(made(case, device="cuda"), (E4M3, E4M3), scales))
+
+
+def test_eight_bits_with_scales_of_sequences():
+    for kinds in ((E4M3, E4M3), (INT8, INT8)):
+        as_exact(*with_eight_bits(made(DecodeCase(lengths=(300, 0, 5000), **BIG), device="cuda"), kinds, ("sequence", "sequence")))
+
+
+def test_a_prefix_in_eight_bits(monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    for scales in ((None, None), ("head", "all"), ("token", "token")):
+        call = made(DecodeCase(lengths=(1500, 1024, 1030, 4000, 20), prefix=1024, page=16, **BIG), device="cuda")
+        given, exact = with_eight_bits(call, (E4M3, E4M3), scales)
+        if scales[0] == "token":  # so that all sequences have the prefix's scales too
+            given = replace(given, page_table=torch.cat((given.page_table[:1, :64].expand(5, -1), given.page_table[:, 64:]), 1))
+            exact = replace(exact, page_table=given.page_table)
+        assert prefix.pays(given)
+        held(exact, *run(given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_that_are_no_powers_of_two(dtype):
+    """Those of heads are not rounded on the way: what is lost is what q's dtype loses anyway."""
+    batch, n, (heads, heads_k) = 3, 3000, (8, 2)
+    given, _ = with_eight_bits(made(DecodeCase(lengths=(n,) * batch, dtype=dtype, **BIG), device="cuda"), (E4M3, E4M3), (None, None))
+    scales = [torch.rand(batch, heads_k, device="cuda") * 0.1 + 0.01 for _ in range(2)]
+    o, _ = run(replace(given, k_scale=scales[0], v_scale=scales[1], scale=1.0))
+
+    def formula(kind: torch.dtype):
+        k, v = ((x.float() * s[:, None, :, None]).double().to(kind) for x, s in zip((given.k_cache, given.v_cache), scales, strict=True))
+        q = given.q.to(kind).unflatten(2, (heads_k, heads // heads_k))[:, 0]
+        p = torch.einsum("bhgd,bnhd->bhgn", q, k).softmax(-1)
+        return torch.einsum("bhgn,bnhd->bhgd", p, v).flatten(1, 2)[:, None]
+
+    tolerance.check("o", o, formula(torch.float64), formula(dtype))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_eight_bits_in_a_graph_with_other_lengths(page):
+    given, exact = with_eight_bits(
+        made(DecodeCase(lengths=(4000, 3000, 17, 2500), page=page, **BIG), device="cuda"), (E4M3, E4M3), ("token", "token")
+    )
+    static = replace(given, seqlens=torch.ones_like(given.seqlens))
+    run(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(static)
+    static.seqlens.copy_(given.seqlens)
+    for _ in range(20):
+        graph.replay()
+        held(exact, *found)
+
+
+@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize("wild", [-1, 10**6, 2**31 - 1, -(2**31)])
+def test_pages_of_eight_bits_that_do_not_exist(wild, page):
+    call, _ = with_eight_bits(made(DecodeCase(lengths=(300, 300), page=page, **BIG), device="cuda"), (E4M3, INT8), ("token", "token"))
+    o, lse = run(call)
+    table = call.page_table.clone()
+    table[0, 3] = wild
+    spoiled, of_spoiled = run(replace(call, page_table=table))
+    torch.cuda.synchronize()
+    assert torch.equal(spoiled[1], o[1]) and torch.equal(of_spoiled[1], lse[1])
+    assert spoiled.isfinite().all() and not torch.equal(spoiled[0], o[0])
 
 
 @pytest.mark.parametrize("batch", [31, 32, 33, 100, 257, 1000])

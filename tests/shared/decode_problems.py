@@ -1,13 +1,15 @@
 """Problems of decoding: caches whose unused tokens and pages are NaN, and what each sequence's result is held to."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tilewise.masks import Causal, Dense, Mask
-from tilewise.problem import Call, DecodeCall
+from tilewise.problem import Call, DecodeCall, Rotary
+from tilewise.runtime import decode_operator
 from tilewise.testing import tolerance
 
 CAUSAL = Causal()
@@ -32,6 +34,7 @@ class DecodeCase:
     entries: bool = False  # the cache's entries in another order, and more of them
     split: int | None = None
     prefix: int = 0  # so many first tokens are the same for all
+    latent: bool = False  # v_cache is the first columns of k_cache, in the same memory
     tree: int = 0  # newest tokens that see each other as in a random tree; all of them are queries
     dtype: torch.dtype = torch.bfloat16
 
@@ -99,7 +102,67 @@ def made(case: DecodeCase, seed: int = 0, device: str = "cpu") -> DecodeCall:
         sink=3.0 * numbers if case.sink else None,
     )
     moved = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
-    return replace(call, **moved)
+    call = replace(call, **moved)
+    return replace(call, v_cache=call.k_cache[..., : case.dims[1]]) if case.latent else call
+
+
+INDICES = "seqlens", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad"
+
+
+def with_int64(call: DecodeCall, names: Iterable[str] = INDICES) -> DecodeCall:
+    """The call with these of its index tensors in int64, whose wild entries are as far out as int64 goes."""
+    wide = {name: x.long() for name in names if (x := getattr(call, name)) is not None}
+    if "page_table" in wide:
+        table = wide["page_table"]
+        wide["page_table"] = torch.where(table == 2**31 - 1, (1 << 40) + 1, torch.where(table == -7, -(1 << 40), table))
+    return replace(call, **wide)
+
+
+def with_eight_bits(
+    call: DecodeCall, kinds: tuple[torch.dtype, torch.dtype], scales: tuple[str | None, str | None], seed: int = 0
+) -> tuple[DecodeCall, DecodeCall]:
+    """The call with caches of 8 bits, and with what they stand for, in q's dtype. A scale is for "all", each "head", "sequence" or "token"; those of
+    tokens are any numbers, the others powers of two, whose products are exact. What was NaN is so, or has such a scale where int8 has none.
+    """
+    draw, found, exact = torch.Generator().manual_seed(seed), {}, {}
+    for name, kind, per in zip("kv", kinds, scales, strict=True):
+        cache = getattr(call, f"{name}_cache")
+        entries, places, heads, _ = cache.shape
+        shape = {None: None, "all": (), "head": (heads,), "sequence": (call.seqlens.shape[0], heads), "token": (entries, places, heads)}[
+            per
+        ]
+        scale = None
+        if shape is not None:
+            scale = torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(cache.device)
+            scale = scale.abs() + 0.1 if per == "token" else scale.round().exp2()
+        wide = cache.float() * (1.0 if kind == torch.float8_e4m3fn else 20.0)
+        if kind == torch.int8:
+            wide = wide.nan_to_num(77.0).round().clamp(-128, 127)
+        eight = wide.to(kind)
+        if scale is not None and per == "token":
+            scale = torch.where(cache.isnan().any(-1), math.nan, scale)
+        found |= {f"{name}_cache": eight, f"{name}_scale": scale}
+        exact[f"{name}_cache"] = stand_for(call, eight, scale)
+    return replace(call, **found), replace(call, **exact)
+
+
+def stand_for(call: DecodeCall, cache: Tensor, scale: Tensor | None) -> Tensor:
+    """A cache's numbers times their scales, in q's dtype. Scales of sequences are those of entries, so a cache has no pages then."""
+    if scale is None:
+        return cache.to(call.q.dtype)
+    if scale.dim() == 2:
+        assert call.page_table is None and call.cache_batch_idx is None
+        scale = scale[:, None]
+    return (cache.float() * scale[..., None]).to(call.q.dtype)
+
+
+def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:
+    """The call with queries that are yet to be rotated, and as it then is."""
+    positions = int(call.seqlens.max()) + 1
+    angles = torch.randn(positions, half, generator=torch.Generator().manual_seed(half), dtype=torch.float32, device="cpu")
+    tables = (x.to(call.q.device, dtype) for x in (angles.cos(), angles.sin()))
+    given = replace(call, rotary=Rotary(*tables, interleaved))
+    return given, decode_operator._rotated(given)
 
 
 def random_trees(batch: int, new: int, draw: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode_call
 from tilewise.backends.hopper.decode import config as decoding
 from tilewise.backends.hopper.forward import call as forward_call
@@ -58,7 +59,11 @@ def of_repairs(configs: Iterable[backward.Config]) -> list[Kernel]:
 
 def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     config = decoding.configure(dtype, *dims, page_size or None, **changes)
-    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.LAUNCH, decode_call.arguments, config)
+    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.launch_of(config), decode_call.arguments, config)
+
+
+def of_append(changes: dict) -> Kernel:
+    return Kernel(f"append {changes}", append_call.LAUNCH, append_call.arguments, append_call.Appending(**changes), remarks=False)
 
 
 def of_bias(sums: tuple, sees: str, everything: bool, bias: torch.dtype) -> Kernel:
@@ -118,12 +123,35 @@ def changed_forward(dims, sees, changes) -> Kernel:
 
 DECODE_CHANGES = {"softcap": True, "alibi": True, "sinks": True, "ragged": True, "leftpad": True}
 DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64, {}), ((64, 64), 4, {"split": True, "tree": True})]
+DECODE += [((576, 512), 64, {}), ((576, 512), 8, DECODE_CHANGES)]
+DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
+DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+DECODE.append(((128, 128), 64, {"cached": (E4M3, E4M3), "scales": ("head", "head")}))
 DECODE_TOO = [
+    *(
+        (dims, page, {"cached": (E4M3, kind), "scales": ("token", "token")})
+        for dims in decoding.TILES
+        for page in (4, 64)
+        for kind in (E4M3, INT8)
+    ),
+    *((dims, 16, {"cached": (E4M3, E4M3), "scales": ("head", "head")} | DECODE_CHANGES) for dims in decoding.TILES),
     *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
     *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),
     *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),
 ]
+DECODE_TOO += [(dims, 0, {"rotary": decoding.Rotary(dims[0] // 2, i % 2 == 0, torch.float32)}) for i, dims in enumerate(decoding.TILES)]
+DECODE_TOO += [(dims, page, {}) for dims in decoding.LATENT_TILES for page in (0, 16, 64)]
+DECODE_TOO += [
+    (dims, 16, changes) for dims in decoding.LATENT_TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})
+]
+DECODE_TOO += [(dims, 0, {"out": torch.float32}) for dims in decoding.LATENT_TILES]
+DECODE_TOO += [
+    ((256, 256), 16, changes) for changes in ({"tree": True}, {"tree": True, "split": True}, {"tree": True, "cached": (E4M3, E4M3)})
+]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
+
+APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]
 
 # Backward
 
@@ -224,6 +252,7 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()
     yield from itertools.starmap(of_decode, DECODE)
+    yield from map(of_append, APPEND)
     yield from map(of_backward, shipped_backward())
     yield from REPAIRS
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)

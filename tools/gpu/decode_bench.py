@@ -1,10 +1,13 @@
-"""Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
+"""Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,features,sweep]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,fp8,latent,features,ragged,sweep]
+        [--peers ROWS.json]
 
-How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
-calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once. Every row is printed
-and written to OUT.jsonl as soon as it is there.
+Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
+memory. TB/s counts K and V once, a latent cache once for both. cuDNN and FlashAttention-2 are measured through torch beside it where caches are
+contiguous; --peers takes rows that somebody else measured (a list of objects with kind, b, s, hq, hk, page, q and <name>_us), and prints the best of
+them beside ours. Every row is printed and written to OUT.jsonl as soon as it is there. The order is such that a run that is cut short has told the
+most.
 """
 
 import argparse
@@ -21,18 +24,24 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
 
 import torch
 from decode_problems import DecodeCase, held, made
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import tilewise
+import tilewise as tw
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import repeat
-from tilewise.bench import decode_cells
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
 from tilewise.testing import tolerance
 
-DIM = 128
+COLD, POOL, POOL_EIGHT = 160e6, 8.8e9, 1.2e9  # bytes of distinct caches that a graph reads; numbers of the pool of K, and of V
+HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
+SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
+MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
 SWEPT = [(1, 8192), (1, 32768), (16, 1024), (4, 8192), (16, 8192), (64, 8192)]
+LATENT, LATENT_HEADS = (576, 512), (16, 128)
+LATENT_SHAPES = [(b, s) for s in (4096, 16384) for b in (1, 16, 64, 128)]
 DEVICE = torch.device("cuda")
 START = time.monotonic()
 
@@ -48,8 +57,9 @@ class Cell:
 
 
 class Bench:
-    def __init__(self, path: Path) -> None:
-        self.path, self.pool = path, decode_cells.Pool(DEVICE)
+    def __init__(self, path: Path, peers: list[dict]) -> None:
+        self.path, self.pool, self.eight = path, None, None
+        self.peers = {tuple(row[name] for name in ("kind", "b", "s", "hq", "hk", "page", "q")): row for row in peers if "b" in row}
 
     def note(self, **row) -> None:
         row["at_s"] = round(time.monotonic() - START, 1)
@@ -57,62 +67,107 @@ class Bench:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def caches(self, cell: Cell, lengths: list[int]) -> list[DecodeCall]:
+    def best_peer(self, kind: str, cell: Cell) -> dict:
+        """The fastest of the rows that were given for a cell, if there are any."""
+        row = self.peers.get((kind, cell.b, cell.s, cell.hq, cell.hk, cell.page, cell.q), {})
+        times = {name[:-3]: us for name, us in row.items() if name.endswith("_us") and not name.startswith("tilewise")}
+        name = min(times, key=lambda each: times[each], default=None)
+        return {"peer": name, "peer_us": times[name]} if name else {}
+
+    def pool_of(self, eight: bool) -> list[Tensor]:
+        """Numbers of K and of V, in bf16 or in e4m3 with a scale of 1."""
+        if self.pool is None:
+            self.pool = [torch.empty(int(POOL), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+            for x in self.pool:
+                for part in x.split(1 << 29):
+                    part.normal_()
+        if eight and self.eight is None:
+            self.eight = [torch.cat([part.to(torch.float8_e4m3fn) for part in x[: int(POOL_EIGHT)].split(1 << 28)]) for x in self.pool]
+        return self.eight if eight and self.eight else self.pool
+
+    def caches(self, cell: Cell, lengths: list[int], eight: bool = False, latent: bool = False) -> list[DecodeCall]:
         """Calls on as many different caches as it takes to be cold."""
-        sizes = {"heads_q": cell.hq, "heads_k": cell.hk, "page": cell.page, "new": cell.q, "head_dim": DIM}
-        made = self.pool.caches(decode_cells.Cell(lengths=tuple(lengths), **sizes))
-        return [
-            DecodeCall(
-                q=made.q,
-                k_cache=k,
-                v_cache=v,
-                seqlens=made.seqlens,
-                page_table=made.table,
-                cu_seqlens_q=None,
-                max_seqlen_q=cell.q,
-                cache_batch_idx=None,
-                leftpad=None,
-                tree=None,
-                shared_prefix=0,
-                split=None,
-                mask=Causal(),
-                scale=DIM**-0.5,
-            )
-            for k, v in made.copies
-        ]
+        pool, dim = self.pool_of(eight), LATENT[0] if latent else DIM
+        tokens = sum(-(-n // cell.page) * cell.page for n in lengths) if cell.page else cell.b * cell.s
+        numel = tokens * cell.hk * dim
+        size = (1 if latent else 2) * pool[0].itemsize * sum(lengths) * cell.hk * dim
+        copies = int(max(1, min(320, -(-COLD // size), pool[0].numel() // numel)))
+        table = None
+        if cell.page:
+            order = torch.randperm(tokens // cell.page, generator=torch.Generator().manual_seed(1)).int()
+            table, at = torch.zeros(cell.b, -(-max(lengths) // cell.page), dtype=torch.int32), 0
+            for b, n in enumerate(lengths):
+                needed = -(-n // cell.page)
+                table[b, :needed] = order[at : at + needed]
+                at += needed
+            table = table.to(DEVICE)
+        shape = (tokens // cell.page, cell.page) if cell.page else (cell.b, cell.s)
+        whole = DecodeCall(
+            q=torch.randn(cell.b, cell.q, cell.hq, dim, dtype=torch.bfloat16, device=DEVICE),
+            k_cache=pool[0][:numel].view(*shape, cell.hk, dim),
+            v_cache=pool[1][:numel].view(*shape, cell.hk, dim),
+            seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            page_table=table,
+            cu_seqlens_q=None,
+            max_seqlen_q=cell.q,
+            cache_batch_idx=None,
+            leftpad=None,
+            tree=None,
+            shared_prefix=0,
+            split=None,
+            mask=Causal(),
+            scale=dim**-0.5,
+        )
+
+        def placed(x: Tensor, pool: Tensor, i: int) -> Tensor:
+            return pool[i * numel : (i + 1) * numel].view(x.shape)
+
+        k, v = whole.k_cache, whole.v_cache
+        found = [replace(whole, k_cache=placed(k, pool[0], i), v_cache=placed(v, pool[1], i)) for i in range(copies)]
+        return [replace(each, v_cache=each.k_cache[..., : LATENT[1]]) for each in found] if latent else found
 
     def ours(self, calls: list[DecodeCall], **tuning) -> float:
         return replayed_us([lambda call=call: decoding.decode(call, **tuning) for call in calls])
 
-    def sweep(self, cell: Cell) -> None:
-        """Every tuning, best first; keys of `us` are tile x stages, and what else is not as usual."""
+    def cell(self, kind: str, cell: Cell, lengths: list[int] | None = None, others: bool = False) -> None:
+        given = lengths or [cell.s] * cell.b
+        size = 4 * sum(given) * cell.hk * DIM
+        try:
+            calls = self.caches(cell, given)
+            us = self.ours(calls)
+            row = {"us": round(us, 2), "TBps": round(size / us / 1e6, 3), "caches": len(calls), **self.best_peer(kind, cell)}
+            if "peer_us" in row:
+                row["ahead"] = round(row["peer_us"] / us, 3)
+            row["error"] = spot_check(calls[0], given)
+            if others and not cell.page:
+                row |= {name: round(replayed_us(fns), 2) for name, fns in torch_peers(calls, cell).items()}
+        except (RuntimeError, AssertionError) as failure:
+            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+        self.note(kind=kind, **vars(cell), MB=round(size / 1e6, 1), tokens=sum(given), **row)
+
+    def sweep(self, kind: str, cell: Cell, tunings: dict[str, dict]) -> None:
+        """Every tuning, best first."""
         calls = self.caches(cell, [cell.s] * cell.b)
         size, found = 4 * cell.b * cell.s * cell.hk * DIM, {}
-        for tuning in tunings():
+        for name, tuning in tunings.items():
             try:
-                found[short(tuning)] = round(self.ours(calls, **tuning), 2)
+                found[name] = round(self.ours(calls, **tuning), 2)
             except (RuntimeError, AssertionError, ValueError) as failure:
-                found[short(tuning)] = f"{type(failure).__name__}: {str(failure)[:120]}"
+                found[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
         ranked = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
         best = next(iter(ranked.values()))
-        self.note(kind="sweep", **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
+        peer = self.best_peer("decode", cell)
+        self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, **peer, us=ranked)
 
-    def compile(self, cells: list[Cell]) -> None:
+    def compile(self, cells: list[Cell], tunings: dict[str, dict]) -> None:
         """What a sweep of the cells needs, on all cores at once."""
         todo = []
         for cell in cells:
             call, *_ = self.caches(cell, [cell.s] * cell.b)
-            fields = [{name: value for name, value in tuning.items() if name != "aligned"} for tuning in tunings()]
+            fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
             todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
         states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
         self.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))})
-
-
-def short(tuning: dict) -> str:
-    if not tuning:
-        return "usual"
-    order = "aligned" if tuning["aligned"] else "one row"
-    return f"{tuning['tile_n']}x{tuning['kv_stages']} {order}{' evict_first' * tuning['evict_first']}"
 
 
 def features(bench: Bench) -> None:
@@ -145,14 +200,73 @@ def features(bench: Bench) -> None:
     )
 
 
-def tunings() -> list[dict]:
+def tunings() -> dict[str, dict]:
     """The usual, then keys of a tile and stages, key heads of the same tokens side by side or not, and what the L2 cache does."""
     tiles, orders = ((64, 2), (64, 3), (128, 2)), itertools.product((True, False), (False, True))
-    found = [
-        {"tile_n": tile_n, "kv_stages": stages, "aligned": aligned, "evict_first": first}
-        for (aligned, first), (tile_n, stages) in itertools.product(orders, tiles)
-    ]
-    return [{}, *found]
+    found: dict[str, dict] = {"usual": {}}
+    for (aligned, first), (tile_n, stages) in itertools.product(orders, tiles):
+        name = f"{tile_n}x{stages} {'aligned' if aligned else 'one row'}{' evict_first' * first}"
+        found[name] = {"tile_n": tile_n, "kv_stages": stages, "cut": decoding.Cut(aligned), "evict_first": first}
+    return found
+
+
+def merges() -> dict[str, dict]:
+    """The usual, then: for how many numbers of a piece a block has a tile more; the most pieces added up at once, and in a group; and stages."""
+    found: dict[str, dict] = {"usual": {}}
+    for numbers, (most, group) in itertools.product((1 << 20, 4096, 2048, 1024, 512), ((40, 12), (16, 8), (24, 12), (64, 16))):
+        cut = decoding.Cut(numbers=numbers)
+        found[f"{'one tile' if numbers == 1 << 20 else numbers} {most}/{group}"] = {"cut": cut, "most_pieces": most, "group": group}
+    for stages in (3, 4):
+        found[f"{stages} stages"] = {"kv_stages": stages}
+    return found
+
+
+MERGED = [Cell(*each, 64) for each in itertools.product((1,), (1024, 8192, 32768, 131072), (32,), (1,))]
+MERGED += [Cell(b, s, 32, 1, 64) for b, s in ((4, 8192), (16, 1024), (16, 8192), (64, 1024))]
+MERGED += [Cell(1, 1024, 32, 8, 64), Cell(4, 1024, 32, 8, 64), Cell(1, 1024, 64, 8, 64), Cell(1, 1024, 32, 32, 64)]
+MERGED += [Cell(1, s, hq, 8, 64, 4) for s in (1024, 8192) for hq in (32, 64)]
+
+
+def torch_peers(calls: list[DecodeCall], cell: Cell) -> dict[str, list[Callable]]:
+    if cell.q > 1:
+        return {}
+
+    def attend(call: DecodeCall, backend: SDPBackend):
+        with sdpa_kernel([backend]):
+            q, k, v = (x.transpose(1, 2) for x in (call.q, call.k_cache, call.v_cache))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=cell.hq != cell.hk)
+
+    named = {"cudnn_us": SDPBackend.CUDNN_ATTENTION, "fa2_us": SDPBackend.FLASH_ATTENTION}
+    usable = {}
+    for name, backend in named.items():
+        try:
+            attend(calls[0], backend)
+            usable[name] = [lambda call=call, backend=backend: attend(call, backend) for call in calls]
+        except RuntimeError:
+            continue
+    return usable
+
+
+def spot_check(call: DecodeCall, lengths: list[int]) -> float:
+    """The largest difference from fp64 of the first and the last sequence, four heads each."""
+    o, _ = decoding.decode(call)
+    worst = 0.0
+    for b in {0, len(lengths) - 1}:
+        k, v = (x.bfloat16() for x in (call.k_cache, call.v_cache))  # those of 8 bits have a scale of 1
+        if call.page_table is not None:
+            pages = call.page_table[b, : -(-lengths[b] // k.shape[1])].long()
+            k, v = (x[pages].flatten(0, 1)[: lengths[b]] for x in (k, v))
+        else:
+            k, v = (x[b, : lengths[b]] for x in (k, v))
+        for head in torch.linspace(0, call.q.shape[2] - 1, 4).long().tolist():
+            of = head // (call.q.shape[2] // k.shape[1])
+            q, keys, values = call.q[b, :, head].double(), k[:, of].double(), v[:, of].double()
+            seen = torch.ones(len(q), len(keys), dtype=torch.bool, device=DEVICE).tril(len(keys) - len(q))
+            want = (q @ keys.T * call.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            worst = max(worst, (o[b, :, head].double() - want).abs().max().item())
+    if not worst < 0.02:
+        raise AssertionError(f"wrong by {worst}")
+    return float(f"{worst:.1e}")
 
 
 def replayed_us(fns: list[Callable], budget: float = 0.03) -> float:
@@ -224,12 +338,7 @@ def host(bench: Bench) -> None:
     """What a call costs on the host, beside a kernel that takes next to no time: rounds of 100 calls, of which a process's first may cost more."""
     cell = Cell(1, 64, 8, 8, 0)
     (call, *_) = bench.caches(cell, [64])
-    ways = {
-        "public": lambda: tilewise.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=call.seqlens),
-        "repeated": lambda: repeat.decode(call, decoding.decoder),
-        "first": lambda: decoding.decode(call),
-    }
-    for name, run in ways.items():
+    for name, run in (("repeated", lambda: repeat.decode(call, decoding.decoder)), ("first", lambda: decoding.decode(call))):
         run()
         rounds = []
         for _ in range(30):
@@ -242,6 +351,112 @@ def host(bench: Bench) -> None:
         bench.note(kind="host", way=name, **of_rounds, graph_us=round(replayed_us([run] * 20), 2))
 
 
+def appending(bench: Bench) -> None:
+    """Decode alone, and with a new token for each sequence, plain and rotated: by `tw.decode`, as its callers have it; and `tw.append` alone."""
+    for cell in (
+        Cell(1, 1024, 32, 8, 0),
+        Cell(1, 8192, 32, 8, 64),
+        Cell(16, 1024, 32, 8, 16),
+        Cell(16, 8192, 32, 8, 64),
+        Cell(256, 1024, 32, 8, 64),
+    ):
+        calls = bench.caches(cell, [cell.s] * cell.b)
+        k, v = (torch.randn(cell.b, 1, cell.hk, DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        angles = torch.randn(cell.s, DIM // 2, dtype=torch.float32, device=DEVICE)
+        rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        lengths = calls[0].seqlens - 1
+
+        def steps(calls=calls, lengths=lengths, **words) -> list[Callable]:
+            return [
+                lambda call=call: tw.decode(call.q, call.k_cache, call.v_cache, page_table=call.page_table, cache_seqlens=lengths, **words)
+                for call in calls
+            ]
+
+        def appends(calls=calls, lengths=lengths, k=k, v=v, **words) -> list[Callable]:
+            return [
+                lambda call=call: tw.append(call.k_cache, call.v_cache, k, v, page_table=call.page_table, cache_seqlens=lengths, **words)
+                for call in calls
+            ]
+
+        timed = {"decode": steps(), "with k, v": steps(k=k, v=v), "rotated": steps(k=k, v=v, **rotary), "queries rotated": steps(**rotary)}
+        timed |= {"append": appends(), "append rotated": appends(**rotary)}
+        us = {name: round(replayed_us(fns), 2) for name, fns in timed.items()}
+        bench.note(
+            kind="append",
+            **vars(cell),
+            us=us,
+            more=round(us["with k, v"] - us["decode"], 2),
+            more_rotated=round(us["rotated"] - us["decode"], 2),
+        )
+
+
+EIGHT_BITS = [Cell(1, 32768, 32, 8, 64), Cell(16, 8192, 32, 8, 64), Cell(64, 8192, 32, 8, 64)]
+EIGHT_BITS += [Cell(b, s, 32, hk, page) for b, s in ((1, 8192), (16, 1024), (4, 8192)) for hk, page in ((8, 64), (8, 16), (8, 0), (1, 64))]
+
+
+def eight_bits(bench: Bench) -> None:
+    """Caches in e4m3, with one scale and with tokens' own; then how tiles are cut, and what is in flight."""
+    tunings: dict[str, dict] = {"usual": {}}
+    for tile_n, stages, raw in ((64, 2, 2), (64, 2, 3), (64, 2, 6), (64, 2, 8), (64, 3, 4), (128, 1, 2), (128, 2, 2), (128, 2, 3)):
+        tunings[f"{tile_n}x{stages}, {raw} in 8 bits"] = {"tile_n": tile_n, "kv_stages": stages, "raw_stages": raw}
+    for cell in EIGHT_BITS:
+        size = 2 * cell.b * cell.s * cell.hk * DIM
+        try:
+            calls = bench.caches(cell, [cell.s] * cell.b, eight=True)
+            bf16 = bench.ours(bench.caches(cell, [cell.s] * cell.b))
+            found = {}
+            for name, tuning in tunings.items():
+                try:
+                    found[name] = round(bench.ours(calls, **tuning), 2)
+                except (RuntimeError, AssertionError, ValueError) as failure:
+                    found[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
+            tokens = [replace(call, k_scale=torch.ones(call.k_cache.shape[:3], device=DEVICE), v_scale=None) for call in calls[:8]]
+            row = {
+                "us": found["usual"],
+                "TBps": round(size / found["usual"] / 1e6, 3),
+                "bf16_us": round(bf16, 2),
+                **bench.best_peer("fp8kv", cell),
+            }
+            row |= {
+                "k_scale_of_tokens_us": round(bench.ours(tokens), 2),
+                "caches": len(calls),
+                "error": spot_check(calls[0], [cell.s] * cell.b),
+            }
+            row["tunings"] = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
+        except (RuntimeError, AssertionError) as failure:
+            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+        bench.note(kind="fp8kv", **vars(cell), MB=round(size / 1e6, 1), **row)
+
+
+def latent(bench: Bench) -> None:
+    """A latent cache (MLA): bytes of it, and products, a second; then what else a launch could be like. Keys of `us`: what is not as usual."""
+    for case in (
+        DecodeCase(lengths=(0, 1, 63, 64, 65, 1000, 5000), heads=(heads, 1), dims=LATENT, page=page, queries=queries, latent=True)
+        for heads, page, queries in ((16, 0, 1), (128, 64, 1), (128, 16, 4))
+    ):
+        call = made(case, device="cuda")
+        held(call, *decoding.decode(call))
+    cells = [Cell(b, s, heads, 1, page, q) for q, page in ((1, 0), (1, 64), (4, 64)) for heads in LATENT_HEADS for b, s in LATENT_SHAPES]
+    for cell in cells:
+        calls, tokens = bench.caches(cell, [cell.s] * cell.b, latent=True), cell.b * cell.s
+        us = bench.ours(calls)
+        rates = {
+            "TBps": round(2 * tokens * LATENT[0] / us / 1e6, 3),
+            "TFps": round(2 * tokens * cell.q * cell.hq * sum(LATENT) / us / 1e6, 1),
+        }
+        bench.note(kind="latent", **vars(cell), us=round(us, 2), **rates, caches=len(calls), error=spot_check(calls[0], [cell.s] * cell.b))
+    others = {f"numbers {n}": {"cut": decoding.Cut(numbers=n)} for n in (512, 1024, 4096, 1 << 30)}
+    others |= {"one row": {"cut": decoding.Cut(aligned=False)}, "kept in the L2 cache": {"evict_first": False}}
+    others |= {f"groups of {n} from {most} on": {"most_pieces": most, "group": n} for most, n in ((8, 6), (16, 8), (40, 12))}
+    for cell in (Cell(b, s, heads, 1, 64) for heads in LATENT_HEADS for b, s in ((1, 4096), (1, 16384), (16, 4096), (64, 4096))):
+        calls = bench.caches(cell, [cell.s] * cell.b, latent=True)
+        bench.note(
+            kind="latent sweep",
+            **vars(cell),
+            us={name: round(bench.ours(calls, **each), 2) for name, each in ({"usual": {}} | others).items()},
+        )
+
+
 def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
     """So that what fails keeps nothing else from being measured."""
     try:
@@ -250,14 +465,24 @@ def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
         bench.note(kind=run.__name__, failed=f"{type(failure).__name__}: {str(failure)[:300]}")
 
 
+def ragged(bench: Bench) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for b, mean in ((64, 8192), (16, 8192), (256, 2048)):
+        z = torch.exp(torch.randn(b, generator=draw))
+        lengths = (z / z.mean() * mean).clamp(1, 65536).long().tolist()
+        for page in (16, 64):
+            bench.cell("ragged", Cell(b, max(lengths), 32, 8, page), lengths)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,features,sweep")
+    parser.add_argument("--only", default="check,host,append,grid,merge,fp8,latent,features,ragged,sweep")
+    parser.add_argument("--peers", type=Path)
     given = parser.parse_args()
     only = given.only.split(",")
-    bench = Bench(given.out)
+    bench = Bench(given.out, json.loads(given.peers.read_text()) if given.peers else [])
     bench.note(kind="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, tolerance=tolerance.__name__)
 
     def left() -> bool:
@@ -267,14 +492,43 @@ def main() -> None:
         guarded(bench, check)
     if "host" in only:
         guarded(bench, host)
+    if "append" in only:
+        guarded(bench, appending)
+    if "grid" in only:
+        for page in PAGES:
+            for b, s in SHAPES:
+                if left():
+                    bench.cell("decode", Cell(b, s, 32, 8, page), others=b * s <= 1 << 17)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
-        bench.compile(cells)
+        bench.compile(cells, tunings())
         for cell in cells:
             if left():
-                bench.sweep(cell)
+                bench.sweep("sweep", cell, tunings())
+    if "merge" in only:
+        bench.compile(MERGED[:1], merges())
+        for cell in MERGED:
+            if left():
+                bench.sweep("merge", cell, merges())
+    if "fp8" in only and left():
+        guarded(bench, eight_bits)
+    if "latent" in only and left():
+        guarded(bench, latent)
     if "features" in only and left():
         guarded(bench, features)
+    if "ragged" in only and left():
+        ragged(bench)
+    if "grid" in only:
+        rest = [Cell(b, s, 32, 8, page, 4) for page in (64, 0) for b, s in SHAPES]
+        rest += [Cell(b, s, *heads, page) for heads in HEADS[1:] for page in (64, 0) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
+        rest += [Cell(b, s, 32, 8, page) for page in PAGES for b, s in MORE]
+        rest += [
+            Cell(b, s, *heads, page, 1) for heads in HEADS[1:] for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL
+        ]
+        rest += [Cell(b, s, *heads, page, 4) for heads in HEADS for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
+        for cell in rest:
+            if left():
+                bench.cell("decode", cell)
 
 
 if __name__ == "__main__":

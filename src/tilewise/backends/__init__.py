@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tilewise.problem import Call, DecodeCall, Gradients, Problem
+from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 
 class Repeat(Protocol):
@@ -67,7 +67,8 @@ class Backend(Protocol):
         raise NotImplementedError
 
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own.
+        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own, or queries that
+        are yet to be rotated have to be so first.
 
         O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
         A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
@@ -78,6 +79,17 @@ class Backend(Protocol):
     def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
         """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
         runtime/decode_repeats.py); None where there is none.
+        """
+        return None
+
+    def why_not_decode(self, problem: Problem) -> list[str]:
+        """As `why_not`, for `decode`, of which a backend may cover more."""
+        return self.why_not(problem)
+
+    def append(self, call: AppendCall) -> Tensor | None:
+        """Write new keys and values into a cache, and nothing where they have no place there; None, and nothing written, where torch has to do it.
+
+        Returns (batch,) int32: the tokens that each sequence then has, `cache_seqlens` and its new ones, whether they had a place or not.
         """
         return None
 

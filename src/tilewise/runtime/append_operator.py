@@ -4,6 +4,7 @@ It writes the caches and nothing else. On the CPU it checks values first, and wr
 that have no place (beyond the capacity, on a page that does not exist) are not written.
 """
 
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,10 +12,14 @@ import torch
 from torch import Tensor
 
 from tilewise import errors
+from tilewise.backends import Backend
+from tilewise.masks import Full
+from tilewise.problem import AppendCall, Call
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
 from tilewise.runtime import plain
+from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "append is for inference and has no gradient"
 
@@ -44,8 +49,11 @@ SCHEMA = (
 )
 
 
-def run(given: Operands) -> None:
-    """At once where nobody but the caller takes part, which saves the operator's time, else by the operator."""
+def run(given: Operands) -> Tensor | None:
+    """At once where nobody but the caller takes part, which saves the operator's time, else by the operator.
+
+    Returns (batch,) int32, the tokens that each sequence then has, where that is known without another launch.
+    """
     if ops.traced():
         operator(*given)
     elif plain.watched(given[:TENSORS]):
@@ -61,7 +69,8 @@ def run(given: Operands) -> None:
                 raise errors.ShapeError(f"{name} is a view that means the negatives of what it holds; append to {name}.resolve_neg()")
         operator(*given)
     else:
-        _append(given)
+        return _append(given)
+    return None
 
 
 def _kernel(*operands) -> None:
@@ -71,13 +80,20 @@ def _kernel(*operands) -> None:
 
 
 @torch.no_grad()
-def _append(given: Operands) -> None:
+def _append(given: Operands) -> Tensor | None:
+    """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
+    if given.rotary_cos is not None and given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0:  # which it is where there is no memory
+        raise errors.ShapeError(
+            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
+        )
     if check:
         _check(given)
     if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:
-        return
+        return None
+    if k.is_cuda and (ends := _by_backend(given)) is not None:
+        return ends
     owner, place = _tokens(given)
     lengths = given.cache_seqlens.to(torch.int64)
     position = lengths[owner] + place
@@ -90,6 +106,19 @@ def _append(given: Operands) -> None:
         slots, k, v = _with_a_place(given, owner, position, k, v)
     given.k_cache.index_put_(slots, k)
     given.v_cache.index_put_(slots, v)
+    return None
+
+
+def _by_backend(given: Operands) -> Tensor | None:
+    call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
+    return _backend(given.k.device).append(call)
+
+
+@cache
+def _backend(device: torch.device) -> Backend:
+    """That which computes attention there; what it appends is not bound to what it attends."""
+    plain = torch.empty((1, 0, 1, 64), dtype=torch.bfloat16, device=device)
+    return choose(Call(q=plain, k=plain, v=plain, mask=Full(), scale=1.0).problem)
 
 
 operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")

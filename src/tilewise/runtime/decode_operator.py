@@ -4,6 +4,7 @@ As in operator.py, an operator receives what a graph can hold, the mask as text.
 whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from tilewise import errors, masks, tangents
 from tilewise.backends import Backend
 from tilewise.backends.sequences import one_by_one
-from tilewise.problem import Call, DecodeCall
+from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
@@ -21,7 +22,6 @@ from tilewise.runtime import plain, vmaps
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "decode is for inference and has no gradient"
-INT32 = 2**31 - 1
 
 
 class Operands(NamedTuple):
@@ -100,7 +100,11 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     if call.seqlens.shape[0] == 0:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)
-    found = backend.decode(call) if goes_whole(call) else None
+    covered = goes_whole(call)
+    found = backend.decode(call) if covered else None
+    if found is None and call.rotary is not None:
+        call = _rotated(call)
+        found = backend.decode(call) if covered else None
     o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
@@ -169,7 +173,7 @@ def backend_of(call: DecodeCall, name: str | None) -> Backend:
     """What is asked for by name, or chosen, as for the same tensors in `attention`."""
     q = call.q if call.cu_seqlens_q is None else call.q[None]
     others = {"mask": call.mask, "scale": call.scale, "softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "sink": call.sink}
-    return choose(Call(q=q, k=_like(call.k_cache, q), v=_like(call.v_cache, q), **others).problem, name)
+    return choose(Call(q=q, k=_like(call.k_cache, q), v=_like(call.v_cache, q), **others).problem, name, decodes=True)
 
 
 def goes_whole(call: DecodeCall) -> bool:
@@ -179,25 +183,25 @@ def goes_whole(call: DecodeCall) -> bool:
 
 def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
     """The call as backends take it. Nothing is read on the host but what a dense mask holds."""
-    q, device = given.q, given.q.device
+    q, device, rotary = given.q, given.q.device, None
     capacity = values.capacity_of(given.k_cache, given.page_table)
     if given.cache_seqlens is None:
         length = capacity if given.length is None else min(max(given.length, 0), capacity)
         seqlens = torch.full((_batch(given),), length, dtype=torch.int32, device=device)
     else:
-        seqlens = _int32(given.cache_seqlens)
+        seqlens = given.cache_seqlens
     if given.rotary_cos is not None and given.rotary_sin is not None:
-        q = rotated(q, given.rotary_cos, given.rotary_sin, _positions(q, seqlens, given.cu_seqlens_q), interleaved=given.interleaved)
+        rotary = Rotary(given.rotary_cos, given.rotary_sin, given.interleaved)
     return DecodeCall(
         q=q,
         k_cache=given.k_cache,
         v_cache=given.v_cache,
         seqlens=seqlens,
-        page_table=_int32(given.page_table),
-        cu_seqlens_q=_int32(given.cu_seqlens_q),
+        page_table=given.page_table,
+        cu_seqlens_q=given.cu_seqlens_q,
         max_seqlen_q=q.shape[0 if given.cu_seqlens_q is not None else 1] if most_queries is None else most_queries,
-        cache_batch_idx=_int32(given.cache_batch_idx),
-        leftpad=_int32(given.leftpad),
+        cache_batch_idx=given.cache_batch_idx,
+        leftpad=given.leftpad,
         tree=given.tree,
         shared_prefix=min(given.shared_prefix, capacity),
         split=given.split,
@@ -206,14 +210,16 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
         softcap=given.softcap,
         alibi_slopes=given.alibi_slopes,
         sink=given.sink,
+        rotary=rotary,
         k_scale=given.k_scale,
         v_scale=given.v_scale,
     )
 
 
-def _int32(x: Tensor | None) -> Tensor | None:
-    """x in int32; what does not fit stays as far out of every range."""
-    return x if x is None or x.dtype == torch.int32 else x.clamp(-INT32, INT32).to(torch.int32)
+def _rotated(call: DecodeCall) -> DecodeCall:
+    """The call with its queries rotated."""
+    positions = _positions(call.q, call.seqlens, call.cu_seqlens_q)
+    return replace(call, q=rotated(call.q, *call.rotary[:2], positions, interleaved=call.rotary.interleaved), rotary=None)
 
 
 def _positions(q: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

@@ -29,35 +29,36 @@ def named(name: str) -> Backend:
 
 
 @cache
-def reasons(problem: Problem) -> dict[str, list[str]]:
-    """For every backend the sentences that say why it cannot run `problem`; an empty list where it can."""
-    return {backend.name: _why_not(backend, problem) for backend in backends()}
+def reasons(problem: Problem, decodes: bool = False) -> dict[str, list[str]]:
+    """For every backend the sentences that say why it cannot run `problem`, or what decodes; an empty list where it can."""
+    return {backend.name: _why_not(backend, problem, decodes) for backend in backends()}
 
 
-def _why_not(backend: Backend, problem: Problem) -> list[str]:
+def _why_not(backend: Backend, problem: Problem, decodes: bool) -> list[str]:
     lacks = ["it keeps no largest scores (return_max_logits)"] if problem.row_max and not backend.keeps_row_max else []
     if problem.eight_bits and not backend.eight_bits:
         lacks.append(f"it does not multiply in 8 bits ({f'precision={problem.precision!r}' if problem.precision else problem.dtype})")
-    return [*backend.why_not(problem), *lacks]
+    return [*(backend.why_not_decode if decodes else backend.why_not)(problem), *lacks]
 
 
 @cache
-def choose(problem: Problem, name: str | None = None) -> Backend:
-    """The backend that runs `problem`: the one asked for, or the first that can.
+def choose(problem: Problem, name: str | None = None, decodes: bool = False) -> Backend:
+    """The backend that runs `problem`: the one asked for, or the first that can. decodes: by `decode`.
 
     Raises:
         ValueError: no backend is called `name`.
         UnsupportedError: the backend asked for, or every backend, cannot run it; the message holds each one's reasons.
     """
+    found = reasons(problem, decodes)
     if name is not None:
         backend = named(name)
-        if why_not := reasons(problem)[name]:
-            able = [other for other, why in reasons(problem).items() if not why]
+        if why_not := found[name]:
+            able = [other for other, why in found.items() if not why]
             way_out = f"backend={able[0]!r} or backend=None can run it" if able else "no other backend can run it either"
             raise UnsupportedError(f"backend {name!r} cannot run this problem: {'; '.join(why_not)}. {way_out}.")
         return backend
     for backend in backends():
-        if not reasons(problem)[backend.name] and backend.name not in CHOSEN_ONLY_BY_NAME:
+        if not found[backend.name] and backend.name not in CHOSEN_ONLY_BY_NAME:
             return backend
-    listing = "; ".join(f"{other}: {', '.join(why) or 'runs only when asked for by name'}" for other, why in reasons(problem).items())
+    listing = "; ".join(f"{other}: {', '.join(why) or 'runs only when asked for by name'}" for other, why in found.items())
     raise UnsupportedError(f"no backend can run this problem ({problem}). {listing}.")

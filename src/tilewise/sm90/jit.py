@@ -121,6 +121,13 @@ def size():
     return cute.sym_int()
 
 
+def scattered(dtype, *sizes):
+    """A tensor of any strides, which may be 0."""
+    from tilewise.sm90.dsl import cute, make_fake_tensor
+
+    return make_fake_tensor(dtype, sizes, tuple(cute.sym_int64() for _ in sizes), assumed_align=dtype.width // 8)
+
+
 def tensor(dtype, *sizes, aligned: bool = True):
     """A tensor whose last dimension is contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
     from tilewise.sm90.dsl import cute, make_fake_tensor

@@ -18,6 +18,7 @@ from kernel_facts import Facts, inspector
 from kernel_inventory import (
     APART,
     APART_TOO,
+    APPEND,
     BACKWARD_CHANGED,
     BACKWARD_CHANGED_TOO,
     BIAS_GRADIENTS,
@@ -46,6 +47,7 @@ from kernel_inventory import (
     few_keys,
     heads_apart,
     many_keys,
+    of_append,
     of_backward,
     of_bias,
     of_decode,
@@ -187,14 +189,22 @@ def test_intervals_of_documents(inspect):
 
 @pytest.mark.parametrize(("dims", "page_size", "changes"), DECODE + slow(DECODE_TOO), ids=str)
 def test_decode(dims, page_size, changes, inspect):
-    """Both products once, in one loop; pages that the copy engine cannot fetch are loaded by threads."""
+    """Both products once, in one loop, of a latent cache the second once for each half of O; small pages are loaded by threads."""
     kernel = of_decode(dims, page_size, changes)
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_descriptors(found)
-    assert found.counts["gsb0"] == found.counts["ARRIVE"] == found.counts["DEPBAR 0"] == 2
-    assert found.counts["HGMMA"] == config.head_dim // 16 + config.tile_n // 16
+    halves = 2 if config.latent else 1  # of O; and Q K^T of a latent tile is issued in two parts
+    assert found.counts["gsb0"] == found.counts["ARRIVE"] == 2 * halves and found.counts["DEPBAR 0"] == 1 + halves
+    assert found.counts["HGMMA"] == config.head_dim // 16 + halves * config.tile_n // 16
     assert (found.counts["UTMALDG"] == 0) == config.gathers
+
+
+@pytest.mark.parametrize("changes", APPEND, ids=str)
+def test_append(changes, inspect):
+    found = inspect(of_append(changes))
+    check_nothing_spills(found)
+    assert found.counts["HGMMA"] == 0
 
 
 def check_shipped(kernel: Kernel, inspect):

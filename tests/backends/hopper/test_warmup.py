@@ -12,6 +12,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
+from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import config as decode_config
 from tilewise.backends.hopper.forward import config
@@ -83,7 +84,7 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
 
 
 def test_kernels_that_decode():
-    """They are what calls of every size and page ask for, each once, whatever the mask."""
+    """They are what calls of every size and page ask for, each once, whatever the mask; and what appends for them."""
     masks = (Full(), Causal(), SlidingWindow(9, 0), PrefixLM(3))
     found = warmup.of_decode(warmup.Cell(*dims, BF16, mask) for dims in ((64, 40), (128, 128), (256, 256)) for mask in masks)
     for dims, page, length in itertools.product(((64, 64), (128, 128), (256, 256)), (0, 16, 64, 256), (9, 1 << 14)):
@@ -91,10 +92,11 @@ def test_kernels_that_decode():
         (kernel,) = decoding.kernels(call)
         assert warmup.Kernel(*kernel) in found
     shipped = {each for dims in ((64, 64), (128, 128), (256, 256)) for each in decode_config.shipped(BF16, *dims)}
+    shipped |= {config for _, _, config in append_call.shipped(BF16)}
     assert (
         len(found) == len(shipped)
         and {kernel.config for kernel in found} == shipped
-        and {warmup.describe(each)[0] for each in found} == {"decode"}
+        and {warmup.describe(each)[0] for each in found} == {"decode", "append"}
     )
     assert not warmup.of_decode([CELL._replace(mask=PrefixLM(3)), CELL._replace(extras=("bias",)), CELL._replace(head_dim=300)])
     (changed, *_) = warmup.of_decode([CELL._replace(extras=("softcap", "sink"))])
@@ -161,7 +163,7 @@ def test_the_command_lists_and_clears(kept, exported, capsys):
     cells = [warmup.Cell(*dims, BF16, mask) for dims in ((64, 64), (192, 128)) for mask in (Full(), Causal(), SlidingWindow(1, 0))]
     assert (
         said.count("forward") == len(warmup.kernels(cells))
-        and said.count("decode") == len(warmup.of_decode(cells)) > 9
+        and said.count("decode") + said.count("append") == len(warmup.of_decode(cells)) > 9
         and "192/128" in said
         and not cache.entries()
     )

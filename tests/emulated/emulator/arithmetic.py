@@ -14,9 +14,9 @@ def lanes_of(m):
 
 
 def high(a, b):
-    """The upper half of 32-bit numbers' product."""
-    wide = i8 if a.dtype == i4 else u8
-    return (a.astype(wide) * b.astype(wide) >> 32).astype(a.dtype)
+    """The upper half of a product."""
+    wide = {2: (np.uint32, np.int32), 4: (np.uint64, np.int64)}[a.dtype.itemsize][a.dtype.kind == "i"]
+    return (a.astype(wide) * b.astype(wide) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
 
 
 def fma(a, b, c):

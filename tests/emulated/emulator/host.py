@@ -117,7 +117,7 @@ class Host:
         self._function = getattr(self._stand_in, f"__tvm_ffi_{cache.FUNCTION}")
 
     def __call__(self, run: Callable[[Grid], None], *arguments) -> None:
-        """Raises what `run` raises, or RuntimeError with what the launch function says about its arguments."""
+        """Raises what `run` raises, ValueError for arguments that the launch function refuses, or RuntimeError with what else it says."""
         kept, values = [], (Given * len(arguments))()
         for value, argument in zip(values, arguments, strict=True):
             _fill(value, argument, kept)
@@ -138,7 +138,8 @@ class Host:
         if failures:
             raise failures[0]
         if failed:
-            raise RuntimeError(self._said())
+            said = self._said()
+            raise (ValueError if said.startswith("ValueError") else RuntimeError)(said)
 
     def _said(self) -> str:
         """The last error."""

@@ -158,7 +158,10 @@ class Translation:
 
     def of_cvt(self, d, a, b=None):
         to, source = self.parts[-2:]
-        if to in ("bf16x2", "f16x2"):
+        if (to, source) == ("f16x2", "e4m3x2"):
+            low, high = (f"E4M3[({self.value(a, 'u2')} >> {shift} & 255).astype(np.intp)].astype('f2').view('u2')" for shift in (0, 8))
+            yield self.put(d, f"pair({low}, {high})", "u4")
+        elif to in ("bf16x2", "f16x2"):
             high, low = (f"{to[:-2]}({self.value(x, 'f4')})" for x in (a, b))
             yield self.put(d, f"pair({low}, {high})", "u4")
         elif to == "e4m3x2" and source == "f32" and "satfinite" in self.parts:

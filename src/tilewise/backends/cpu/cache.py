@@ -23,13 +23,15 @@ MANY_QUERIES = (
 
 
 def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor] | None:
-    """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head, and for caches of 8 bits.
+    """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head, for caches of 8 bits, and where
+    queries are yet to be rotated.
 
     Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values:
     what lies beyond a sequence's length, or on a page that it does not reach, is never read.
     """
-    if call.mask.kind == "bitmap" or call.mask.extent != (1, 1) or call.k_cache.dtype != call.q.dtype:
+    if call.mask.kind == "bitmap" or call.mask.extent != (1, 1) or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
         return None
+    call = call.in_int32()
     q, k_cache, v_cache = rows(call.q), rows(call.k_cache), rows(call.v_cache)
     packed = call.cu_seqlens_q is not None
     if call.tree is None and not packed and q.shape[1] > MANY_QUERIES:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends import Backend
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.forward import call as forward
@@ -20,7 +21,7 @@ from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
 from tilewise.masks import Unread
-from tilewise.problem import Call, DecodeCall, Gradients, Problem
+from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import helpers, jit, prebuilt
 
 __all__ = ["Hopper"]
@@ -38,6 +39,13 @@ class Hopper(Backend):
             return wrong
         if missing := jit.why_no_compiler():
             return _why_not_prebuilt(problem, missing) or prebuilt.why_no_gpu(problem.capability)
+        return jit.why_not_here(problem.capability)
+
+    def why_not_decode(self, problem: Problem) -> list[str]:
+        if not coverage.latent(problem):
+            return self.why_not(problem)
+        if jit.why_no_compiler():
+            return prebuilt.why_no_gpu(problem.capability)  # what prebuilt kernels there are, `decode` knows
         return jit.why_not_here(problem.capability)
 
     def tile(self, call: Call) -> tuple[int, int]:
@@ -94,7 +102,14 @@ class Hopper(Backend):
 
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
         """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
-        return decoding.decode(call, decode.decoder)
+        found = decoding.decode(call, decode.decoder)
+        if found is None and (narrow := call.in_int32()) is not call:  # for which there may be a prebuilt kernel
+            found = decoding.decode(narrow, decode.decoder)
+        return found
+
+    def append(self, call: AppendCall) -> Tensor | None:
+        """By one launch; None where the kernel does not cover the call."""
+        return append_call.append(call)
 
     def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
         return decoding.known(call, decode.decoder)

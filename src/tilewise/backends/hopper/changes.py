@@ -156,4 +156,4 @@ def dsl(dtype: torch.dtype):
     """torch's dtype as the DSL calls it."""
     from tilewise.sm90 import dsl as names
 
-    return {torch.bfloat16: names.BFloat16, torch.float16: names.Float16, torch.float32: names.Float32}[dtype]
+    return {torch.bfloat16: names.BFloat16, torch.float16: names.Float16, torch.float32: names.Float32, torch.int8: names.Int8}[dtype]

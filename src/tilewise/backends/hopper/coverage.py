@@ -7,6 +7,7 @@ import torch
 from tilewise.backends.hopper import entries, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.decode import call as decode
+from tilewise.backends.hopper.decode.config import latent_dims
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
@@ -23,10 +24,17 @@ def refused(problem: Problem) -> list[str]:
         wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
     dims = problem.head_dim, problem.head_dim_v
     if tile_dims(*dims) is None:
-        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
+        others = f", except to decode with v_cache = k_cache[..., :{dims[1]}]" if latent(problem) else ""
+        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}{others}")
     if problem.grad:
         wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
     return wrong
+
+
+def latent(problem: Problem) -> bool:
+    """Whether only decode covers the problem, of caches whose values are the first columns of their keys."""
+    alike = problem.device == "cuda" and problem.dtype in (torch.bfloat16, torch.float16) and not problem.mixed
+    return alike and latent_dims(problem.head_dim, problem.head_dim_v) is not None
 
 
 def launched(call: Call) -> Call:

@@ -10,9 +10,14 @@ from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat
 from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, TILES, configure
 from tilewise.masks import Causal, PrefixLM, SlidingWindow
+from tilewise.problem import Rotary
 from tilewise.sm90 import jit, prebuilt
 
 CALL = made(DecodeCase(lengths=(5, 9)))
+
+
+def rotary(positions: int, half: int, interleaved: bool = False, dtype: torch.dtype = torch.float32) -> Rotary:
+    return Rotary(*torch.zeros(2, positions, half, dtype=dtype), interleaved)
 
 
 @pytest.mark.parametrize(
@@ -20,15 +25,24 @@ CALL = made(DecodeCase(lengths=(5, 9)))
     [
         (
             {"q": CALL.q.float()},
-            "it computes bf16 and fp16, the same for q and the caches, not torch.float32, torch.bfloat16 and torch.bfloat16",
+            "it computes bf16 and fp16, and takes caches of q's dtype or of 8 bits, not torch.float32, torch.bfloat16 and torch.bfloat16",
         ),
         ({"v_cache": CALL.v_cache.half()}, "not torch.bfloat16, torch.bfloat16 and torch.float16"),
+        ({"k_cache": CALL.k_cache.to(torch.int8)}, "not torch.bfloat16, torch.int8 and torch.bfloat16"),
+        (
+            {"q": CALL.q[..., :40], "k_cache": CALL.k_cache[..., :40].to(torch.int8), "v_cache": CALL.v_cache.to(torch.float8_e4m3fn)},
+            "multiples of 16, not 40 and 64",
+        ),
         ({"q": CALL.q[..., :60], "k_cache": CALL.k_cache[..., :60]}, "multiples of 8, not 60 and 64"),
         ({"v_cache": CALL.v_cache.repeat(1, 1, 1, 5)}, "up to 256 that are multiples of 8, not 64 and 320"),
         ({"mask": PrefixLM(3)}, "it takes masks of one band on the bottom right diagonal, not PrefixLM(3)"),
         ({"scale": -1.0}, "it takes a positive scale, not -1.0"),
         ({"split": 0}, "it takes a split of at least 1 key, not 0"),
         ({"q": CALL.q[:, :0]}, "there is nothing to read"),
+        ({"rotary": rotary(9, 12)}, "it rotates pairs in multiples of 8, not 12, at 1 position or more, not 9"),
+        ({"rotary": rotary(0, 12, True)}, "it rotates pairs in multiples of 4, not 12, at 1 position or more, not 0"),
+        ({"rotary": rotary(9, 16, dtype=torch.float64)}, "of one dtype, bf16, fp16 or fp32, not torch.float64 and torch.float64"),
+        ({"rotary": rotary(9, 16), "shared_prefix": 1 << 20}, "it rotates no queries with a common prefix"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
@@ -44,6 +58,34 @@ def test_stages_are_what_memory_wants(dims):
         config = configure(torch.bfloat16, *dims, page_size, few)
         stage = 2 * config.tile_n * sum(dims)
         assert (config.kv_stages + 1) * stage > IN_FLIGHT and (config.kv_stages == 2 or config.kv_stages * stage <= IN_FLIGHT)
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("page_size", [None, 4, 16])
+def test_stages_of_eight_bits(dims, page_size):
+    """As many bytes are asked for as of 16 bits; all fits into a multiprocessor's shared memory."""
+    config = configure(torch.bfloat16, *dims, page_size, cached=(torch.float8_e4m3fn, torch.int8))
+    tile = config.tile_n * sum(dims)
+    assert config.kv_stages == 2 and config.load_stages * tile <= IN_FLIGHT < (config.load_stages + 1) * tile
+    assert (2 * config.kv_stages + config.load_stages) * tile + 4096 <= 227 * 1024
+    assert sum(config.registers) == 3 * 168 and all(x % 8 == 0 for x in config.registers)
+
+
+def test_scales_are_spread_over_sequences_and_heads():
+    eight = CALL.k_cache.to(torch.float8_e4m3fn)
+    for scale, kind, shape in (
+        (None, "", None),
+        (torch.ones(()), "head", (2, 2)),
+        (torch.ones(2), "head", (2, 2)),
+        (torch.ones(2, 2), "head", (2, 2)),
+        (torch.ones(eight.shape[:3]), "token", eight.shape[:3]),
+    ):
+        call = replace(CALL, k_cache=eight, v_cache=eight, k_scale=scale)
+        assert decoding.config_of(call).scales == (kind, "")
+        found, none = repeat.scales_of(call)
+        assert none is None and (found is None if shape is None else found.shape == shape)
+    by_sequence = replace(made(DecodeCase(lengths=(200, 200, 200), prefix=128)), k_scale=torch.ones(3, 2))
+    assert not prefix.pays(by_sequence)
 
 
 def test_tiles_are_small_where_keys_are_few():
@@ -77,6 +119,8 @@ def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 2 * 128 * 2 * (64 + 64) * 2)
     assert prefix.pays(call)
     assert not prefix.pays(replace(call, shared_prefix=127))
+    eight = {name: getattr(call, name).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    assert not prefix.pays(replace(call, **eight))  # half as many bytes
     for changes in (
         {"alibi_slopes": torch.ones(1, 4)},
         {"leftpad": torch.zeros(3, dtype=torch.int32)},
@@ -90,3 +134,23 @@ def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
 )
 def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
     assert decoding.columns(heads_k, 132) == columns
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "dims", "least"),
+    [
+        ((4, 4), 1, (64, 64), 1),
+        ((32, 1), 1, (128, 128), 2),
+        ((32, 1), 1, (128, 64), 1),
+        ((32, 8), 8, (128, 128), 2),
+        ((40, 1), 9, (256, 256), 8),
+    ],
+)
+def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch):
+    """So many tiles each block has that has any; with a fixed split it makes no difference to pieces."""
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    call = made(DecodeCase(lengths=(300,), heads=heads, queries=queries, dims=dims))
+    config = decoding.config_of(call)
+    assert decoding._need(call, config).least == least
+    assert decoding._need(call, config, decoding.Cut(numbers=1 << 20)).least == 1
+    assert decoding._need(replace(call, split=64), config).least == 1

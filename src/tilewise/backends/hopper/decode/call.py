@@ -1,39 +1,57 @@
 """Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes
-from tilewise.backends.hopper.decode import prefix, workspace
-from tilewise.backends.hopper.decode.config import TILE_M, TILES, Config, configure, tile_dims
+from tilewise.backends.hopper.decode import append_call, prefix, workspace
+from tilewise.backends.hopper.decode.append_call import TABLES
+from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, lengths_of
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, in_bits, latent, lengths_of, scales_of, tables_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
+from tilewise.errors import EIGHT_BITS
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt
 
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+LATENT = "tilewise.backends.hopper.decode.latent:launch"
 MOST_BYTES = 1 << 30  # of pieces, with a split
-ALIGNED = True  # whether thread blocks side by side read the key heads of the same tokens
 IDLE = 20  # of so many multiprocessors one may be idle for that
+
+
+class Cut(NamedTuple):
+    """How a launch's work is divided among thread blocks."""
+
+    aligned: bool = True  # blocks side by side read the key heads of the same tokens
+    numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
+
+
+USUAL = Cut()
+LATENT_TIMES = 4  # as many of a latent cache, whose tiles take twice as long, and whose pieces twice as many threads add up
 
 
 def why_not(call: DecodeCall) -> list[str]:
     """Sentences that say why the kernel does not cover the call; empty where it does."""
-    dtype, dims = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1])
-    wrong = []
-    if dtype not in (torch.bfloat16, torch.float16) or {call.k_cache.dtype, call.v_cache.dtype} != {dtype}:
+    dtype, dims, wrong = call.q.dtype, (call.q.shape[-1], call.v_cache.shape[-1]), []
+    cached, multiple = {call.k_cache.dtype, call.v_cache.dtype}, jit.BYTES // call.k_cache.itemsize
+    if dtype not in (torch.bfloat16, torch.float16) or not (cached == {dtype} or cached <= set(EIGHT_BITS)):
         wrong.append(
-            f"it computes bf16 and fp16, the same for q and the caches, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
+            f"it computes bf16 and fp16, and takes caches of q's dtype or of 8 bits, not {dtype}, {call.k_cache.dtype} and {call.v_cache.dtype}"
         )
-    elif tile_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims):
-        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of 8, not {dims[0]} and {dims[1]}")
+    elif cached == {dtype} and latent_dims(*dims) and not any(dim % multiple for dim in dims):
+        wrong += _why_not_latent(call)
+    elif tile_dims(*dims) is None or any(dim % multiple for dim in dims):
+        wrong.append(
+            f"it takes head_dim and head_dim_v up to {max(TILES)[0]} that are multiples of {multiple}, not {dims[0]} and {dims[1]}"
+        )
     if window_of(call.mask) is None:
         wrong.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
     if call.scale <= 0.0:
@@ -42,6 +60,8 @@ def why_not(call: DecodeCall) -> list[str]:
         wrong.append("it takes cache_batch_idx or page_table, not both")
     if call.split is not None and call.split < 1:
         wrong.append(f"it takes a split of at least 1 key, not {call.split}")
+    if call.rotary is not None:
+        wrong += _why_not_rotary(call)
     if 0 in call.k_cache.shape or call.q.numel() == 0:
         wrong.append("there is nothing to read")
     if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
@@ -52,31 +72,54 @@ def why_not(call: DecodeCall) -> list[str]:
     return wrong
 
 
-def decode(call: DecodeCall, aligned: bool = ALIGNED, **tuning) -> tuple[Tensor, Tensor] | None:
+def _why_not_latent(call: DecodeCall) -> list[str]:
+    dim, dim_v, wrong = call.k_cache.shape[3], call.v_cache.shape[3], []
+    if not latent(call):
+        wrong.append(f"with head_dim {dim} v_cache has to be a view of the same memory, k_cache[..., :{dim_v}]")
+    if call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX:
+        wrong.append(f"with head_dim {dim} it takes pages of a multiple of {LEAST_BOX} tokens, not of {call.k_cache.shape[1]}")
+    if call.rotary is not None:
+        wrong.append(f"it rotates no queries of head_dim {dim}")
+    return wrong
+
+
+def _why_not_rotary(call: DecodeCall) -> list[str]:
+    cos, sin, interleaved = call.rotary
+    multiple, wrong = (4 if interleaved else 8), []
+    if cos.shape[1] % multiple or 0 in cos.shape:
+        wrong.append(f"it rotates pairs in multiples of {multiple}, not {cos.shape[1]}, at 1 position or more, not {cos.shape[0]}")
+    if cos.dtype != sin.dtype or cos.dtype not in TABLES:
+        wrong.append(f"it takes rotary tables of one dtype, bf16, fp16 or fp32, not {cos.dtype} and {sin.dtype}")
+    if prefix.pays(call):
+        wrong.append("it rotates no queries with a common prefix")
+    return wrong
+
+
+def decode(call: DecodeCall, cut: Cut = USUAL, **tuning) -> tuple[Tensor, Tensor] | None:
     """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32; None where the kernel does not cover the call.
 
-    aligned: as ALIGNED; tuning: fields of `Config` in place of the usual.
+    tuning: fields of `Config` in place of the usual.
     """
     if why_not(call):
         return None
     with torch.cuda.device(call.q.device):
         if prefix.pays(call):
             first = prefix.of(call)
-            found = _compute(first, config_of(first, out=torch.float32, **tuning), aligned)
-            return _compute(call, config_of(call, onto=True, **tuning), aligned, prefix.prior(call, *found))
-        return _compute(call, config_of(call, **tuning), aligned)
+            found = _compute(first, config_of(first, out=torch.float32, **tuning), cut)
+            return _compute(call, config_of(call, onto=True, **tuning), cut, prefix.prior(call, *found))
+        return _compute(call, config_of(call, **tuning), cut)
 
 
-def _compute(call: DecodeCall, config: Config, aligned: bool, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
+def _compute(call: DecodeCall, config: Config, cut: Cut, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
     o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=config.out or call.q.dtype, device=call.q.device)
     heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
     shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    tensors = [jit.aligned(call.q), jit.readable(call.k_cache), jit.readable(call.v_cache), o, lse]
-    if ragged:
-        tensors = [x.unsqueeze(0) if i in (0, 3, 4) else x for i, x in enumerate(tensors)]
+    q, caches = jit.aligned(call.q), (jit.readable(in_bits(x)) for x in (call.k_cache, call.v_cache))
+    beside = tables_of(call) and Tables(*map(jit.rows, tables_of(call))), *scales_of(call)
+    tensors = Tensors(q[None], *caches, o[None], lse[None], *beside) if ragged else Tensors(q, *caches, o, lse, *beside)
     window, changed = _numbers(call, config)
-    jit.compiled(LAUNCH, arguments, config)(Tensors(*tensors), lengths_of(call), _work(call, config, aligned), window, prior, changed)
+    jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, cut), window, prior, changed)
     return o, lse
 
 
@@ -91,7 +134,7 @@ def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
 
 
 def _decoder(call: DecodeCall, config: Config) -> Decoder:
-    kernel = jit.compiled(LAUNCH, arguments, config)
+    kernel = jit.compiled(launch_of(config), arguments, config)
     return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
 
 
@@ -111,52 +154,66 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         leftpad=call.leftpad is not None,
         tree=call.tree is not None,
         split=call.split is not None,
+        cached=None if call.k_cache.dtype == call.q.dtype else (call.k_cache.dtype, call.v_cache.dtype),
+        scales=tuple("" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)),
+        wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
+        rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
         **tuning,
     )
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
-    """What `jit.compiled` takes, for calls with such heads; none where no tile holds them. changes: fields of `Config` that are True."""
-    if tile_dims(head_dim, head_dim_v) is None:
+    """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
+    True.
+    """
+    dims = head_dim, head_dim_v
+    if tile_dims(*dims) is None and (latent_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims)):
         return []
-    return [(LAUNCH, arguments, each) for each in shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))]
+    configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
+    return [*((launch_of(each), arguments, each) for each in configs), *append_call.shipped(dtype)]
 
 
 def kernels(call: DecodeCall) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
+    configs = [config_of(call)]
     if prefix.pays(call):
-        return [(LAUNCH, arguments, config_of(prefix.of(call), out=torch.float32)), (LAUNCH, arguments, config_of(call, onto=True))]
-    return [(LAUNCH, arguments, config_of(call))]
+        configs = [config_of(prefix.of(call), out=torch.float32), config_of(call, onto=True)]
+    return [(launch_of(config), arguments, config) for config in configs]
+
+
+def launch_of(config: Config) -> str:
+    return LATENT if config.latent else LAUNCH
 
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32, cutlass
+    from tilewise.sm90.dsl import Float32, Int8, Int32, Int64, cutlass
 
     dtype = changes.dsl(config.dtype)
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
     slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
-    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(dtype, entries, capacity, heads_k, dim)
+    stored = Int8 if config.widens else dtype
+    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(stored, entries, capacity, heads_k, dim)
     v, o = (
-        jit.tensor(dtype, entries, capacity, heads_k, dim_v),
+        jit.tensor(stored, entries, capacity, heads_k, dim_v),
         jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
     )
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
 
-    def numbers(there: bool, *sizes):
-        return jit.tensor(Int32, *sizes, aligned=False) if there else None
+    def numbers(name: str, there: bool, *sizes):
+        return jit.tensor(Int64 if name in config.wide else Int32, *sizes, aligned=False) if there else None
 
     lengths = Lengths(
-        numbers(True, sequences),
-        numbers(config.box > 0, sequences, jit.size()),
-        numbers(config.ragged, jit.size()),
-        numbers(config.entries, sequences),
-        numbers(config.leftpad, sequences),
+        numbers("seqlens", True, sequences),
+        numbers("pages", config.box > 0, sequences, jit.size()),
+        numbers("cu_seqlens_q", config.ragged, jit.size()),
+        numbers("entries", config.entries, sequences),
+        numbers("leftpad", config.leftpad, sequences),
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(5)))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(6)))
     prior = None
     if config.onto:
         like_o, like_lse = (
@@ -167,30 +224,41 @@ def arguments(config: Config) -> list:
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
-    return [Tensors(q, k, v, o, lse), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+    tables = None
+    if config.rotary:
+        rows_of_tables, pairs = jit.size(), jit.size()
+        tables = Tables(*(jit.tensor(changes.dsl(config.rotary.dtype), rows_of_tables, pairs, aligned=False) for _ in range(2)))
+    shapes = {"head": (sequences, heads_k), "token": (entries, capacity, heads_k)}
+    scales = (jit.scattered(Float32, *shapes[each]) if each else None for each in config.scales)
+    return [Tensors(q, k, v, o, lse, tables, *scales), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
 
 
-def columns(heads_k: int, blocks: int) -> int:
-    """As many columns of key heads (scheduler.py) as leave few of so many thread blocks idle."""
-    return max(n for n in range(1, heads_k + 1) if heads_k % n == 0 and blocks % n * IDLE <= blocks)
+def columns(units: int, blocks: int) -> int:
+    """As many columns of key heads, or of tiles of rows (scheduler.py), as leave few of so many thread blocks idle."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n * IDLE <= blocks)
 
 
-def _work(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Work:
-    return workspace.of(_need(call, config, aligned), call.q.device)
+def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
+    return workspace.of(_need(call, config, cut), call.q.device)
 
 
-def _need(call: DecodeCall, config: Config, aligned: bool = ALIGNED) -> Need:
+def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
-    rows, dim, heads_k = queries * (call.q.shape[-2] // call.k_cache.shape[2]), call.v_cache.shape[3], call.k_cache.shape[2]
+    dim, heads_k = call.v_cache.shape[3], call.k_cache.shape[2]
+    group = call.q.shape[-2] // heads_k
+    rows, abreast = queries * group, heads_k
     blocks = plan.num_sms(call.q.device) * config.blocks
-    side_by_side = columns(heads_k, blocks) if aligned else 1
-    cut = side_by_side, blocks // side_by_side
+    if config.latent:  # tiles of rows that every sequence has; of ragged queries it may have one
+        abreast = -(-(group if config.ragged else rows) // TILE_M)
+    side_by_side = columns(abreast, blocks) if cut.aligned else 1
+    grid, kept = (side_by_side, blocks // side_by_side), min(TILE_M, rows)
     if call.split is None:
-        return Need(*cut, 2 * blocks, 3 * blocks, min(TILE_M, rows), dim, queries)
+        numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
+        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers))
     split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     most = -(-capacity // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // TILE_M)
-    return Need(*cut, units * most, units * (1 + -(-most // config.group)), min(TILE_M, rows), dim, queries, split, most)
+    return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most)
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

@@ -3,17 +3,27 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
+WARPGROUP = 128  # threads
 TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
+
+
+class Rotary(NamedTuple):
+    """How queries are rotated on their way to registers."""
+
+    half: int  # pairs
+    interleaved: bool
+    dtype: torch.dtype  # of the tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +44,13 @@ class Config(ScoreChanges):
     onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
+    cached: tuple[torch.dtype, torch.dtype] | None = None  # of K and V, where they have 8 bits
+    scales: tuple[str, str] = ("", "")  # what has one in K's and V's cache: "head", "token", or nothing
+    raw_stages: int = 0  # of tiles in 8 bits
     sinks: bool = False
+    rotary: Rotary | None = None
+    latent: bool = False  # V is the first head_dim_v columns of K, which is read once; two warpgroups have half of O's columns each
+    wide: tuple[str, ...] = ()  # which of `operands.Lengths` are int64
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
@@ -47,9 +63,34 @@ class Config(ScoreChanges):
         return TILE_M
 
     @property
+    def threads(self) -> int:
+        """Of the warpgroups that compute."""
+        return WARPGROUP * (2 if self.latent else 1)
+
+    @property
+    def columns_of_O(self) -> int:
+        """That a warpgroup has."""
+        return self.head_dim_v // 2 if self.latent else self.head_dim_v
+
+    @property
     def gathers(self) -> bool:
         """Whether threads fetch single tokens, because pages are too small or too odd for the copy engine."""
         return self.box == 1
+
+    @property
+    def widens(self) -> bool:
+        """Whether a warpgroup makes `dtype` of the caches' 8 bits."""
+        return self.cached is not None
+
+    @property
+    def load_stages(self) -> int:
+        """Of what is loaded."""
+        return self.raw_stages if self.widens else self.kv_stages
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
+        return 248, 104, 152
 
     @property
     def loaders(self) -> int:
@@ -64,26 +105,54 @@ class Config(ScoreChanges):
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 
+# Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
+LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
+LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
+
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
+def latent_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """Likewise where V is the first columns of K; None also where a tile of K and one of V do."""
+    if tile_dims(head_dim, head_dim_v) or head_dim_v > head_dim:
+        return None
+    return next((dims for dims in sorted(LATENT_TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
     """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
+    if dims := latent_dims(head_dim, head_dim_v):
+        return _latent(dtype, dims, page_size, fields)
     dims = tile_dims(head_dim, head_dim_v)
     tile_n, blocks = fields.pop("tile_n", _tile_n(dims, few, fields)), fields.pop("blocks", 1)
-    stages = fields.pop("kv_stages", max(2, IN_FLIGHT // blocks // (2 * tile_n * sum(dims))))
+    in_flight = max(2, IN_FLIGHT // blocks // ((1 if fields.get("cached") else 2) * tile_n * sum(dims)))
+    stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
+    if fields.get("cached"):
+        fields.setdefault("raw_stages", in_flight)
+    cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
+
+
+def _latent(dtype: torch.dtype, dims: tuple[int, int], page_size: int | None, fields: dict) -> Config:
+    tile_n, stages = LATENT_TILES[dims]
+    cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
+    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], latent=True, **cut | LATENT_PIECES | fields)
+
+
+def _box(page_size: int | None, tile_n: int) -> int:
+    """`Config.box` for pages of so many tokens."""
     box = gcd(page_size, tile_n) if page_size else 0
-    box = 1 if 0 < box < LEAST_BOX else box
-    return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], tile_n=tile_n, kv_stages=stages, blocks=blocks, box=box, **fields)
+    return 1 if 0 < box < LEAST_BOX else box
 
 
 def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
     """Keys of a tile; what else takes registers leaves fewer for scores."""
-    if dims == (256, 256) and fields.get("softcap") and fields.get("alibi"):
+    crowded = ("softcap", "alibi"), ("tree", "split"), ("tree", "onto")
+    if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
         return TILES[dims] // 2
     small = few or fields.get("tree") or fields.get("onto")
     return min(TILES[dims], SMALL_TILE) if small else TILES[dims]

@@ -8,9 +8,10 @@ Predicted bottleneck: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
+from tilewise.backends.hopper.decode import loads, merge, rows, scheduler, widen
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
@@ -31,6 +32,7 @@ from tilewise.sm90.dsl import (
     cute,
     cutlass,
     pipeline,
+    range_constexpr,
     sm90,
     warpgroup,
 )
@@ -42,6 +44,15 @@ WARPS = THREADS // WARP
 class Pipes(NamedTuple):
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
+
+
+class Raw(NamedTuple):
+    """K and V in 8 bits, as they come."""
+
+    K: cute.Tensor  # (tile_n, head_dim, raw_stages)
+    V: cute.Tensor
+    scales: cute.Tensor  # (tile_n,) fp32
+    pipes: Pipes
 
 
 class Smem(NamedTuple):
@@ -68,36 +79,15 @@ class Shared(NamedTuple):
 def launch(
     tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    mQ, mK, mV, _, _ = tensors
+    mK, mV = tensors.K, tensors.V
     tokens = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mK, mV)]
     loaded = [loads.describe(x, dim, config) for x, dim in zip(tokens, (config.head_dim, config.head_dim_v), strict=True)]
-    capacity, page_size = mK.shape[1], None
-    if const_expr(config.box > 0):
-        page_size = cute.fast_divmod_create_divisor_v2(mK.shape[1])
-        capacity = capacity * lengths.pages.shape[1]
-    group = mQ.shape[2] // mK.shape[2]
-    shape = Shape(
-        batch=lengths.seqlens.shape[0],
-        queries=work.queries if config.ragged else mQ.shape[1],
-        total=mQ.shape[1],
-        by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
-        capacity=capacity,
-        heads_k=mK.shape[2],
-        heads=mK.shape[2] // work.columns,
-        group=group,
-        by_group=cute.fast_divmod_create_divisor_v2(group),
-        page_size=page_size,
-        split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
-        most_pieces=work.most_pieces,
-        window=window,
-        lengths=lengths,
-        prefix=prior.tokens if config.onto else None,
-    )
-    dtype = mK.element_type
+    shape = scheduler.shape_of(tensors, lengths, work, window, prior, config)
+    dtype = tensors.Q.element_type
     kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
         grid=(work.columns, work.blocks, 1),
-        block=(THREADS + 2 * config.loaders * WARP, 1, 1),
+        block=(3 * THREADS if config.widens else THREADS + 2 * config.loaders * WARP, 1, 1),
         min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=100 if config.blocks > 1 else None,
         stream=stream,
@@ -118,21 +108,51 @@ def kernel(
     layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
-    sm = allocate(storage, tensors.K.element_type, (layout_K, layout_V), config)
+    sm = allocate(storage, tensors.Q.element_type, (layout_K, layout_V), config)
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
     bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
     pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS) for size in bytes_of_stage))
+    raw = allocate_raw(storage, tensors.K.element_type, config) if config.widens else None
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
     warp = arch.make_warp_uniform(arch.warp_idx())
-    if warp < WARPS:
-        consume(Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes), config)
-    elif warp < WARPS + config.loaders:
-        loads.produce(load_K, tensors.K, sm.K, pipes.k, shape, warp - WARPS, 0, config.head_dim, config)
+    shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
+    if const_expr(config.widens):
+        if warp < WARPS:
+            arch.setmaxregister_increase(config.registers[0])
+            consume(attend, shared, config)
+        elif warp < 2 * WARPS:
+            arch.setmaxregister_decrease(config.registers[1])
+            load(load_K, load_V, tensors, (raw.K, raw.V), raw.pipes, shape, warp - WARPS, config)
+        else:
+            arch.setmaxregister_decrease(config.registers[2])
+            widen.widen(tensors, (raw.K, raw.V), (sm.K, sm.V_by_token), raw.pipes, pipes, raw.scales, shape, config)
+    elif warp < WARPS:
+        consume(attend, shared, config)
     else:
-        loads.produce(load_V, tensors.V, sm.V_by_token, pipes.v, shape, warp - WARPS - config.loaders, 1, config.head_dim_v, config)
+        load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, warp - WARPS, config)
+
+
+@cute.jit
+def load(
+    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, to: tuple, pipes: Pipes, shape: Shape, warp: Int32, config: Constexpr[Config]
+):  # fmt: skip
+    """By the warp-th of those that load."""
+    if warp < config.loaders:
+        loads.produce(load_K, tensors.K, to[0], pipes.k, shape, warp, 0, config.head_dim, config)
+    elif warp < 2 * config.loaders:
+        loads.produce(load_V, tensors.V, to[1], pipes.v, shape, warp - config.loaders, 1, config.head_dim_v, config)
+
+
+@cute.jit
+def allocate_raw(storage: SmemAllocator, dtype, config: Constexpr[Config]) -> Raw:
+    dims, stages = (config.head_dim, config.head_dim_v), config.raw_stages
+    layouts = [cute.make_layout((config.tile_n, dim, stages), stride=(dim, 1, config.tile_n * dim)) for dim in dims]
+    sK, sV = (storage.allocate_tensor(dtype, layout, 128) for layout in layouts)
+    scales = storage.allocate_tensor(Float32, cute.make_layout(config.tile_n), 16)
+    return Raw(sK, sV, scales, Pipes(*(tma.make_pipe(storage, stages, config.tile_n * dim, WARPS) for dim in dims)))
 
 
 @cute.jit
@@ -150,6 +170,7 @@ class Tile(NamedTuple):
     tSrK: cute.Tensor
     tOrV: cute.Tensor
     b: Int32
+    k_scale: Float32 | None  # of all keys
     Q: cute.Tensor
     P: cute.Tensor
     acc_O: cute.Tensor
@@ -161,8 +182,8 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(shared: Shared, config: Constexpr[Config]):
-    """The warpgroup: unit after unit of the block's share."""
+def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Config]):
+    """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
@@ -183,7 +204,7 @@ def consume(shared: Shared, config: Constexpr[Config]):
                 state = attend(shared, state, b, piece, sequence, config)
             at = piece.next
     if const_expr(config.ragged):
-        merge.store_nothing(shared.tensors, shape)
+        merge.store_nothing(shared.tensors, shape, config)
 
 
 @cute.jit
@@ -200,6 +221,7 @@ def attend(
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
         b=b,
+        k_scale=tensors.k_scale[b, piece.head_k] if const_expr(config.scales[0] == "head") else None,
         Q=qk.make_fragment_A(qk.partition_shape_A((config.tile_m, config.head_dim))),
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
@@ -209,12 +231,15 @@ def attend(
         sequence=sequence,
         free=rows.free_of(sequence, shape, config),
     )
-    rows.load_queries(tile.Q, tensors.Q, unit, config)
+    rows.load_queries(tile.Q, tensors, unit, sequence, config)
     tile.acc_O.fill(0.0)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
         step(tile, shared, state, n * config.tile_n, config)
         state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
+    if const_expr(config.scales[1] == "head"):
+        for r in range_constexpr(fragments.ROWS):
+            inverse[r] *= tensors.v_scale[b, piece.head_k]
     fragments.scale_rows(tile.acc_O, inverse)
     if piece.count == 1:
         merge.store(tile.acc_O, lse, tensors, ending, unit, config)
@@ -232,6 +257,8 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     fragments.product(tile.mma.qk, acc_S, tile.Q, tile.tSrK[None, None, None, state.index], False)
     warpgroup.wait_group(0)
     tma.release(pipes.k, state)
+    if const_expr(config.scales[0] == "head"):
+        acc_S.store(acc_S.load() * tile.k_scale)
     if const_expr(config.modified):
         rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape), tile.slopes, changes, config)
     if n0 < free[0] or n0 + config.tile_n > free[1]:

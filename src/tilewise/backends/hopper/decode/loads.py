@@ -10,6 +10,7 @@ from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
+from tilewise.sm90.pointers import known
 from tilewise.sm90.wgmma import K_MAJOR
 
 WARP = 32
@@ -20,11 +21,34 @@ def columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
+def place_of(token: Int32, piece: Int32, width: int, config) -> Int32:
+    """Of the piece-th 16 bytes of a token, among all of a stage that a product reads: blocks of `width` pieces a token, swizzled."""
+    block, place = piece // width, piece % width
+    swizzle = token % 8 if width == 8 else token // 2 % 4
+    return (block * config.tile_n + token) * width + (place ^ swizzle)
+
+
+def box_of(dim: int, config) -> tuple[int, int]:
+    """(tokens, columns) that the copy engine fetches at a time. What is to be widened lies in shared memory as in the cache."""
+    return config.rows_of_box, dim if config.widens else columns(dim)
+
+
 def describe(mX: cute.Tensor, dim: int, config) -> tma.Tma:
     """The descriptor for boxes of mX (tokens, dim, heads, entries)."""
-    box = config.rows_of_box, columns(dim)
-    layout = sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, *box), mX.element_type, 1)
-    return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, cute.select(layout, mode=[0, 1]), box))
+    box = box_of(dim, config)
+    layout = cute.make_layout(box, stride=(dim, 1))
+    if not config.widens:
+        layout = cute.select(sm90.make_smem_layout_b(K_MAJOR, (config.tile_m, *box), mX.element_type, 1), mode=[0, 1])
+    return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, layout, box))
+
+
+def parts_of(pipe: pipeline.PipelineTmaAsync | tuple, dim: int, config) -> list[tuple]:
+    """(pipe, columns [first, last)) of each part of a tile that is waited for alone: all of it, or of a latent cache the first half of V's columns,
+    and the rest.
+    """
+    if not config.latent:
+        return [(pipe, 0, dim)]
+    return [(pipe[0], 0, config.columns_of_O), (pipe[1], config.columns_of_O, dim)]
 
 
 @cute.jit
@@ -33,7 +57,7 @@ def produce(
     dim: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
     """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
-    state = tma.at_first_empty(config.kv_stages)
+    state = tma.at_first_empty(config.load_stages)
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
@@ -59,19 +83,21 @@ def load_piece(
     if const_expr(config.box == 0):
         entry = b
         if const_expr(config.entries):
-            entry = shape.lengths.entries[b]
+            entry = scheduler.number(shape.lengths.entries, b)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
-            pipe.producer_acquire(state)
-            load_box(source, sX, pipe, state, 0, n, piece.head_k, entry, dim, config)
+            for part in parts_of(pipe, dim, config):
+                part[0].producer_acquire(state)
+                load_box(source, sX, part, state, 0, n, piece.head_k, entry, dim, config)
             state.advance()
     else:
         boxes = const_expr(config.tile_n // config.box)
         page, row = page_of(b, piece.first, source, sequence, shape, config)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
             next_page, next_row = page_of(b, n + 1, source, sequence, shape, config)
-            pipe.producer_acquire(state)
-            for i in range_constexpr(boxes):
-                load_box(source, sX, pipe, state, i, arch.shuffle_sync(row, i), piece.head_k, arch.shuffle_sync(page, i), dim, config)
+            for part in parts_of(pipe, dim, config):
+                part[0].producer_acquire(state)
+                for i in range_constexpr(boxes):
+                    load_box(source, sX, part, state, i, arch.shuffle_sync(row, i), piece.head_k, arch.shuffle_sync(page, i), dim, config)
             page, row = next_page, next_row
             state.advance()
     return state
@@ -84,18 +110,19 @@ def page_of(b: Int32, n: Int32, source: tma.Tma, sequence: Sequence, shape: Shap
     number, row = divmod(token, shape.page_size)
     page = Int32(source.gmem.shape[3])
     if token < sequence.end and token + config.box > sequence.begin:
-        page = shape.lengths.pages[b, number]
+        page = scheduler.number(shape.lengths.pages[b, None], number)
     return page, row // config.box
 
 
 @cute.jit
 def load_box(
-    source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, i: Constexpr[int], row: Int32,
-    head: Int32, entry: Int32, dim: Constexpr[int], config: Constexpr[Config],
+    source: tma.Tma, sX: cute.Tensor, part: tuple, state: pipeline.PipelineState, i: Constexpr[int], row: Int32, head: Int32, entry: Int32,
+    dim: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
-    """Box `row` of an entry into the i-th place of a stage."""
-    box = const_expr((config.rows_of_box, columns(dim)))
-    for c in range_constexpr(dim // box[1]):
+    """Box `row` of an entry, as much as the part (`parts_of`) has of it, into the i-th place of a stage."""
+    pipe, first, last = part
+    box = const_expr(box_of(dim, config))
+    for c in range_constexpr(first // box[1], last // box[1]):
         to = cute.local_tile(sX[None, None, state.index], box, (i, c))
         gX = cute.local_tile(source.gmem[None, None, head, entry], box, (row, c))
         s, g = cpasync.tma_partition(source.atom, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(gX, 0, 2))
@@ -104,7 +131,7 @@ def load_box(
 
 
 FILLED = 3  # and the following: named barriers of those that load K, and V
-WIDE, BYTES = 8, 16  # numbers that a lane fetches at a time, and their bytes
+BYTES = 16  # that a lane fetches at a time
 ABREAST = 16  # fetches of a lane on their way at a time, at most
 
 
@@ -119,7 +146,7 @@ def gather_piece(
         ahead = pages_of(b, n + 1, gX, sequence, shape, config)
         pipe.sync_object_empty.wait(state.index, state.phase)
         gather_tile(gX, sX[None, None, state.index].iterator.toint(), pages, warp, dim, config)
-        filled(pipe, state, FILLED + values, warp, config)
+        hand_on(pipe, state, FILLED + values, warp, config.loaders * WARP)
         for part in range_constexpr(2):
             pages[part].store(ahead[part].load())
         state.advance()
@@ -127,10 +154,10 @@ def gather_piece(
 
 
 @cute.jit
-def filled(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barrier: Int32, warp: Int32, config: Constexpr[Config]):
-    """The warps that load K, or V, have written their parts of a stage, for the tensor cores to read."""
+def hand_on(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barrier: Int32, warp: Int32, threads: Constexpr[int]):
+    """So many threads, of warps 0 to ., have written their parts of a stage, for the tensor cores to read."""
     arch.fence_proxy("async.shared", space="cta")
-    arch.barrier(barrier_id=barrier, number_of_threads=config.loaders * WARP)
+    arch.barrier(barrier_id=barrier, number_of_threads=threads)
     if warp == 0:
         with arch.elect_one():
             arch.mbarrier_arrive(pipe.producer_get_barrier(state))
@@ -146,7 +173,7 @@ def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Sha
         number, row = divmod(token, shape.page_size)
         page = Int32(-1)
         if token < sequence.end and token >= sequence.begin:
-            page = shape.lengths.pages[b, number]
+            page = scheduler.number(shape.lengths.pages[b, None], number)
         pages[i], rows[i] = (page if page < gX.shape[0] else Int32(-1)), row
     return pages, rows
 
@@ -154,27 +181,26 @@ def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Sha
 @cute.jit
 def gather_tile(gX: cute.Tensor, address: Int32, pages: tuple, warp: Int32, dim: Constexpr[int], config: Constexpr[Config]):
     """This warp's half of a tile, piece after piece of a token. gX: (pages, page_size, head_dim); address: of the stage."""
-    lanes, of_token = const_expr(config.loaders * WARP), const_expr(dim // WIDE)
-    width = const_expr(columns(dim) // WIDE)  # pieces of a token in a block of columns
+    wide = const_expr(BYTES * 8 // gX.element_type.width)  # numbers
+    lanes, of_token = const_expr(config.loaders * WARP), const_expr(dim // wide)
+    width = const_expr(columns(dim) // wide)  # pieces of a token in a block of columns
     turns = const_expr(config.tile_n * of_token // lanes)
     at_once = const_expr(max(n for n in range(1, ABREAST + 1) if turns % n == 0))
-    fetched = cute.make_rmem_tensor((WIDE, at_once), gX.element_type)
+    fetched = cute.make_rmem_tensor((wide, at_once), gX.element_type)
     for batch in range_constexpr(turns // at_once):
         fetched.fill(0.0)
         for i in range_constexpr(at_once):
             which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
-            token, column = which // of_token, which % of_token * WIDE
+            token, column = which // of_token, which % of_token * wide
             page, row = (of_lane(x, token) for x in pages)
             if page >= 0 and column < gX.shape[2]:
-                source = (gX[page, row, None].iterator + column).align(BYTES)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(WIDE)), fetched[None, i])
+                source = known(gX[page, row, None].iterator + column, BYTES)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(wide)), fetched[None, i])
         words = cute.recast_tensor(fetched, Int32)
         for i in range_constexpr(at_once):
             which = (batch * at_once + i) * lanes + warp * WARP + arch.lane_idx()
             token, piece = which // of_token, which % of_token
-            block, place = piece // width, piece % width
-            swizzle = token % 8 if const_expr(width == 8) else token // 2 % 4
-            to = address + ((block * config.tile_n + token) * width + (place ^ swizzle)) * BYTES
+            to = address + (which if const_expr(config.widens) else place_of(token, piece, width, config)) * BYTES
             values = [words[w, i] for w in range(4)]
             arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *values])
 

@@ -13,10 +13,22 @@ class Tensors(NamedTuple):
     V: Tensor  # likewise, with head_dim_v
     O: Tensor  # as Q, with head_dim_v
     L: Tensor  # (batch or 1, heads_q, seqlen_q or total_q) fp32
+    tables: "Tables | None" = None  # by which Q is rotated
+    k_scale: Tensor | None = (
+        None  # fp32, of caches of 8 bits, which are int8 here: (batch, heads_k), or (entries or pages, capacity or page_size, heads_k)
+    )
+    v_scale: Tensor | None = None
+
+
+class Tables(NamedTuple):
+    """Of rotary positions, (seqlen_rotary, rotary_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Lengths(NamedTuple):
-    """int32, but for the tree; read on the GPU."""
+    """int32 or int64, but for the tree; read on the GPU."""
 
     seqlens: Tensor  # (batch,): clamped to [0, capacity]
     pages: Tensor | None  # (batch, max_pages)
@@ -43,6 +55,7 @@ class Work(NamedTuple):
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most
+    least: int  # tiles of a block's share, where there are any
     split: int  # tiles of a piece; 0: not fixed
     most_pieces: int  # of a unit, then
 
@@ -52,3 +65,30 @@ class Window(NamedTuple):
 
     lo: int
     hi: int
+
+
+class New(NamedTuple):
+    """Tokens on their way into caches; packed ones are those of one entry."""
+
+    K_cache: Tensor  # (entries or pages, capacity or page_size, heads_k, head_dim)
+    V_cache: Tensor  # likewise, with head_dim_v
+    K: Tensor  # (batch or 1, new or total_new, heads_k, head_dim)
+    V: Tensor  # likewise, with head_dim_v
+
+
+class Places(NamedTuple):
+    """Where they go: int32 or int64."""
+
+    seqlens: Tensor  # (batch,)
+    pages: Tensor | None  # (batch, max_pages)
+    entries: Tensor | None  # (batch,)
+    cu_seqlens: Tensor | None  # (batch + 1,)
+    ends: Tensor  # (batch,) int32, written: the lengths behind them
+
+
+class Turn(NamedTuple):
+    """Rotary tables (seqlen_rotary, rotary_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+    first: Tensor | None  # (batch,): positions of the first new tokens, where they are not their lengths

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.decode.config import latent_dims
 from tilewise.backends.hopper.decode.operands import Prior
 from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.masks import Full
@@ -21,7 +22,11 @@ def pays(call: DecodeCall) -> bool:
     if call.shared_prefix < 1 or call.leftpad is not None or call.alibi_slopes is not None or window is None or window.lo > -FAR:
         return False
     _, _, heads_k, dim = call.k_cache.shape
-    of_token = heads_k * (dim + call.v_cache.shape[3]) * call.q.element_size()
+    if any(x is not None and x.dim() == 2 for x in (call.k_scale, call.v_scale)):  # of each sequence
+        return False
+    of_token = heads_k * dim * call.k_cache.element_size()
+    if not latent_dims(dim, call.v_cache.shape[3]):
+        of_token += heads_k * call.v_cache.shape[3] * call.v_cache.element_size()
     return (call.seqlens.shape[0] - 1) * call.shared_prefix * of_token >= LEAST_SAVED
 
 

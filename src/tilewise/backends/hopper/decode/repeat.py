@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import FEW_KEYS
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
+from tilewise.backends.hopper.decode.config import FEW_KEYS, latent_dims
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
 from tilewise.sm90.jit import aligned, readable
@@ -57,12 +57,15 @@ class Decoder:
         )
         if self.by_call:
             window, scores = self.numbers(call)
-        lengths = lengths_of(call)
+        lengths, beside = lengths_of(call), (tables_of(call), *scales_of(call))
+        k, v = in_bits(k), in_bits(v)
         try:
-            self.kernel((q, k, v, o, lse), lengths, work, window, prior, scores)
+            self.kernel((q, k, v, o, lse, *beside), lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse), lengths, work, window, prior, scores)
+            if beside[0] is not None:
+                beside = Tables(*(x.contiguous() for x in beside[0])), *beside[1:]
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, *beside), lengths, work, window, prior, scores)
         return (o[0], lse[0]) if self.ragged else (o, lse)
 
     def _begin(self, call: DecodeCall, stream: int) -> tuple:
@@ -90,6 +93,32 @@ class Prefixed:
 def lengths_of(call: DecodeCall) -> Lengths:
     tree = None if call.tree is None else call.tree.view(torch.uint8)
     return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
+
+
+def tables_of(call: DecodeCall) -> Tables | None:
+    return None if call.rotary is None else Tables(call.rotary.cos, call.rotary.sin)
+
+
+def latent(call: DecodeCall) -> bool:
+    """Whether V is the first columns of K, in the same memory."""
+    k, v = call.k_cache, call.v_cache
+    if v.data_ptr() != k.data_ptr() or v.shape[3] > k.shape[3]:
+        return False
+    return all(ours == theirs or size == 1 for ours, theirs, size in zip(v.stride(), k.stride(), v.shape, strict=True))
+
+
+def in_bits(cache: Tensor) -> Tensor:
+    """The cache, in 8 bits as int8."""
+    return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scales_of(call: DecodeCall) -> tuple[Tensor | None, Tensor | None]:
+    """Of K and V, fp32: (batch, heads_k), or as the cache's tokens and heads lie."""
+
+    def spread(scale: Tensor | None) -> Tensor | None:
+        return scale if scale is None or scale.dim() == 3 else scale.expand(call.seqlens.shape[0], call.k_cache.shape[2])
+
+    return spread(call.k_scale), spread(call.v_scale)
 
 
 def few_keys(call: DecodeCall) -> bool:
@@ -121,8 +150,8 @@ def known(call: DecodeCall, decoder: Callable[[DecodeCall], Decoder | Prefixed |
 def _key(call: DecodeCall) -> tuple:
     """What a decoder depends on, and whether the kernel covers a call."""
     q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
-    others = call.page_table, call.cache_batch_idx, call.leftpad, call.tree, call.alibi_slopes, call.sink
-    there = tuple(x is None for x in others)
+    indices = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+    there = *(None if x is None else x.dtype for x in indices), *(x is None for x in (call.tree, call.alibi_slopes, call.sink))
     sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], 0 in q.shape, 0 in k.shape
     paged = 0 if call.page_table is None else k.shape[1]
     counts = (
@@ -131,4 +160,26 @@ def _key(call: DecodeCall) -> tuple:
         else ()
     )
     options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
-    return (q.dtype, k.dtype, v.dtype, q.device, ragged, paged, *sizes, there, few_keys(call), counts, *options)
+    rotary = call.rotary and (
+        call.rotary.cos.shape[1],
+        call.rotary.cos.shape[0] > 0,
+        call.rotary.cos.dtype,
+        call.rotary.sin.dtype,
+        call.rotary.interleaved,
+    )
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        ragged,
+        paged,
+        *sizes,
+        latent_dims(k.shape[3], v.shape[3]) is not None and latent(call),
+        there,
+        rotary,
+        *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
+        few_keys(call),
+        counts,
+        *options,
+    )

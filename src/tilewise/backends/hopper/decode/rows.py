@@ -2,15 +2,17 @@
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import loads
+from tilewise.backends.hopper.decode import loads, rotation
 from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.operands import Tensors
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.pointers import known
 
-THREADS, ROWS = 128, 16  # of the warpgroup; of a tile that a warp holds
+THREADS, WARP, ROWS = 128, 32, 16  # of a warpgroup; of a warp; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
 CLEARED = 1  # a named barrier
 QUAD = fragments.QUAD
@@ -53,13 +55,13 @@ def place_of(row: Int32, unit: Unit) -> tuple[Int32, Int32]:
 @cute.jit
 def row_of(r: Constexpr[int]) -> Int32:
     """The row of its tile that this thread holds as its r-th."""
-    return arch.warp_idx() * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
+    return arch.warp_idx() % (THREADS // WARP) * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
 
 
 @cute.jit
-def load_queries(fragment: cute.Tensor, mQ: cute.Tensor, unit: Unit, config: Constexpr[Config]):
+def load_queries(fragment: cute.Tensor, tensors: Tensors, unit: Unit, sequence: Sequence, config: Constexpr[Config]):
     """Q in the registers from which the first product reads it: words of two, in the order (row, half of 8 columns, 16 columns)."""
-    words = cute.recast_tensor(fragment, Int32)
+    mQ, words = tensors.Q, cute.recast_tensor(fragment, Int32)
     words.fill(0)
     for r in range_constexpr(fragments.ROWS):
         row = row_of(r)
@@ -69,8 +71,10 @@ def load_queries(fragment: cute.Tensor, mQ: cute.Tensor, unit: Unit, config: Con
             first = gQ.iterator + arch.lane_idx() % QUAD * 2
             for c in range_constexpr(config.head_dim // 8):
                 if 8 * c < gQ.shape[0]:
-                    word = cute.make_tensor(cute.recast_ptr((first + 8 * c).align(4), dtype=Int32), cute.make_layout(1))
+                    word = cute.make_tensor(cute.recast_ptr(known(first + 8 * c, 4), dtype=Int32), cute.make_layout(1))
                     words[r + 2 * c] = word[0]
+            if const_expr(config.rotary is not None):
+                rotation.of_row(fragment, r, sequence.length - sequence.queries + token, tensors.tables, config)
 
 
 @cute.jit
@@ -131,6 +135,8 @@ def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
 def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
     """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree has no place in it."""
     S, new = fragments.by_rows(acc_S), tree.shape[2]
+    # Copies, or else addresses are computed ahead of the loop over tiles, and stay in registers that there are not.
+    b, length = (arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]) for x in (b, length))
     first = n0 + arch.lane_idx() % QUAD * 2 - (length - new)  # in the tree
     for r in range_constexpr(fragments.ROWS):
         token = keys.position[r] - (length - new)

@@ -7,7 +7,7 @@ that goes on in a later one in slot 2 g + 1.
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
-above then holds for (column) G + g.
+above then holds for (column) G + g. Of a latent cache, which has one key head, columns have every so many-th tile of rows instead.
 
 With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
 share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
@@ -16,10 +16,10 @@ share. Each has a slot of its own: then no bit of a sequence depends on the othe
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Lengths, Window
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
-WARP = 32
+WARP, FAR = 32, 2**31 - 1
 
 
 class Shape(NamedTuple):
@@ -32,14 +32,41 @@ class Shape(NamedTuple):
     capacity: Int32
     heads_k: Int32
     heads: Int32  # of them, of a column
+    columns: Int32  # of tiles of rows, where those are side by side
     group: Int32
     by_group: object  # divisor
+    least: Int32  # tiles of a block's share
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
     window: Window
     lengths: Lengths
     prefix: object  # Int32: keys that are another launch's business; None: none
+
+
+def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, config) -> Shape:
+    """In a launch function."""
+    mQ, mK = tensors.Q, tensors.K
+    (_, page_size, heads_k, _), group = mK.shape, mQ.shape[2] // mK.shape[2]
+    return Shape(
+        batch=lengths.seqlens.shape[0],
+        queries=work.queries if config.ragged else mQ.shape[1],
+        total=mQ.shape[1],
+        by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
+        capacity=page_size * lengths.pages.shape[1] if config.box else page_size,
+        heads_k=heads_k,
+        heads=heads_k if config.latent else heads_k // work.columns,
+        columns=work.columns,
+        group=group,
+        by_group=cute.fast_divmod_create_divisor_v2(group),
+        least=work.least,
+        page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
+        split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
+        most_pieces=work.most_pieces,
+        window=window,
+        lengths=lengths,
+        prefix=prior.tokens if config.onto else None,
+    )
 
 
 class Sequence(NamedTuple):
@@ -53,7 +80,7 @@ class Sequence(NamedTuple):
     left: Int32  # the first key that any query may see
     first: Int32  # tile of keys
     tiles: Int32  # at least 1, so that a unit is some block's
-    row_tiles: Int32
+    row_tiles: Int32  # of the block's column
     joins: Boolean  # whether the prefix has been computed for it
 
 
@@ -89,15 +116,24 @@ class Piece(NamedTuple):
 
 
 @cute.jit
+def number(x: cute.Tensor, i: Int32) -> Int32:
+    """x[i] of int32 or int64 (n,). What does not fit into 32 bits stays as far out of every range."""
+    found = x[i]
+    if const_expr(x.element_type is Int64):
+        found = Int32(min(max(found, Int64(-FAR)), Int64(FAR)))
+    return found
+
+
+@cute.jit
 def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     lengths, window = shape.lengths, shape.window
-    length = min(max(lengths.seqlens[b], 0), shape.capacity)
+    length = min(max(number(lengths.seqlens, b), 0), shape.capacity)
     first_query, queries, left = Int32(0), shape.queries, Int32(0)
     if const_expr(config.ragged):
-        first_query = min(max(lengths.cu_seqlens_q[b], 0), shape.total)
-        queries = min(max(lengths.cu_seqlens_q[b + 1] - first_query, 0), min(shape.queries, shape.total - first_query))
+        first_query = min(max(number(lengths.cu_seqlens_q, b), 0), shape.total)
+        queries = min(max(number(lengths.cu_seqlens_q, b + 1) - first_query, 0), min(shape.queries, shape.total - first_query))
     if const_expr(config.leftpad):
-        left = min(max(lengths.leftpad[b], 0), length)
+        left = min(max(number(lengths.leftpad, b), 0), length)
     joins = Boolean(False)
     if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
         joins = length - queries + window.hi + 1 >= shape.prefix
@@ -107,8 +143,11 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     begin = min(begin, end)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
-    rows = queries * shape.group
-    return Sequence(first_query, queries, length, begin, end, left, first, tiles, cute.ceil_div(rows, config.tile_m), joins)
+    row_tiles = cute.ceil_div(queries * shape.group, config.tile_m)
+    if const_expr(config.latent):
+        column, _, _ = arch.block_idx()
+        row_tiles = cute.ceil_div(max(row_tiles - column, 0), shape.columns)
+    return Sequence(first_query, queries, length, begin, end, left, first, tiles, row_tiles, joins)
 
 
 @cute.jit
@@ -124,9 +163,13 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
     fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
-    share, more = divmod(tiles + fixed * units, shape.by_blocks)
+    places = tiles + fixed * units
+    share, more = divmod(places, shape.by_blocks)
+    if share < shape.least:  # then fewer blocks have any
+        blocks = max(places // shape.least, 1)
+        share, more = places // blocks, places % blocks
     begin = g * share + min(g, more)
-    return Shares(fixed, share, more, begin, begin + share + (1 if g < more else 0))
+    return Shares(fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
 
 
 @cute.jit
@@ -182,7 +225,11 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     last = max(min(shares.end, begin + each), first)
     first, last = sequence.first + first - tiles, sequence.first + last - tiles
     column, g, _ = arch.block_idx()
-    head_k, row_tile = column * shape.heads + unit // sequence.row_tiles, unit % sequence.row_tiles
+    head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+    if const_expr(config.latent):
+        row_tile = row_tile * shape.columns + column
+    else:
+        head_k += column * shape.heads
     if const_expr(config.split):
         first, last = (begin_of_piece(x, sequence, shape) for x in (first, last))
         low, most = sequence.first // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)

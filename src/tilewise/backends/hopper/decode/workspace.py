@@ -27,6 +27,7 @@ class Need(NamedTuple):
     rows: int
     dim: int
     queries: int
+    least: int = 1
     split: int = 0
     most_pieces: int = 0
 
@@ -54,7 +55,7 @@ def of(need: Need, device: torch.device) -> Work:
         memory, counters = kept
     sums, lse, _ = memory.tensor_split((need.slots * need.rows * need.dim, need.numbers))
     shape = need.slots, need.rows
-    numbers = need.columns, need.blocks, need.queries, need.split, need.most_pieces
+    numbers = need.columns, need.blocks, need.queries, need.least, need.split, need.most_pieces
     return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, *numbers)
 
 

@@ -1,0 +1,149 @@
+"""Appending on Hopper, seen from torch: what the kernel of append.py covers, and what it takes."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import changes, short
+from tilewise.backends.hopper.decode.operands import New, Places, Turn
+from tilewise.problem import AppendCall
+from tilewise.sm90 import jit, prebuilt
+
+LAUNCH = "tilewise.backends.hopper.decode.append:launch"  # by name, so that a kernel from the cache needs no DSL
+STORED = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+TABLES = torch.float32, torch.bfloat16, torch.float16
+MOST = 256  # kinds of calls that are remembered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Appending:
+    """What a kernel is compiled for; of what a call may lack the dtype, or None."""
+
+    dtype: torch.dtype  # int8 for all of 8 bits
+    seqlens: torch.dtype = torch.int32
+    pages: torch.dtype | None = None
+    entries: torch.dtype | None = None
+    cu_seqlens: torch.dtype | None = None
+    rotary: torch.dtype | None = None
+    first: torch.dtype | None = None
+    interleaved: bool = False
+
+
+_KNOWN: dict[tuple, object] = {}  # kernels, by what they depend on; None where none covers that
+
+
+def append(call: AppendCall) -> Tensor | None:
+    """(batch,) int32, the tokens that each sequence then has; None where the kernel does not cover the call, and nothing is written."""
+    key = _key(call)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = None if why_not(call) else jit.compiled(LAUNCH, arguments, config_of(call))
+    kernel = _KNOWN[key]
+    return None if kernel is None else _write(call, kernel)
+
+
+def why_not(call: AppendCall) -> list[str]:
+    """Sentences that say why the kernel does not cover calls like this one; empty where it does."""
+    dims, size = (call.k.shape[-1], call.v.shape[-1]), call.k.itemsize
+    wrong = []
+    if any(x.dtype not in STORED or x.dtype != y.dtype or x.itemsize != size for x, y in ((call.k, call.k_cache), (call.v, call.v_cache))):
+        wrong.append("it writes bf16, fp16 and 8 bits, k and v of one size, as they are")
+    elif call.rotary_cos is not None and size == 1:
+        wrong.append("it rotates nothing of 8 bits")
+    if any(dim % (jit.BYTES // size) for dim in dims):
+        wrong.append(f"it takes head_dim and head_dim_v that are multiples of {jit.BYTES // size}, not {dims[0]} and {dims[1]}")
+    if call.rotary_cos is not None and (call.rotary_cos.dtype not in TABLES or call.rotary_cos.dtype != call.rotary_sin.dtype):
+        wrong.append(f"it takes rotary tables of one dtype, bf16, fp16 or fp32, not {call.rotary_cos.dtype} and {call.rotary_sin.dtype}")
+    if (
+        0 in call.k_cache.shape
+        or 0 in call.v_cache.shape
+        or call.k.numel() == 0
+        or (call.rotary_cos is not None and 0 in call.rotary_cos.shape)
+    ):
+        wrong.append("there is nothing to write, nowhere to write it, or nothing in a rotary table")
+    if not wrong and jit.why_no_compiler() and not prebuilt.entry(LAUNCH, config_of(call), jit.arch()):
+        wrong.append(prebuilt.why_no_kernel(LAUNCH, config_of(call)))
+    return wrong
+
+
+def config_of(call: AppendCall) -> Appending:
+    def dtype(x: Tensor | None) -> torch.dtype | None:
+        return None if x is None else x.dtype
+
+    return Appending(
+        dtype=call.k.dtype if call.k.itemsize > 1 else torch.int8,
+        seqlens=call.cache_seqlens.dtype,
+        pages=dtype(call.page_table),
+        entries=dtype(call.cache_batch_idx),
+        cu_seqlens=dtype(call.cu_seqlens),
+        rotary=dtype(call.rotary_cos),
+        first=dtype(call.rotary_first) if call.rotary_cos is not None else None,
+        interleaved=call.interleaved and call.rotary_cos is not None,
+    )
+
+
+def shipped(dtype: torch.dtype) -> list[tuple]:
+    """What `jit.compiled` takes, for contiguous caches and pages, with and without rotary tables in fp32 and in the caches' dtype."""
+    kinds = itertools.product((None, torch.int32), (None, torch.float32, dtype))
+    return [(LAUNCH, arguments, Appending(dtype=dtype, pages=pages, rotary=rotary)) for pages, rotary in kinds]
+
+
+def arguments(config: Appending) -> list:
+    """Stand-ins for the launch's operands."""
+    from tilewise.sm90.dsl import Int32, Int64
+
+    entries, capacity, heads, dim, dim_v, groups, tokens, batch = (jit.size() for _ in range(8))
+    cached, fresh = (entries, capacity, heads), (groups, tokens, heads)
+    dtype = changes.dsl(config.dtype)
+    new = New(*(jit.tensor(dtype, *lead, d) for lead in (cached, fresh) for d in (dim, dim_v)))
+
+    def numbers(kind: torch.dtype | None, *sizes):
+        return jit.tensor(Int64 if kind == torch.int64 else Int32, *sizes, aligned=False) if kind else None
+
+    places = Places(
+        numbers(config.seqlens, batch),
+        numbers(config.pages, batch, jit.size()),
+        numbers(config.entries, batch),
+        numbers(config.cu_seqlens, jit.size()),
+        numbers(torch.int32, batch),
+    )
+    if config.rotary is None:
+        return [new, places, None]
+    table = jit.size(), jit.size()
+    cos, sin = (jit.tensor(changes.dsl(config.rotary), *table, aligned=False) for _ in range(2))
+    return [new, places, Turn(cos, sin, numbers(config.first, batch))]
+
+
+def _write(call: AppendCall, kernel) -> Tensor | None:
+    if short.current_device() != call.k.device.index:
+        with torch.cuda.device(call.k.device):
+            return _write(call, kernel)
+    caches, k, v = (call.k_cache, call.v_cache), call.k, call.v
+    if k.itemsize == 1:
+        caches, (k, v) = ([x.view(torch.int8) for x in pair] for pair in (caches, (k, v)))
+    k, v = (k, v) if call.cu_seqlens is None else (k[None], v[None])
+    ends = torch.empty(call.cache_seqlens.shape, dtype=torch.int32, device=k.device)
+    places = Places(call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, ends)
+    turn = None if call.rotary_cos is None else Turn(call.rotary_cos, call.rotary_sin, call.rotary_first)
+    try:
+        kernel(New(*caches, k, v), places, turn)
+    except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
+        if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (call.k_cache, call.v_cache)):
+            return None  # they are written in place, so a copy will not do
+        places = Places(*(x if x is None else x.contiguous() for x in places))
+        turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
+        kernel(New(*caches, jit.aligned(k), jit.aligned(v)), places, turn)
+    torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
+    return ends
+
+
+def _key(call: AppendCall) -> tuple:
+    """What a kernel depends on, and whether there is one."""
+    k, v, cos = call.k, call.v, call.rotary_cos
+    others = call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, cos, call.rotary_sin, call.rotary_first
+    dtypes = tuple(None if x is None else x.dtype for x in (k, v, call.k_cache, call.v_cache, *others))
+    empty = 0 in call.k_cache.shape or 0 in k.shape or 0 in v.shape or (cos is not None and 0 in cos.shape)
+    return dtypes, k.device, k.shape[-1], v.shape[-1], empty, call.interleaved
