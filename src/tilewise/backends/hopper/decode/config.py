@@ -14,6 +14,7 @@ TILE_M = 64  # rows of a unit: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
+RAW_STAGES = 2  # of tiles in 8 bits: more are slower
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
@@ -104,6 +105,7 @@ class Config(ScoreChanges):
 
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
+IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
 # Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
@@ -132,7 +134,7 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     in_flight = max(2, IN_FLIGHT // blocks // ((1 if fields.get("cached") else 2) * tile_n * sum(dims)))
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
-        fields.setdefault("raw_stages", in_flight)
+        fields.setdefault("raw_stages", RAW_STAGES)
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 
@@ -155,7 +157,8 @@ def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
     if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
         return TILES[dims] // 2
     small = few or fields.get("tree") or fields.get("onto")
-    return min(TILES[dims], SMALL_TILE) if small else TILES[dims]
+    usual = (IN_EIGHT_BITS if fields.get("cached") else TILES)[dims]
+    return min(usual, SMALL_TILE) if small else usual
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:
