@@ -5,7 +5,22 @@ import operator
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int16, Int32, Int64, Uint32, const_expr, pipeline, range_constexpr
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Constexpr,
+    Float8E4M3FN,
+    Float16,
+    Float32,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Uint32,
+    const_expr,
+    pipeline,
+    range_constexpr,
+)
 from cutlass._mlir.ir import Value
 from cutlass.cute import arch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
@@ -19,8 +34,10 @@ __all__ = [
     "Boolean",
     "CUstream",
     "Constexpr",
+    "Float8E4M3FN",
     "Float16",
     "Float32",
+    "Int8",
     "Int16",
     "Int32",
     "Int64",

@@ -1,0 +1,84 @@
+"""How the forward pass in 8 bits is cut: literal data, one line a case."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
+GROUP = 128  # keys that have one scale
+DTYPES = torch.int8, torch.float8_e4m3fn  # of Q and K; V and P are e4m3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScoreChanges):
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel. Names as in forward/config.py."""
+
+    dtype: torch.dtype  # of Q and K
+    out: torch.dtype  # of O
+    head_dim: int
+    head_dim_v: int
+    sees: Literal["all", "causal", "interval", "rows", "runs"]
+    tile_m: int
+    tile_n: int
+    promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
+    centred: bool = False  # K and V lack a constant
+    q_stages: int = 1
+    kv_stages: int = 2
+    pingpong: bool = False
+    dynamic: bool = True
+    cluster: int = 1
+    sink: bool = False
+    row_max: bool = False
+
+    blocks = 1  # of a multiprocessor
+    hides = False  # numbers of V are finite
+    late = False
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers, self.blocks]
+
+    @property
+    def pieces_of_O(self) -> int:
+        """In how many pieces, a part of the columns each, O leaves through shared memory."""
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
+        return next(n for n in sizes if operands + 2 * self.tile_m * self.head_dim_v // n <= SHARED_BYTES - 2048)
+
+    @property
+    def shares(self) -> bool:
+        """As in forward/config.py."""
+        return self.sees == "all" and not (self.dynamic or self.modified or self.sink)
+
+    @property
+    def partial_elements(self) -> int:
+        return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
+
+
+# (head_dim, head_dim_v): tiles. Not measured yet.
+TILES = {
+    (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
+    (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
+    (256, 256): dict(tile_m=128, tile_n=128, promote=False, q_stages=1, kv_stages=2),
+}
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+@lru_cache(maxsize=4096)
+def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **fields) -> Config:
+    """The configuration for these heads; fields: of `Config`, those of the call and others in place of the usual."""
+    dims = tile_dims(head_dim, head_dim_v)
+    given = {"dynamic": sees != "all", **TILES[dims], **fields}
+    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)

@@ -1,0 +1,443 @@
+"""The forward pass on Hopper in 8 bits: S = Q K^T of int8 or e4m3, O = P V of e4m3. Read ../forward/kernel.py first; this file says what differs.
+
+- V comes with its tokens contiguous, in the order that P has in registers (sm90/eight_bits.py): products of 8 bits read no other operands;
+- scores have a factor a row (Q's scale) and tile (K's); P is kept times 2^8, as e4m3 has nothing below 2^-9 (softmax.py);
+- the tensor cores add with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no time: O has to
+  be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in the units of the
+  maximum that P was made with;
+- O = scale O + centre for each channel at the end: V was divided by the one, after the other was subtracted.
+
+Equations: those of FlashAttention-2's forward in docs/algorithm.md.
+"""
+
+from typing import NamedTuple
+
+from tilewise.backends.hopper.eight_bits import softmax
+from tilewise.backends.hopper.eight_bits.config import GROUP, Config
+from tilewise.backends.hopper.eight_bits.operands import Scales, Tensors
+from tilewise.backends.hopper.forward import epilogue, scheduler, scores
+from tilewise.backends.hopper.forward import kernel as forward
+from tilewise.backends.hopper.forward import seen as visible
+from tilewise.backends.hopper.forward.kernel import THREADS, Copies, Pipes, Smem
+from tilewise.backends.hopper.forward.partials import Partials
+from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
+from tilewise.backends.hopper.forward.scores import Statistics, Terms
+from tilewise.backends.hopper.forward.seen import Seen, Walk
+from tilewise.backends.hopper.operands import Band, Scores, Work
+from tilewise.sm90 import fragments, tma, wgmma
+from tilewise.sm90.dsl import (
+    Constexpr,
+    CUstream,
+    Float8E4M3FN,
+    Float32,
+    Int8,
+    Int32,
+    OperandMajorMode,
+    SmemAllocator,
+    arch,
+    const_expr,
+    cute,
+    cutlass,
+    pipeline,
+    range_constexpr,
+    sm90,
+    warpgroup,
+)
+
+
+@cute.jit
+def launch(
+    tensors: Tensors, scales: Scales, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
+):  # fmt: skip
+    mQ, mK, mV, mO, _ = tensors
+    dtype = dtype_of(config)
+    rows = [
+        cute.make_tensor(x, cute.select(y.layout, mode=[1, 3, 2, 0]))
+        for x, y in ((cute.recast_ptr(mQ.iterator, dtype=dtype), mQ), (cute.recast_ptr(mK.iterator, dtype=dtype), mK), (mO.iterator, mO))
+    ]  # (seqlen, head_dim, heads, batch)
+    of_values = cute.recast_ptr(mV.iterator, dtype=Float8E4M3FN)
+    columns = cute.make_tensor(of_values, cute.select(mV.layout, mode=[2, 3, 1, 0]))  # (head_dim_v, tokens, heads, batch)
+    layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), layout_V(config)
+    shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim_v, config.tile_n)
+    sharers = 1, config.cluster, config.cluster
+    loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
+    copies = Copies(*loads, epilogue.describe(rows[2], config))
+    rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
+    clusters, shared = work.blocks // config.cluster, None
+    if const_expr(config.shares):
+        shared = scheduler.shared_of(
+            rows_of_units * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n
+        )
+    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], work.section, band.tables.order, shared)
+    if const_expr(not config.shares):
+        clusters = min(units.count, clusters)
+    found = Partials(work.sums, work.arrivals)
+    kernel(copies, tensors, scales, work.counter, found, units, band, changes, products(config), *layouts, config).launch(
+        grid=(clusters * config.cluster, 1, 1),
+        block=((1 + config.consumers) * THREADS, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+def layout_V(config) -> cute.ComposedLayout:
+    """(head_dim_v, tile_n, kv_stages), tokens contiguous"""
+    return sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.head_dim_v, config.tile_n), Float8E4M3FN, config.kv_stages)
+
+
+def dtype_of(config):
+    """Of Q and K."""
+    return Int8 if softmax.is_integer(config) else Float8E4M3FN
+
+
+def products(config) -> wgmma.Mma:
+    """64 rows a warpgroup; all of tile_n, and of head_dim_v, in one instruction."""
+    warpgroups, k = (config.tile_m // 64, 1, 1), OperandMajorMode.K
+    qk, acc = dtype_of(config), Int32 if softmax.is_integer(config) else Float32
+    in_smem, in_registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    return wgmma.Mma(
+        sm90.make_trivial_tiled_mma(qk, qk, k, k, acc, warpgroups, (64, config.tile_n), in_smem),
+        sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k, k, Float32, warpgroups, (64, config.head_dim_v), in_registers),
+    )
+
+
+@cute.kernel
+def kernel(
+    copies: Copies, tensors: Tensors, scales: Scales, counter: cute.Tensor, found: Partials, units: Units, band: Band, changes: Scores,
+    mma: wgmma.Mma, layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
+):  # fmt: skip
+    storage = SmemAllocator()
+    sm = allocate(storage, tensors.O.element_type, (layout_Q, layout_K, layout_V), config)
+    queue = scheduler.make_queue(storage, counter, forward.readers(config), config)
+    pipes = forward.make_pipes(storage, config)
+    warp = arch.make_warp_uniform(arch.warp_idx())
+    if warp < THREADS // forward.WARP:
+        arch.setmaxregister_decrease(config.registers[0])
+        if warp == 0:
+            forward.produce(copies, tensors, sm, pipes, queue, units, band, config)
+    else:
+        arch.setmaxregister_increase(config.registers[1])
+        consume(Shared(copies, tensors, scales, found, sm, pipes, queue, band, changes, mma), config)
+    if const_expr(config.cluster > 1):
+        tma.meet_cluster()  # no block leaves while another may still write into it
+
+
+@cute.jit
+def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
+    qk = dtype_of(config)
+    of_operands = zip((qk, qk, Float8E4M3FN), layouts, strict=True)
+    sQ, sK, sV = (storage.allocate_tensor(each, x.outer, 1024, swizzle=x.inner) for each, x in of_operands)
+    layout_O = wgmma.layout_O(config, dtype)
+    sO = storage.allocate_tensor(dtype, layout_O.outer, 1024, swizzle=layout_O.inner)
+    return Smem(sQ, sK, sV, sO[None, None, 0])
+
+
+class Shared(NamedTuple):
+    """What the consumers of a thread block have in common."""
+
+    copies: Copies
+    tensors: Tensors
+    scales: Scales
+    found: Partials
+    sm: Smem
+    pipes: Pipes
+    queue: Queue
+    band: Band
+    changes: Scores
+    mma: wgmma.Mma
+
+
+class Tile(NamedTuple):
+    """What a consumer's thread holds of its tile from beginning to end."""
+
+    mma: wgmma.Mma
+    tSrQ: cute.Tensor  # descriptors of the operands in shared memory
+    tSrK: cute.Tensor
+    tOrV: cute.Tensor
+    tScS: cute.Tensor  # (row, column) of each number of S
+    P: cute.Tensor
+    acc_O: cute.Tensor
+    rows: fragments.Rows
+    rescale: cute.Tensor  # (ROWS,) fp32: what O is still to be multiplied with, where each tile is promoted
+    row_factors: cute.Tensor  # (ROWS,) fp32
+    key_factors: cute.Tensor  # (groups,) fp32, in global memory
+    m0: Int32
+    band: Band
+    seen: Seen
+    changes: Scores
+    terms: Terms
+    consumer: Int32
+
+
+@cute.jit
+def consume(shared: Shared, config: Constexpr[Config]):
+    """64 rows a warpgroup, unit after unit."""
+    queue = shared.queue
+    consumer = arch.make_warp_uniform((arch.thread_idx()[0] - THREADS) // THREADS)
+    state, done = tma.at_first(config.kv_stages), Int32(0)
+    if consumer == config.consumers - 1:
+        forward.pass_turn(consumer, config)  # the first turn is the first warpgroup's
+    block = scheduler.consume(queue, done, config)
+    while block.m0 >= 0:
+        state = attend(shared, done, state, block, consumer, config)
+        done += 1
+        block = scheduler.consume(queue, done, config)
+    arch.cp_async_bulk_wait_group(0, read=True)  # shared memory ends with the thread block
+
+
+@cute.jit
+def attend(
+    shared: Shared, done: Int32, state: pipeline.PipelineState, block: Block, consumer: Int32, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """A unit: the whole walk over the keys, then O and its log-sum-exp."""
+    copies, tensors, scales, found, sm, pipes, queue, band, changes, mma = shared
+    once = tma.after(done, config.q_stages)
+    walk = forward.walk_of(queue, done, block, tensors, band, config)
+    thread = arch.thread_idx()[0] - THREADS
+    qk, pv = mma.qk.get_slice(thread), mma.pv.get_slice(thread)
+    all_qk, all_pv = wgmma.of_warpgroup(mma.qk, consumer), wgmma.of_warpgroup(mma.pv, consumer)
+    tScS = qk.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
+    tile = Tile(
+        mma=mma,
+        tSrQ=all_qk.make_fragment_A(all_qk.partition_A(sm.Q))[None, None, None, once.index],
+        tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
+        tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
+        tScS=tScS,
+        P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
+        acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
+        rows=fragments.fresh_rows(),
+        rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
+        row_factors=row_factors_of(scales, changes, tScS, block),
+        key_factors=scales.k[block.batch, block.head_k, None],
+        m0=block.m0,
+        band=band,
+        seen=visible.rows_of(band, tScS, block.m0, config),
+        changes=changes,
+        terms=scores.terms_of(changes, tScS, block, config),
+        consumer=consumer,
+    )
+    tile.acc_O.fill(0.0)
+    tile.rescale.fill(1.0)
+    if const_expr(config.cluster > 1):
+        state = forward.leave_out(pipes, state, walk.loaded_last - walk.last)
+    pipes.q.consumer_wait(once)
+    state = walk_tiles(tile, pipes, state, walk, config)
+    pipes.q.consumer_release(once)
+    ends = last_product(tile, pipes, state, scales, block, config)
+    state.advance()
+    if const_expr(config.cluster > 1):
+        state = forward.leave_out(pipes, state, walk.first - walk.loaded_first)
+    block, span = scheduler.consume(queue, done, config), None
+    if const_expr(config.shares):
+        span = scheduler.span(queue, done)
+    scheduler.release(queue, done, config)
+    forward.store(copies, tensors, found, sm, tile, ends, block, span, None, config)
+    return state
+
+
+@cute.jit
+def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Block) -> cute.Tensor:
+    """Of the thread's rows, in the exponent of 2."""
+    of_head = scales.q[block.batch, block.head, None]
+    factors, at = cute.make_rmem_tensor(fragments.ROWS, Float32), fragments.by_rows(tScS)
+    for r in range_constexpr(fragments.ROWS):
+        row = min(block.m0 + at[r, 0][0], of_head.shape[0] - 1)
+        factors[r] = of_head[row] * changes.scale_log2
+    return factors
+
+
+@cute.jit
+def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
+    first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
+    last = walk.last - 1  # the first tile is done
+    if const_expr(config.sees == "all"):
+        return steps(tile, pipes, state, walk.first, last, False, config)
+    masked, unmasked = forward.seams(walk, last)
+    state = steps(tile, pipes, state, unmasked, last, True, config)
+    state = steps(tile, pipes, state, masked, unmasked, False, config)
+    if const_expr(config.sees != "causal"):
+        state = steps(tile, pipes, state, walk.first, masked, True, config)
+    return state
+
+
+@cute.jit
+def steps(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:
+    """The tiles [first, last), the last one first."""
+    for i in cutlass.range(last - first, unroll=1):
+        state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
+    return state
+
+
+@cute.jit
+def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
+    pipes.k.consumer_wait(state)
+    acc_S = issue_scores(tile, state, config)
+    factors = factors_of(tile, n_block, config)
+    seen = forward.seen_of(tile, n_block, ref, config)
+    warpgroup.wait_group(0)
+    release(pipes.k, state, config)
+    hide(tile, acc_S, n_block, seen, config)
+    softmax.online_softmax(acc_S, tile.rows, factors, config)
+    softmax.round_into(tile.P, acc_S)
+
+
+@cute.jit
+def step(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+):
+    """S of tile n_block and P V of the tile before it, both in flight at once; softmax of the one under the other."""
+    before = state.clone()
+    state.advance()
+    pipes.k.consumer_wait(state)
+    forward.take_turn(tile.consumer, config)
+    acc_S = issue_scores(tile, state, config)
+    pipes.v.consumer_wait(before)
+    acc_N = issue_output(tile, before, config)
+    forward.pass_turn(tile.consumer, config)
+    factors = factors_of(tile, n_block, config)
+    seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
+    warpgroup.wait_group(1)  # S is there, P V is not
+    release(pipes.k, state, config)
+    hide(tile, acc_S, n_block, seen, config)
+    rescale = softmax.online_softmax(acc_S, tile.rows, factors, config)
+    warpgroup.wait_group(0)
+    release(pipes.v, before, config)
+    join(tile, acc_N, config)
+    if const_expr(config.promote):
+        tile.rescale.store(rescale.load())
+    else:
+        fragments.scale_rows(tile.acc_O, rescale)
+    softmax.round_into(tile.P, acc_S)
+    return state
+
+
+@cute.jit
+def factors_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> cute.Tensor:
+    """(ROWS,) fp32: of the scores of a tile of keys, in the exponent of 2."""
+    factors = cute.make_rmem_tensor(fragments.ROWS, Float32)
+    of_keys = tile.key_factors[n_block * config.tile_n // GROUP]
+    for r in range_constexpr(fragments.ROWS):
+        factors[r] = arch.fmax(tile.row_factors[r] * of_keys, Float32(softmax.LEAST_FACTOR))
+    return factors
+
+
+@cute.jit
+def issue_scores(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
+    """Issue S = Q K^T, into fresh registers, for the tile of keys in the stage of `state`; fp32, of integers with MAGIC."""
+    shape = tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n))
+    tSrK = tile.tSrK[None, None, None, state.index]
+    if const_expr(softmax.is_integer(config)):
+        sums = cute.make_rmem_tensor(shape, Int32)
+        sums.fill(softmax.MAGIC_BITS)
+        fragments.product(tile.mma.qk, sums, tile.tSrQ, tSrK, True)
+        return cute.recast_tensor(sums, Float32)
+    acc_S = cute.make_rmem_tensor(shape, Float32)
+    fragments.product(tile.mma.qk, acc_S, tile.tSrQ, tSrK, False)
+    return acc_S
+
+
+@cute.jit
+def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
+    """Issue P V for the tile of values in the stage of `state`: a sum of its own or, without `promote`, O's."""
+    acc = tile.acc_O
+    if const_expr(config.promote):
+        acc = cute.make_rmem_tensor_like(tile.acc_O)
+    fragments.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote)
+    return acc
+
+
+@cute.jit
+def join(tile: Tile, acc_N: cute.Tensor, config: Constexpr[Config]):
+    """O' = r O + N, where N is apart."""
+    if const_expr(config.promote):
+        O, N = fragments.by_rows(tile.acc_O), fragments.by_rows(acc_N)
+        for r in range_constexpr(fragments.ROWS):
+            O[r, None].store(O[r, None].load() * tile.rescale[r] + N[r, None].load())
+
+
+@cute.jit
+def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, config: Constexpr[Config]):
+    if const_expr(config.cluster == 1):
+        tma.release(pipe, state)
+    else:
+        pipe.consumer_release(state)
+
+
+@cute.jit
+def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, config: Constexpr[Config]):
+    if const_expr(seen is not None):
+        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+
+
+@cute.jit
+def last_product(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
+) -> Statistics:
+    """The last P V, under which the rows are summed up, and what makes O of the sums."""
+    pipes.v.consumer_wait(state)
+    acc_N = issue_output(tile, state, config)
+    lse, inverse = softmax.close(tile.rows)
+    channels = channels_of(tile, scales, block, config)
+    warpgroup.wait_group(0)
+    release(pipes.v, state, config)
+    join(tile, acc_N, config)
+    finish(tile, channels, inverse, lse, config)
+    if const_expr(config.centred):
+        add_shift(lse, scales, tile, block)
+    return Statistics(lse, None)
+
+
+class Channels(NamedTuple):
+    """Of the thread's columns of O, fp32 in registers; `scale` alone is one number without `centred`."""
+
+    scale: cute.Tensor | Float32
+    centre: cute.Tensor | None
+
+
+@cute.jit
+def channels_of(tile: Tile, scales: Scales, block: Block, config: Constexpr[Config]) -> Channels:
+    of_head = scales.v[block.batch, block.head_k, None]
+    if const_expr(not config.centred):
+        return Channels(of_head[0], None)
+    return Channels(read_channels(of_head, config), read_channels(scales.centre[block.batch, block.head_k, None], config))
+
+
+@cute.jit
+def read_channels(of_head: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
+    """The thread's columns of a row; 0 for those that do not exist."""
+    columns, first = config.head_dim_v // fragments.QUAD, 2 * (arch.lane_idx() % fragments.QUAD)
+    found = cute.make_rmem_tensor(columns, Float32)
+    found.fill(0.0)
+    for c in range_constexpr(0, columns, 2):
+        at = first + fragments.column(c)
+        if at < of_head.shape[0]:
+            pair = cute.make_tensor((of_head.iterator + at).align(8), cute.make_layout(2))
+            cute.autovec_copy(pair, cute.make_tensor(found.iterator + c, cute.make_layout(2)))
+    return found
+
+
+@cute.jit
+def finish(tile: Tile, channels: Channels, inverse: cute.Tensor, lse: cute.Tensor, config: Constexpr[Config]):
+    """O from its sums; 0 in rows that see nothing."""
+    O = fragments.by_rows(tile.acc_O)
+    if const_expr(config.centred):
+        for r in range_constexpr(fragments.ROWS):
+            O[r, None].store(O[r, None].load() * inverse[r] * channels.scale.load() + channels.centre.load())
+        if const_expr(config.sees != "all"):
+            fragments.clear_rows(tile.acc_O, lse)
+    else:
+        for r in range_constexpr(fragments.ROWS):
+            inverse[r] *= channels.scale
+        fragments.scale_rows(tile.acc_O, inverse)
+
+
+@cute.jit
+def add_shift(lse: cute.Tensor, scales: Scales, tile: Tile, block: Block):
+    """What all scores of a row lack, since K was centred."""
+    of_head, at = scales.shift[block.batch, block.head, None], fragments.by_rows(tile.tScS)
+    for r in range_constexpr(fragments.ROWS):
+        lse[r] += of_head[min(tile.m0 + at[r, 0][0], of_head.shape[0] - 1)]

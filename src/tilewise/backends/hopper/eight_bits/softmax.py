@@ -1,0 +1,70 @@
+"""Scores of 8-bit products, and P in e4m3, in the registers of a warpgroup's product.
+
+A score is a dot product d of int8 or e4m3 numbers times a factor, which is one for a row and a tile of keys. Integer products are added to MAGIC's
+bits: what comes out, read as fp32, is 2^23 + 2^22 + d, exactly while |d| < 2^22. So no number is converted, MAGIC leaves by the same fused
+multiply-add that subtracts the maximum, and, as all numbers are positive, their maximum is that of integers, of which three are compared at once.
+
+P is 2^TOP times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
+"""
+
+from tilewise.sm90 import fragments
+from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
+from tilewise.sm90.fragments import LN2
+
+TOP = 8
+MAGIC_BITS, MAGIC = 0x4B400000, float(3 << 22)
+LEAST_FACTOR = 2.0**-100  # 0 times the infinity of a hidden score would be NaN
+
+PACK = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; "
+    "mov.b32 {$w0}, {low, high}; }"
+)
+
+
+@cute.jit
+def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, factors: cute.Tensor, config: Constexpr) -> cute.Tensor:
+    """As `fragments.online_softmax`, with a factor a row. factors: (ROWS,) fp32, positive."""
+    S = fragments.by_rows(acc_S)
+    rescale, base = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
+    for r in range_constexpr(fragments.ROWS):
+        values = [S[r, c] for c in range(cute.size(S, mode=[1]))]
+        if const_expr(is_integer(config)):
+            top = fragments.quad_max(fragments.largest_from_zero(values)) - MAGIC
+        else:
+            top = fragments.quad_max(fragments.largest(values))
+        m = arch.fmax(top * factors[r], rows.m[r])
+        above = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
+        rescale[r] = cute.math.exp2(rows.m[r] - above, fastmath=True)
+        rows.m[r] = m
+        base[r] = above - TOP
+        if const_expr(is_integer(config)):
+            base[r] = factors[r] * MAGIC + base[r]
+    for r in range_constexpr(fragments.ROWS):
+        p = cute.math.exp2(S[r, None].load() * factors[r] - base[r], fastmath=True)
+        rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)
+        S[r, None].store(p)
+    return rescale
+
+
+def is_integer(config) -> bool:
+    """Whether scores are sums of integers."""
+    return not config.dtype.is_floating_point
+
+
+@cute.jit
+def round_into(P: cute.Tensor, acc_S: cute.Tensor):
+    """P in e4m3, in the registers from which the second product reads it. V's tokens lie in the order that makes this free of shuffles."""
+    words = cute.recast_tensor(P, Int32)
+    for i in range_constexpr(cute.size(words)):
+        at = i // 2 * 8 + i % 2 * 2  # pairs of columns 2 q and 8 + 2 q of 16, in one row
+        numbers = [acc_S[at], acc_S[at + 1], acc_S[at + 4], acc_S[at + 5]]
+        words[i] = arch.inline_ptx(PACK, write_only_types=[Int32], read_only_args=numbers)
+
+
+@cute.jit
+def close(rows: fragments.Rows) -> tuple[cute.Tensor, cute.Tensor]:
+    """(log-sum-exp, 1 / l) of each row, as `fragments.close`; l has P's 2^TOP."""
+    lse, inverse = fragments.close(rows)
+    for r in range_constexpr(fragments.ROWS):
+        lse[r] -= TOP * LN2
+    return lse, inverse
