@@ -1,5 +1,6 @@
 """How the forward pass in 8 bits is cut: literal data, one line a case."""
 
+import random
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -10,6 +11,11 @@ from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
 GROUP = 128  # keys that have one scale
+WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
+TOKENS = GROUP // WARPS  # of a warp
+CHUNKS, CHUNK = 16, 1024  # of V, at most, and tokens of one at least: what a thread block sums up
+LARGEST_VALUE = 448.0  # of e4m3
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST_VALUE}
 DTYPES = torch.int8, torch.float8_e4m3fn  # of Q and K; V and P are e4m3
 
 
@@ -82,3 +88,25 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     dims = tile_dims(head_dim, head_dim_v)
     given = {"dynamic": sees != "all", **TILES[dims], **fields}
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
+
+
+# Quantiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantiserConfig:
+    given: torch.dtype
+    dtype: torch.dtype  # of Q and K
+    head_dim: int  # as `Config` has it
+
+    @property
+    def numbers(self) -> int:
+        """Channels of a lane."""
+        return self.head_dim // WARP
+
+
+@lru_cache
+def signs_of(head_dim: int) -> tuple[int, ...]:
+    """1 for the channels that change their sign before the rotation."""
+    draw = random.Random(head_dim)
+    return tuple(draw.getrandbits(1) for _ in range(head_dim))

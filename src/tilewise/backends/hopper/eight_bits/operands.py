@@ -23,3 +23,19 @@ class Scales(NamedTuple):
     v: Tensor  # (batch, heads_k, head_dim_v)
     centre: Tensor | None  # (batch, heads_k, head_dim_v): what V lacks
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
+
+
+class Given(NamedTuple):
+    """What the quantiser reads, bf16 or fp16."""
+
+    Q: Tensor  # (batch, seqlen_q, heads_q, head_dim)
+    K: Tensor  # (batch, seqlen_k, heads_k, head_dim)
+    V: Tensor  # (batch, seqlen_k, heads_k, head_dim_v)
+
+
+class Made(NamedTuple):
+    """What it writes, as `Tensors` have it, with the tile's head_dim."""
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor

@@ -57,8 +57,12 @@ def round_into(P: cute.Tensor, acc_S: cute.Tensor):
     words = cute.recast_tensor(P, Int32)
     for i in range_constexpr(cute.size(words)):
         at = i // 2 * 8 + i % 2 * 2  # pairs of columns 2 q and 8 + 2 q of 16, in one row
-        numbers = [acc_S[at], acc_S[at + 1], acc_S[at + 4], acc_S[at + 5]]
-        words[i] = arch.inline_ptx(PACK, write_only_types=[Int32], read_only_args=numbers)
+        words[i] = e4m3_of_four(acc_S[at], acc_S[at + 1], acc_S[at + 4], acc_S[at + 5])
+
+
+def e4m3_of_four(*numbers: Float32) -> Int32:
+    """The first in the lowest bits."""
+    return arch.inline_ptx(PACK, write_only_types=[Int32], read_only_args=numbers)
 
 
 @cute.jit
