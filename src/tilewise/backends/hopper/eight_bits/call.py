@@ -1,9 +1,15 @@
 """The forward pass in 8 bits, seen from torch."""
 
-from tilewise.backends.hopper.eight_bits.config import Config, QuantiserConfig
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper import changes, visibility
+from tilewise.backends.hopper.eight_bits.config import CHUNK, CHUNKS, GROUP, TOKENS, Config, QuantiserConfig, configure, tile_dims
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
+from tilewise.backends.hopper.forward import call as bf16
+from tilewise.backends.hopper.forward.plan import Plan, num_sms
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Work
-from tilewise.backends.hopper import changes
+from tilewise.problem import Call
 from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.eight_bits.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
@@ -47,3 +53,43 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     scales = Scales(of_rows[0], jit.tensor(Float32, batch, heads_k, jit.size(), aligned=False), *of_channels, of_rows[1])
     sums = jit.tensor(Float32, batch, heads_k, jit.size(), 4, padded)
     return [Given(*given), Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens)), scales, sums, Float32(1.0)]
+
+
+def quantise(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, scale: float) -> tuple[Made, Scales]:
+    """Q, K and V of 16 bits as the forward kernel takes them. dtype: of Q and K; scale: of the softmax."""
+    (batch, seqlen_q, heads_q, dim), (_, seqlen_k, heads_k, dim_v) = q.shape, v.shape
+    config = QuantiserConfig(given=q.dtype, dtype=dtype, head_dim=tile_dims(dim, dim_v)[0])
+
+    def empty(kind: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=kind, device=q.device)
+
+    sizes = (heads_q, seqlen_q), (heads_k, seqlen_k)
+    of_tokens = (empty(torch.int8, batch, *each, config.head_dim).transpose(1, 2) for each in sizes)
+    made = Made(*of_tokens, empty(torch.int8, batch, heads_k, dim_v, -(-seqlen_k // TOKENS) * TOKENS))
+    of_rows = [empty(torch.float32, batch, heads_q, seqlen_q) for _ in range(2)]
+    of_channels = [empty(torch.float32, batch, heads_k, dim_v) for _ in range(2)]
+    scales = Scales(of_rows[0], empty(torch.float32, batch, heads_k, -(-seqlen_k // GROUP)), *of_channels, of_rows[1])
+    sums = empty(torch.float32, batch, heads_k, min(-(-seqlen_k // CHUNK), CHUNKS), 4, config.head_dim)
+    kernel = jit.compiled(QUANTISE, quantiser_arguments, config)
+    kernel(Given(*(jit.aligned(x) for x in (q, k, v))), made, scales, sums, scale)
+    return made, scales
+
+
+def attend(call: Call, made: Made, scales: Scales, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q) fp32. call: the mask, scale and dtypes of what was quantised."""
+    device, out = call.q.device, call.out_dtype or call.q.dtype
+    plan = plan_of(call, made, scales, config)
+    o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=out, device=device)
+    lse = torch.empty((call.batch, call.heads_q, call.seqlen_q), dtype=torch.float32, device=device)
+    kernel = jit.compiled(LAUNCH, arguments, plan.config)
+    band = Band(*plan.band, RowTables())
+    kernel(Tensors(*made, o, lse), scales, bf16._work(plan, device), band, changes.scores(call, plan.config, call.scale))
+    return o, lse
+
+
+def plan_of(call: Call, made: Made, scales: Scales, config: Config | None = None) -> Plan:
+    if config is None:
+        out = call.out_dtype or call.q.dtype
+        dtype = torch.int8 if scales.centre is not None else torch.float8_e4m3fn
+        config = configure(dtype, out, call.head_dim, call.head_dim_v, visibility.sees(call.mask), centred=scales.centre is not None)
+    return Plan.of(call, num_sms(call.q.device), config)
