@@ -16,7 +16,6 @@ from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.forward import rows
 from tilewise.ladder import RUNGS, VARIANTS
-from tilewise.ladder import rung as rung_module
 
 EVERY = {**RUNGS, **VARIANTS}
 
@@ -31,9 +30,8 @@ class Kernel(NamedTuple):
 
 def of_rung(name: str, head_dim: int, causal: bool) -> Kernel:
     rung = EVERY[name]
-    arguments = rung_module._arguments_with_scores if rung._stores_scores else rung_module._arguments
     config = rung.code.configure(head_dim, causal, **rung.choice)
-    return Kernel(f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, arguments, config, remarks=name >= "k4")
+    return Kernel(f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, rung.arguments(), config, remarks=name >= "k4")
 
 
 def of_forward(config) -> Kernel:

@@ -19,6 +19,7 @@ RUNGS: dict[str, Rung] = {
         Rung("k5", "k5_warp_specialised", "two or three consumers share wider tiles and the producer's registers"),
         Rung("k6_1", "k6_1_turns", "consumers take turns at the tensor cores (ping-pong)"),
         Rung("k6", "k6_pingpong", "the next scores under this softmax as well"),
+        Rung("k7", "k7_fp8", "8 bits: e4m3 with one scale a tensor, P packed in place", recipe="per_tensor"),
     )
 }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.ladder import stamps
+from tilewise.ladder.operands import RECIPES, Operands
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
@@ -26,13 +28,15 @@ MOST_HEADS = 65535  # the second dimension of a grid
 class Rung:
     """One kernel of the ladder: `rung(q, k, v, causal=False)`, or a backend of forward passes for the checks.
 
-    `module` is the file under tilewise.ladder; `choice` what this rung fixes of its Config.
+    `module` is the file under tilewise.ladder; `choice` what this rung fixes of its Config; `recipe`, of operands.py, is
+    how it has its operands: in bf16, or in 8 bits.
     """
 
     name: str
     module: str
     title: str
     choice: dict = field(default_factory=dict, hash=False)
+    recipe: str = "bf16"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
         """Attention of one head a row: softmax(scale Q K^T) V, with `scale` 1 / sqrt(head_dim) by default.
@@ -74,10 +78,12 @@ class Rung:
         """The kernel for a Hopper GPU, with time stamps if `stamped` (stamps.py); needs the DSL, but no GPU."""
         if missing := jit.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        code, arguments = self.code, _arguments_with_scores if self._stores_scores else _arguments
-        if stamped:
-            code, arguments = stamps.stamped(self.module), _arguments_with_events
-        return jit.compiled(code.launch, arguments, code.configure(head_dim, causal, **self.choice), options)
+        code = stamps.stamped(self.module) if stamped else self.code
+        return jit.compiled(code.launch, self.arguments(stamped), code.configure(head_dim, causal, **self.choice), options)
+
+    def arguments(self, stamped: bool = False) -> Callable:
+        """Of the launch function, as `jit.compiled` takes them."""
+        return _arguments(self.recipe, self._stores_scores, stamped)
 
     @property
     def _stores_scores(self) -> bool:
@@ -98,8 +104,21 @@ class Rung:
         if reasons := self.reasons(dtype, head_dim, device):
             raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, events: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors; with stamps where there is room for them, `events` (tracing.py)."""
+    @property
+    def in_eight_bits(self) -> bool:
+        return self.recipe != "bf16"
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
+        """What `run` makes of checked tensors ahead of its kernel."""
+        return RECIPES[self.recipe].prepare(q, k, v, scale)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, events: Tensor | None = None, operands: Operands | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """O (heads, seqlen, head_dim) and LSE (heads, seqlen) of checked tensors; with stamps where there is room for them, `events` (tracing.py).
+
+        operands: those of q, k, v and scale, if they are there already.
+        """
         heads, seqlen, head_dim = q.shape
         o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty((heads, seqlen), dtype=torch.float32)
         if o.numel() == 0:
@@ -111,7 +130,8 @@ class Rung:
         scratch = [self._scores(q)] if self._stores_scores else []
         kernel = self.compiled(head_dim, causal, stamped=events is not None)
         with torch.cuda.device(q.device):
-            kernel(*(jit.aligned(x) for x in (q, k, v)), o, lse, *scratch, scale / math.log(2), *([] if events is None else [events]))
+            tensors, others = operands or self.operands(q, k, v, scale)
+            kernel(*tensors, o, lse, *scratch, *others, *([] if events is None else [events]))
         return o, lse
 
     def _scores(self, q: Tensor) -> Tensor:
@@ -151,27 +171,24 @@ class Rung:
         return o.unflatten(0, (call.batch, call.heads_q)).transpose(1, 2), lse.unflatten(0, (call.batch, call.heads_q))
 
 
-def _arguments(config) -> list:
-    """q, k, v, o (heads, seqlen, head_dim) bf16, lse (heads, seqlen) fp32, scale_log2."""
-    from tilewise.sm90.dsl import BFloat16, Float32
+@cache
+def _arguments(recipe: str, scores: bool, stamped: bool) -> Callable[..., list]:
+    return partial(_stand_ins, recipe, scores, stamped)
+
+
+def _stand_ins(recipe: str, scores: bool, stamped: bool, config) -> list:
+    """The recipe's operands around o (heads, seqlen, head_dim) bf16, lse (heads, seqlen) fp32 and, where S is stored, S (heads, seqlen, seqlen) fp32;
+    with stamps the events last, (blocks * WARPS * SLOTS, 2) int32 (sm90/phases.py).
+    """
+    from tilewise.sm90.dsl import BFloat16, Float32, Int32, cute, make_fake_tensor
 
     heads, seqlen = jit.size(), jit.size()
-    rows = [jit.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(4)]
-    return [*rows, jit.tensor(Float32, heads, seqlen, aligned=False), Float32(1.0)]
-
-
-def _arguments_with_scores(config) -> list:
-    """The same with S, (heads, seqlen, seqlen) fp32, before scale_log2."""
-    *before, scale_log2 = _arguments(config)
-    heads, seqlen = before[-1].shape
-    return [*before, jit.tensor(before[-1].element_type, heads, seqlen, seqlen, aligned=False), scale_log2]
-
-
-def _arguments_with_events(config) -> list:
-    """Those of a rung without scratch, and the events last, (blocks * WARPS * SLOTS, 2) int32 (sm90/phases.py)."""
-    from tilewise.sm90.dsl import Int32, cute, make_fake_tensor
-
-    return [*_arguments(config), make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)]
+    tensors, others = RECIPES[recipe].stand_ins(config, heads, seqlen)
+    found = [*tensors, jit.tensor(BFloat16, heads, seqlen, config.head_dim), jit.tensor(Float32, heads, seqlen, aligned=False)]
+    if scores:
+        found.append(jit.tensor(Float32, heads, seqlen, seqlen, aligned=False))
+    events = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] if stamped else []
+    return [*found, *others, *events]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

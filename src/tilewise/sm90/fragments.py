@@ -117,22 +117,27 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, seqlen: In
 
 
 @cute.jit
-def online_softmax(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32, from_zero: Constexpr[bool] = False) -> cute.Tensor:
+def online_softmax(
+    acc_S: cute.Tensor, rows: Rows, scale_log2: Float32 | cute.Tensor, from_zero: Constexpr[bool] = False, headroom: Constexpr[float] = 0.0
+) -> cute.Tensor:
     """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12).
 
-    from_zero: no row's m is below 0, so that a maximum below it need not be known.
+    scale_log2: one number, or one of each row. from_zero: no row's m is below 0, so that a maximum below it need not be known. headroom: m is the
+    maximum less so much, so that P's largest number is 2^headroom, and l as many times larger.
     """
     S = by_rows(acc_S)
+    scales = [scale_log2[r] if const_expr(isinstance(scale_log2, cute.Tensor)) else scale_log2 for r in range(ROWS)]
     rescale, base = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(2))
     for r in range_constexpr(ROWS):
         values = [S[r, c] for c in range(cute.size(S, mode=[1]))]
         top = largest_from_zero(values) if const_expr(from_zero) else largest(values)
-        m = arch.fmax(quad_max(top) * scale_log2, rows.m[r])
+        top = quad_max(top) * scales[r] - headroom if const_expr(headroom) else quad_max(top) * scales[r]
+        m = arch.fmax(top, rows.m[r])
         base[r] = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
         rescale[r] = cute.math.exp2(rows.m[r] - base[r], fastmath=True)
         rows.m[r] = m
     for r in range_constexpr(ROWS):
-        p = cute.math.exp2(S[r, None].load() * scale_log2 - base[r], fastmath=True)
+        p = cute.math.exp2(S[r, None].load() * scales[r] - base[r], fastmath=True)
         rows.l[r] = p.reduce(cute.ReductionOp.ADD, rows.l[r] * rescale[r], 0)  # a tile's sum apart would spill at head_dim 64
         S[r, None].store(p)
     return rescale
@@ -224,9 +229,12 @@ def close(rows: Rows) -> tuple[cute.Tensor, cute.Tensor]:
 
 
 @cute.jit
-def finish(acc_O: cute.Tensor, rows: Rows) -> cute.Tensor:
-    """O /= l; returns the log-sum-exp of each row."""
+def finish(acc_O: cute.Tensor, rows: Rows, scale: Float32 | None = None) -> cute.Tensor:
+    """O /= l, times `scale`; returns the log-sum-exp of each row."""
     lse, inverse = close(rows)
+    if const_expr(scale is not None):
+        for r in range_constexpr(ROWS):
+            inverse[r] *= scale
     scale_rows(acc_O, inverse)
     return lse
 

@@ -89,6 +89,25 @@ def f16(a):
     return where(np.isnan(a), u2.type(0x7FFF), a.astype(f2).view(u2))
 
 
+def _numbers_of_e4m3():
+    code = np.arange(256)
+    exponent, fraction = code >> 3 & 15, code & 7
+    size = np.where(exponent, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
+    size[code & 0x7F == 0x7F] = np.nan
+    return np.where(code & 0x80, -size, size).astype(f4)
+
+
+E4M3 = _numbers_of_e4m3()
+
+
+def e4m3(a):
+    """To the nearest, ties to even; what is too large, infinity among it, to 448."""
+    size = np.minimum(np.abs(a.astype(np.float64)), 448)
+    step = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-6))) - 3)
+    code = np.searchsorted(E4M3[:0x7F], (np.rint(size / step) * step).astype(f4))
+    return where(np.isnan(a), u1.type(0x7F), code | np.signbit(a) * 0x80).astype(u1)
+
+
 def pair(low, high):
     """Two halves of a wider number."""
     wide = np.dtype(f"u{2 * low.dtype.itemsize}")

@@ -33,10 +33,12 @@ NEEDED = [
 
 
 class Emulated(Hopper):
-    """pace, seed: as in `Machine`; slots: multiprocessors; change: what is done to kernels' PTX, to see whether it is noticed."""
+    """pace, seed, fraction: as in `Machine`; slots: multiprocessors; change: what is done to kernels' PTX, to see whether it is noticed."""
 
-    def __init__(self, pace: str = "random", seed: int = 0, slots: int = 4, change: Callable[[str], str] = str) -> None:
-        self.pace, self.seed, self.slots, self.change = pace, seed, slots, change
+    def __init__(
+        self, pace: str = "random", seed: int = 0, slots: int = 4, change: Callable[[str], str] = str, fraction: int | None = None
+    ) -> None:
+        self.pace, self.seed, self.slots, self.change, self.fraction = pace, seed, slots, change, fraction
 
     def why_not(self, problem) -> list[str]:
         return []
@@ -58,7 +60,7 @@ class Emulated(Hopper):
         host, programs = translated(launch, arguments, config, self.change)
 
         def call(*given) -> None:
-            machine = Machine(Memory(jit.tensors_of(given)), self.slots, self.pace, self.seed)
+            machine = Machine(Memory(jit.tensors_of(given)), self.slots, self.pace, self.seed, self.fraction)
             with np.errstate(all="ignore"):
                 host(lambda grid: machine.run(programs[grid.kernel], grid), *given)
 

@@ -20,10 +20,12 @@ ON_GPU = 2  # kDLCUDA
 CODES = {
     torch.int32: (0, 32),
     torch.int64: (0, 64),
+    torch.int8: (0, 8),
     torch.uint8: (1, 8),
     torch.float32: (2, 32),
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
+    torch.float8_e4m3fn: (10, 8),
 }
 
 

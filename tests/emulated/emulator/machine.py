@@ -26,10 +26,10 @@ PATIENCE = 300  # rounds in which nothing happens before it is called a deadlock
 
 
 class Machine:
-    """Runs grids one after another. slots: thread blocks at a time."""
+    """Runs grids one after another. slots: thread blocks at a time; fraction: as in `products.added`."""
 
-    def __init__(self, memory: Memory, slots: int, pace: str, seed: int) -> None:
-        self.memory, self.slots, self.pace = memory, slots, pace
+    def __init__(self, memory: Memory, slots: int, pace: str, seed: int, fraction: int | None = None) -> None:
+        self.memory, self.slots, self.pace, self.fraction = memory, slots, pace, fraction
         self.random = random.Random(seed)
         self.pending: list[Callable[[], None]] = []  # for the copy engine
         self.events = 0  # what others may have waited for

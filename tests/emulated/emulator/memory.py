@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 LINE = 16  # bytes; views begin at multiples of it
-FP16, BF16 = 6, 10  # CUtensorMapDataType
+ITEMS = {0: 1, 6: 2, 10: 2}  # bytes of a number of CUtensorMapDataType: uint8, fp16, bf16
 
 
 class Fault(RuntimeError):
@@ -79,7 +79,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 class TensorMap(NamedTuple):
-    """A tensor of 16-bit numbers, and the box of it that is copied at a time: what the host wrote for the copy engine, as the DSL packs it.
+    """A tensor of 8- or 16-bit numbers, and the box of it that is copied at a time: what the host wrote for the copy engine, as the DSL packs it.
 
     NVIDIA documents what makes such a map (cuTensorMapEncodeTiled), not what it looks like; this was found by trying.
     """
@@ -89,15 +89,18 @@ class TensorMap(NamedTuple):
     steps: tuple[int, ...]  # bytes, from the second dimension on
     box: tuple[int, ...]  # as sizes
     swizzled_bytes: int  # of a row of the box in shared memory; 16: it is not swizzled
+    item: int = 2  # bytes of a number
 
     @classmethod
     def of(cls, packed: bytes) -> "TensorMap":
         words = struct.unpack("<16I", packed[:64])
         dims, kind, swizzle = (words[2] >> 4 & 7) + 1, words[2] >> 7 & 15, words[2] >> 13 & 3
-        if kind not in (FP16, BF16) or words[6] or dims < 2:
+        if kind not in ITEMS or words[6] or dims < 2:
             raise Fault(f"a tensor map of another kind: {[hex(word) for word in words]}")
-        sizes, box = ([2 * (x[0] + 1), *(each + 1 for each in x[1:dims])] for x in (words[8:13], packed[55:60]))
-        return cls(words[0] | words[1] << 32, tuple(sizes), tuple(16 * step for step in words[3 : 2 + dims]), tuple(box), 16 << swizzle)
+        item = ITEMS[kind]
+        sizes, box = ([item * (x[0] + 1), *(each + 1 for each in x[1:dims])] for x in (words[8:13], packed[55:60]))
+        steps = tuple(16 * step for step in words[3 : 2 + dims])
+        return cls(words[0] | words[1] << 32, tuple(sizes), steps, tuple(box), 16 << swizzle, item)
 
     @property
     def row(self) -> int:
@@ -110,7 +113,7 @@ class TensorMap(NamedTuple):
 
     def rows(self, corner: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
         """(address, first, n) of every row of the box there: the n bytes of it from `first` on are the tensor's, from `address` on."""
-        start = 2 * corner[0]
+        start = self.item * corner[0]
         first = max(0, -start)
         n = max(0, min(self.box[0], self.sizes[0] - start) - first)
         for offset in product(*map(range, reversed(self.box[1:]))):

@@ -161,6 +161,9 @@ class Translation:
         if to in ("bf16x2", "f16x2"):
             high, low = (f"{to[:-2]}({self.value(x, 'f4')})" for x in (a, b))
             yield self.put(d, f"pair({low}, {high})", "u4")
+        elif to == "e4m3x2" and source == "f32" and "satfinite" in self.parts:
+            high, low = (f"e4m3({self.value(x, 'f4')})" for x in (a, b))
+            yield self.put(d, f"pair({low}, {high})", "u2")
         elif to in ("bf16", "f16") and source == "f32":
             yield self.put(d, f"{to}({self.value(a, 'f4')})", "u2")
         elif to == "f32" and source == "bf16":
@@ -333,14 +336,16 @@ class Translation:
         elif "wait_group" in self.parts:
             yield f"w.wait_products({operands[0]})"
         else:
-            shape = re.search(r"\.m64n(\d+)k16\.f32", self.it.op)
-            d, a, b, scale, _, _, *transposed = operands
-            if shape is None:
+            shape = re.search(r"\.m64n(\d+)k(16|32)\.(?:f32|satfinite\.s32)\.(bf16|f16|e4m3|s8)\.\3$", self.it.op)
+            d, a, b, scale, *signs = operands
+            if shape is None or any(sign != "1" for sign in signs[:2]):
                 raise Unknown(str(self.it))
+            transposed = signs[2:]
             if a.startswith("{"):
                 a, transposed = [self.program.numbers[x] for x in split(a.strip("{}"))], ["0", *transposed]
             else:
                 a = self.value(a, "u8")
+            transposed = (*transposed, "0", "0")[:2]  # only of 16 bits there is a choice
             numbers = [self.program.numbers[x] for x in split(d.strip("{}"))]
             given = [shape[1], repr(self.parts[-1]), numbers, a, self.value(b, "u8"), self.value(scale, "?"), *transposed]
             yield f"w.product({', '.join(map(str, given))})"

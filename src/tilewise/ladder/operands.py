@@ -1,0 +1,70 @@
+"""What a rung's kernel is given of Q, K and V: the tensors as they are, or in e4m3 with the scales that they were divided by.
+
+e4m3 has a sign, four bits of exponent and three of fraction: numbers up to 448, right to a sixteenth from 2^-6 on and to 2^-10 below. So it
+matters little where a scale puts a tensor's largest number, and much how far below it the others are.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.sm90 import jit
+from tilewise.sm90.key_order import transposed
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+
+
+class Operands(NamedTuple):
+    """A launch function's arguments before O and LSE, and those after."""
+
+    tensors: tuple
+    others: tuple
+
+
+class Recipe(NamedTuple):
+    """prepare(q, k, v, scale): the operands for q, k, v (heads, seqlen, head_dim) and scores times `scale`, ahead of the kernel; stand_ins(config,
+    heads, seqlen): what stands for them as it is compiled.
+    """
+
+    prepare: Callable[[Tensor, Tensor, Tensor, float], Operands]
+    stand_ins: Callable[..., Operands]
+
+
+def as_they_are(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
+    return Operands((*map(jit.aligned, (q, k, v)),), (scale / math.log(2),))
+
+
+def stand_ins_of_bf16(config, heads, seqlen) -> Operands:
+    """q, k, v; scale_log2."""
+    from tilewise.sm90.dsl import BFloat16, Float32
+
+    return Operands((*(jit.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(3)),), (Float32(1.0),))
+
+
+def rounded(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """x as (e4m3, fp32 scale): the largest number along `dim`, which stays with one element, becomes 448. Zeros get the scale 1."""
+    x = x.float()
+    largest = x.abs().amax(dim, keepdim=True)
+    scale = torch.where(largest == 0, 1.0, largest / LARGEST)
+    return (x / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale  # older torch makes NaN of what rounding puts beyond 448
+
+
+def per_tensor(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
+    """One scale a tensor, V transposed. For finite numbers: a NaN makes the scale of all others NaN."""
+    (q8, scale_q), (k8, scale_k), (v8, scale_v) = (rounded(x, (0, 1, 2)) for x in (q, k, v))
+    return Operands((q8, k8, transposed(v8)), (scale * float(scale_q * scale_k) / math.log(2), float(scale_v)))
+
+
+def stand_ins_per_tensor(config, heads, seqlen) -> Operands:
+    """q, k, and v with the keys last; scale_log2, scale_v."""
+    from tilewise.sm90.dsl import Float8E4M3FN, Float32
+
+    sizes = (seqlen, config.head_dim), (seqlen, config.head_dim), (config.head_dim, jit.size())
+    return Operands((*(jit.tensor(Float8E4M3FN, heads, *size) for size in sizes),), (Float32(1.0), Float32(1.0)))
+
+
+RECIPES = {"bf16": Recipe(as_they_are, stand_ins_of_bf16), "per_tensor": Recipe(per_tensor, stand_ins_per_tensor)}
