@@ -7,7 +7,8 @@ from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.eight_bits.config import CHUNK, CHUNKS, GROUP, TOKENS, Config, QuantiserConfig, configure, tile_dims
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
 from tilewise.backends.hopper.forward import call as bf16
-from tilewise.backends.hopper.forward.plan import Plan, num_sms
+from tilewise.backends.hopper.forward import plan as planning
+from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Work
 from tilewise.problem import Call
 from tilewise.sm90 import jit
@@ -51,8 +52,8 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) for _ in range(2)]
     scales = Scales(of_rows[0], jit.tensor(Float32, batch, heads_k, jit.size(), aligned=False), *of_channels, of_rows[1])
-    sums = jit.tensor(Float32, batch, heads_k, jit.size(), 4, padded)
-    return [Given(*given), Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens)), scales, sums, Float32(1.0)]
+    channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
+    return [Given(*given), Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens)), scales, channels, Float32(1.0)]
 
 
 def quantise(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, scale: float) -> tuple[Made, Scales]:
@@ -69,9 +70,9 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, scale: float) 
     of_rows = [empty(torch.float32, batch, heads_q, seqlen_q) for _ in range(2)]
     of_channels = [empty(torch.float32, batch, heads_k, dim_v) for _ in range(2)]
     scales = Scales(of_rows[0], empty(torch.float32, batch, heads_k, -(-seqlen_k // GROUP)), *of_channels, of_rows[1])
-    sums = empty(torch.float32, batch, heads_k, min(-(-seqlen_k // CHUNK), CHUNKS), 4, config.head_dim)
+    channels = empty(torch.float32, batch, heads_k, 2 + 2 * min(-(-seqlen_k // CHUNK), CHUNKS), config.head_dim)
     kernel = jit.compiled(QUANTISE, quantiser_arguments, config)
-    kernel(Given(*(jit.aligned(x) for x in (q, k, v))), made, scales, sums, scale)
+    kernel(Given(*(jit.aligned(x) for x in (q, k, v))), made, scales, channels, scale)
     return made, scales
 
 
@@ -83,7 +84,13 @@ def attend(call: Call, made: Made, scales: Scales, config: Config | None = None)
     lse = torch.empty((call.batch, call.heads_q, call.seqlen_q), dtype=torch.float32, device=device)
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     band = Band(*plan.band, RowTables())
-    kernel(Tensors(*made, o, lse), scales, bf16._work(plan, device), band, changes.scores(call, plan.config, call.scale))
+    kernel(
+        Tensors(*made, o, lse),
+        scales,
+        bf16._work(plan, device),
+        band,
+        changes.scores(call, plan.config, call.scale / plan.config.head_dim if scales.centre is not None else call.scale),
+    )
     return o, lse
 
 
@@ -92,4 +99,4 @@ def plan_of(call: Call, made: Made, scales: Scales, config: Config | None = None
         out = call.out_dtype or call.q.dtype
         dtype = torch.int8 if scales.centre is not None else torch.float8_e4m3fn
         config = configure(dtype, out, call.head_dim, call.head_dim_v, visibility.sees(call.mask), centred=scales.centre is not None)
-    return Plan.of(call, num_sms(call.q.device), config)
+    return Plan.of(call, planning.num_sms(call.q.device), config)

@@ -1,6 +1,5 @@
 """How the forward pass in 8 bits is cut: literal data, one line a case."""
 
-import random
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -14,8 +13,9 @@ GROUP = 128  # keys that have one scale
 WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
 TOKENS = GROUP // WARPS  # of a warp
 CHUNKS, CHUNK = 16, 1024  # of V, at most, and tokens of one at least: what a thread block sums up
-LARGEST_VALUE = 448.0  # of e4m3
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST_VALUE}
+LEAST = 2.0**-100  # of what is scaled; smaller numbers become 0
+MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
 DTYPES = torch.int8, torch.float8_e4m3fn  # of Q and K; V and P are e4m3
 
 
@@ -99,6 +99,8 @@ class QuantiserConfig:
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
 
+    values = torch.float8_e4m3fn
+
     @property
     def numbers(self) -> int:
         """Channels of a lane."""
@@ -106,7 +108,8 @@ class QuantiserConfig:
 
 
 @lru_cache
-def signs_of(head_dim: int) -> tuple[int, ...]:
-    """1 for the channels that change their sign before the rotation."""
-    draw = random.Random(head_dim)
-    return tuple(draw.getrandbits(1) for _ in range(head_dim))
+def sign_words(head_dim: int) -> tuple[int, ...]:
+    """Which of a lane's numbers change their sign before the rotation: for each number a word with a bit for each lane."""
+    numbers = head_dim // WARP
+    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
+    return tuple(sum(negative[lane * numbers + c] << lane for lane in range(WARP)) for c in range(numbers))

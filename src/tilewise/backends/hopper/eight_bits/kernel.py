@@ -24,7 +24,7 @@ from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
 from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Work
-from tilewise.sm90 import fragments, tma, wgmma
+from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Constexpr,
     CUstream,
@@ -32,7 +32,6 @@ from tilewise.sm90.dsl import (
     Float32,
     Int8,
     Int32,
-    OperandMajorMode,
     SmemAllocator,
     arch,
     const_expr,
@@ -40,7 +39,6 @@ from tilewise.sm90.dsl import (
     cutlass,
     pipeline,
     range_constexpr,
-    sm90,
     warpgroup,
 )
 
@@ -57,7 +55,7 @@ def launch(
     ]  # (seqlen, head_dim, heads, batch)
     of_values = cute.recast_ptr(mV.iterator, dtype=Float8E4M3FN)
     columns = cute.make_tensor(of_values, cute.select(mV.layout, mode=[2, 3, 1, 0]))  # (head_dim_v, tokens, heads, batch)
-    layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), layout_V(config)
+    layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), eight_bits.layout_V(config)
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim_v, config.tile_n)
     sharers = 1, config.cluster, config.cluster
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
@@ -72,7 +70,7 @@ def launch(
     if const_expr(not config.shares):
         clusters = min(units.count, clusters)
     found = Partials(work.sums, work.arrivals)
-    kernel(copies, tensors, scales, work.counter, found, units, band, changes, products(config), *layouts, config).launch(
+    kernel(copies, tensors, scales, work.counter, found, units, band, changes, eight_bits.products(config, dtype), *layouts, config).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
@@ -81,25 +79,9 @@ def launch(
     )
 
 
-def layout_V(config) -> cute.ComposedLayout:
-    """(head_dim_v, tile_n, kv_stages), tokens contiguous"""
-    return sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.head_dim_v, config.tile_n), Float8E4M3FN, config.kv_stages)
-
-
 def dtype_of(config):
     """Of Q and K."""
     return Int8 if softmax.is_integer(config) else Float8E4M3FN
-
-
-def products(config) -> wgmma.Mma:
-    """64 rows a warpgroup; all of tile_n, and of head_dim_v, in one instruction."""
-    warpgroups, k = (config.tile_m // 64, 1, 1), OperandMajorMode.K
-    qk, acc = dtype_of(config), Int32 if softmax.is_integer(config) else Float32
-    in_smem, in_registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    return wgmma.Mma(
-        sm90.make_trivial_tiled_mma(qk, qk, k, k, acc, warpgroups, (64, config.tile_n), in_smem),
-        sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k, k, Float32, warpgroups, (64, config.head_dim_v), in_registers),
-    )
 
 
 @cute.kernel
@@ -282,7 +264,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     release(pipes.k, state, config)
     hide(tile, acc_S, n_block, seen, config)
     softmax.online_softmax(acc_S, tile.rows, factors, config)
-    softmax.round_into(tile.P, acc_S)
+    eight_bits.round_into(tile.P, acc_S)
 
 
 @cute.jit
@@ -311,7 +293,7 @@ def step(
         tile.rescale.store(rescale.load())
     else:
         fragments.scale_rows(tile.acc_O, rescale)
-    softmax.round_into(tile.P, acc_S)
+    eight_bits.round_into(tile.P, acc_S)
     return state
 
 
@@ -354,9 +336,7 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
 def join(tile: Tile, acc_N: cute.Tensor, config: Constexpr[Config]):
     """O' = r O + N, where N is apart."""
     if const_expr(config.promote):
-        O, N = fragments.by_rows(tile.acc_O), fragments.by_rows(acc_N)
-        for r in range_constexpr(fragments.ROWS):
-            O[r, None].store(O[r, None].load() * tile.rescale[r] + N[r, None].load())
+        eight_bits.add_scaled(tile.acc_O, tile.rescale, acc_N)
 
 
 @cute.jit
@@ -426,7 +406,8 @@ def finish(tile: Tile, channels: Channels, inverse: cute.Tensor, lse: cute.Tenso
     O = fragments.by_rows(tile.acc_O)
     if const_expr(config.centred):
         for r in range_constexpr(fragments.ROWS):
-            O[r, None].store(O[r, None].load() * inverse[r] * channels.scale.load() + channels.centre.load())
+            for c in range_constexpr(cute.size(O, mode=[1])):
+                O[r, c] = O[r, c] * inverse[r] * channels.scale[c] + channels.centre[c]
         if const_expr(config.sees != "all"):
             fragments.clear_rows(tile.acc_O, lse)
     else:

@@ -1,26 +1,28 @@
-"""Q, K and V of 16 bits become the forward kernel's operands of 8 bits, in two kernels; what is between them is in `Sums`.
+"""Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
-The first reads V, and some of K: per channel, for each of up to CHUNKS stretches of tokens. The second has a thread block for 128 tokens of a head,
-of which a warp has 16 and a lane head_dim / 32 neighbouring channels:
+The first finds what all tokens decide, of each channel: the centres of K and V, and in chunks of tokens the least and the largest number of V. The
+second has a thread block for GROUP tokens of a head, of which a warp has 16 and a lane head_dim / 32 neighbouring channels:
 
-- K loses its mean of each channel (of a sample: any constant shifts all scores of a row alike, and `Scales.shift` has by how much);
-- Q and K are multiplied by the same rotation, a Hadamard matrix with random signs, which leaves their products as they are and spreads outliers
-  over all channels: in a lane, then across lanes;
-- Q is divided by a scale for each token, K by one for each GROUP tokens, and both are rounded to int8 or e4m3;
-- V loses its channels' means, is divided by a scale for each channel, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P
-  has in registers (sm90/eight_bits.py): those of a warp, which a lane therefore writes as they are.
+- K loses its centre, and Q says by how much that shifts its scores;
+- Q and K are rotated: channels in a lane are added and subtracted first, then those of lanes ever further apart;
+- Q gets a scale for each token, K one for each GROUP tokens, and both are rounded to int8 or e4m3;
+- V loses its centre, is divided by its channels' scales, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P has in
+  registers (sm90/key_order.py): those of a warp, so that a lane has all of them.
 """
 
 import math
 from typing import NamedTuple
 
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, LARGEST, LARGEST_VALUE, TOKENS, WARP, WARPS, QuantiserConfig, signs_of
+from tilewise.backends.hopper.eight_bits.config import GROUP, LEAST, MOST, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
+from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
+    Boolean,
     Constexpr,
     CUstream,
     Float32,
+    Int16,
     Int32,
     SmemAllocator,
     Uint32,
@@ -31,97 +33,128 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-SUM, LEAST, MOST, SUM_OF_K = range(4)  # what `sums` has of a channel
-LEAST_SCALED = 2.0**-100  # smaller numbers become 0, with a scale of 1
+CENTRE_K, CENTRE_V, EXTREMES = range(3)  # rows of `channels`; from EXTREMES on two for each chunk, the least and the largest number of V
+SAMPLE = WARPS * TOKENS  # tokens at most, whose mean is the centre
 
 
 @cute.jit
-def launch(given: Given, made: Made, scales: Scales, sums: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream):
-    """sums: (batch, heads_k, chunks, 4, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+def launch(
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
+):  # fmt: skip
+    """channels: (batch, heads_k, EXTREMES + 2 * chunks, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
     threads = (WARPS * WARP, 1, 1)
-    sum_up(mK, mV, sums, config).launch(grid=(sums.shape[2], heads_k, batch), block=threads, stream=stream)
+    chunks = (channels.shape[2] - EXTREMES) // 2
+    survey(mK, mV, channels, config).launch(grid=(EXTREMES + chunks, heads_k, batch), block=threads, stream=stream)
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
-    quantise(given, made, scales, sums, scale, config).launch(grid=(blocks, heads_q + 2 * heads_k, batch), block=threads, stream=stream)
+    quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads_q + 2 * heads_k, batch), block=threads, stream=stream)
 
 
 @cute.kernel
-def sum_up(mK: cute.Tensor, mV: cute.Tensor, sums: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """Of a chunk of a head's tokens."""
-    chunk, head, batch = arch.block_idx()
+def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """What all tokens of a head decide: a centre, or the extremes of a chunk of V."""
+    row, head, batch = arch.block_idx()
     storage = SmemAllocator()
-    layout = cute.make_layout((config.numbers, WARP, 4, WARPS))
-    s = storage.allocate_tensor(Float32, layout, 16)
-    gK, gV = mK[batch, None, head, None], mV[batch, None, head, None]
-    begin, end = chunk_of(chunk, gV.shape[0], sums.shape[2])
-    warp, lane = arch.warp_idx(), arch.lane_idx()
-    found = cute.make_rmem_tensor((config.numbers, 4), Float32)
-    for which, start in ((SUM, 0.0), (LEAST, math.inf), (MOST, -math.inf), (SUM_OF_K, 0.0)):
-        found[None, which].fill(start)
+    s = storage.allocate_tensor(Float32, cute.make_layout((config.numbers, WARP, 2, WARPS)), 16)
+    target = channels[batch, head, None, None]
+    if row < EXTREMES:
+        if row == CENTRE_K:
+            centre(mK[batch, None, head, None], s, target[row, None], config)
+        else:
+            centre(mV[batch, None, head, None], s, target[row, None], config)
+    else:
+        extremes(mV[batch, None, head, None], s, target, row - EXTREMES, config)
+
+
+@cute.jit
+def centre(gX: cute.Tensor, s: cute.Tensor, target: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """The mean of a sample, its tokens added up by halves: a warp has every eighth."""
+    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
+    tokens = gX.shape[0]
+    number = min(tokens, SAMPLE)
+    x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
+    raw = empty(gX, config)
+    for t in range_constexpr(TOKENS):
+        i = warp + WARPS * t
+        if i < number:
+            load_token(gX, raw, i * tokens // number, t, lane, config)
+    x.store(raw.load().to(Float32))
+    for t in range_constexpr(TOKENS):
+        for c in range_constexpr(config.numbers):
+            x[c, t] = finite_or_0(x[c, t])
+    for level in range_constexpr(TOKENS.bit_length() - 1):
+        half = const_expr(TOKENS >> level + 1)
+        for t in range_constexpr(half):
+            for c in range_constexpr(config.numbers):
+                x[c, t] += x[c, t + half]
+    for c in range_constexpr(config.numbers):
+        s[c, lane, 0, warp] = x[c, 0]
+    arch.sync_threads()
+    if thread < config.head_dim:
+        parts = [s[thread % config.numbers, thread // config.numbers, 0, w] for w in range(WARPS)]
+        target[thread] = finite_or_0(added_by_halves(parts) * (1.0 / number.to(Float32)))
+
+
+def added_by_halves(parts: list[Float32]) -> Float32:
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)]
+    return parts[0]
+
+
+@cute.jit
+def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32, config: Constexpr[QuantiserConfig]):
+    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
+    tokens = cute.ceil_div(gV.shape[0], (target.shape[0] - EXTREMES) // 2)
+    begin = chunk * tokens
+    end = min(begin + tokens, gV.shape[0])
+    least, most = cute.make_rmem_tensor(config.numbers, Float32), cute.make_rmem_tensor(config.numbers, Float32)
+    least.fill(math.inf)
+    most.fill(-math.inf)
     for i in cutlass.range(cute.ceil_div(end - begin, GROUP), unroll=1):
         first = begin + i * GROUP + warp * TOKENS
-        x = load(gV, first, Int32(1), end, lane, config)
+        x = load(gV, first, end, lane, config)
         for t in range_constexpr(TOKENS):
-            if first + t < end:
-                for c in range_constexpr(config.numbers):
-                    found[c, SUM] += x[c, t]
-                    found[c, LEAST] = arch.fmin(found[c, LEAST], x[c, t])
-                    found[c, MOST] = arch.fmax(found[c, MOST], x[c, t])
-    step = max((end - begin) // GROUP, 1)
-    sample = load(gK, begin + warp * TOKENS * step, step, end, lane, config)
-    for t in range_constexpr(TOKENS):
-        for c in range_constexpr(config.numbers):
-            found[c, SUM_OF_K] += sample[c, t]
-    for which in range_constexpr(4):
-        for c in range_constexpr(config.numbers):
-            s[c, lane, which, warp] = found[c, which]
+            for c in range_constexpr(config.numbers):
+                number = finite_or_nan(x[c, t]) if first + t < end else Float32(math.nan)  # which is left out
+                least[c], most[c] = arch.fmin(least[c], number), arch.fmax(most[c], number)
+    for c in range_constexpr(config.numbers):
+        s[c, lane, 0, warp], s[c, lane, 1, warp] = least[c], most[c]
     arch.sync_threads()
-    thread = arch.thread_idx()[0]
     if thread < config.head_dim:
-        c, of_lane = thread % config.numbers, thread // config.numbers
-        for which in range_constexpr(4):
-            total = s[c, of_lane, which, 0]
-            for w in range_constexpr(1, WARPS):
-                total = joined(total, s[c, of_lane, which, w], which)
-            sums[batch, head, chunk, which, thread] = total
+        of_warps = s[thread % config.numbers, thread // config.numbers, None, None]
+        low, high = of_warps[0, 0], of_warps[1, 0]
+        for w in range_constexpr(1, WARPS):
+            low, high = arch.fmin(low, of_warps[0, w]), arch.fmax(high, of_warps[1, w])
+        target[EXTREMES + 2 * chunk, thread], target[EXTREMES + 2 * chunk + 1, thread] = low, high
 
 
 @cute.jit
-def joined(a: Float32, b: Float32, which: Constexpr[int]) -> Float32:
-    """What `sums` has of two sets of tokens."""
-    if const_expr(which == LEAST):
-        return arch.fmin(a, b)
-    if const_expr(which == MOST):
-        return arch.fmax(a, b)
-    return a + b
-
-
-@cute.jit
-def chunk_of(chunk: Int32, seqlen: Int32, chunks: Int32) -> tuple[Int32, Int32]:
-    """The tokens [begin, end) of a chunk."""
-    tokens = cute.ceil_div(seqlen, chunks)
-    begin = chunk * tokens
-    return begin, min(begin + tokens, seqlen)
-
-
-@cute.jit
-def load(
-    gX: cute.Tensor, first: Int32, step: Int32, end: Int32, lane: Int32, config: Constexpr[QuantiserConfig]
-) -> cute.Tensor:  # fmt: skip
+def load(gX: cute.Tensor, first: Int32, end: Int32, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """The lane's channels of TOKENS tokens from `first` on, as (numbers, TOKENS) fp32; 0 from token `end` on and beyond the channels that exist."""
-    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type)
-    raw.fill(0.0)
-    channel = lane * config.numbers
+    raw = empty(gX, config)
     for t in range_constexpr(TOKENS):
-        token = first + t * step
-        if token < end and channel < gX.shape[1]:
-            place = gX[token, None].iterator + channel
-            source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
-            cute.autovec_copy(source, raw[None, t])
+        if first + t < end:
+            load_token(gX, raw, first + t, t, lane, config)
     x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
     x.store(raw.load().to(Float32))
     return x
+
+
+@cute.jit
+def empty(gX: cute.Tensor, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type)
+    raw.fill(0.0)
+    return raw
+
+
+@cute.jit
+def load_token(gX: cute.Tensor, raw: cute.Tensor, token: Int32, t: Constexpr[int], lane: Int32, config: Constexpr[QuantiserConfig]):
+    channel = lane * config.numbers
+    if channel < gX.shape[1]:
+        place = gX[token, None].iterator + channel
+        source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
+        cute.autovec_copy(source, raw[None, t])
 
 
 class Of(NamedTuple):
@@ -134,7 +167,7 @@ class Of(NamedTuple):
 
 
 @cute.kernel
-def quantise(given: Given, made: Made, scales: Scales, sums: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig]):
+def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig]):
     """GROUP tokens of a head of Q, K or V."""
     block, head, batch = arch.block_idx()
     storage = SmemAllocator()
@@ -144,33 +177,35 @@ def quantise(given: Given, made: Made, scales: Scales, sums: cute.Tensor, scale:
     first = block * GROUP + arch.warp_idx() * TOKENS
     heads_q, heads_k = given.Q.shape[2], given.K.shape[2]
     if head < heads_q:
-        queries(given, made, scales, sums, scale, Of(batch, head, first, lane), config)
+        queries(given, made, scales, channels, scale, Of(batch, head, first, lane), config)
     elif head < heads_q + heads_k:
-        keys(given, made, scales, sums, largest, Of(batch, head - heads_q, first, lane), config)
+        keys(given, made, scales, channels, largest, Of(batch, head - heads_q, first, lane), config)
     else:
-        values(given, made, scales, sums, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
+        values(given, made, scales, channels, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
 
 
 @cute.jit
 def queries(
-    given: Given, made: Made, scales: Scales, sums: cute.Tensor, scale: Float32, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, of: Of, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     gQ, target = given.Q[of.batch, None, of.head, None], made.Q[of.batch, None, of.head, None]
     seqlen = gQ.shape[0]
-    x = load(gQ, of.first, Int32(1), seqlen, of.lane, config)
+    x = load(gQ, of.first, seqlen, of.lane, config)
     head_k = of.head // (given.Q.shape[2] // given.K.shape[2])
-    centre = centre_of_keys(sums[of.batch, head_k, None, None, None], given.K.shape[1], of.lane, config)
+    middle = of_lane(channels[of.batch, head_k, CENTRE_K, None], of.lane, config)
     mine = Float32(0.0)  # of the lane's token
     for t in range_constexpr(TOKENS):
         dot = Float32(0.0)
         for c in range_constexpr(config.numbers):
-            dot += x[c, t] * centre[c]
+            dot += x[c, t] * middle[c]
         dot = arch.warp_reduction_sum(dot)
         mine = dot if of.lane == t else mine
     rotate(x, of.lane, config)
     of_token = Float32(1.0)
     for t in range_constexpr(TOKENS):
-        factor, inverse = scale_of(largest_of_warp(largest(x, t, 1, config)), LARGEST[config.dtype])
+        factor, inverse = scale_of(largest_of_warp(largest(x, t, 1, config)), MOST[config.dtype])
+        if const_expr(not config.dtype.is_floating_point):  # which has no NaN
+            factor = factor if is_finite(x[0, t]) else Float32(math.nan)
         of_token = factor if of.lane == t else of_token
         if of.first + t < seqlen:
             store(target, of.first + t, x, t, inverse, of.lane, config)
@@ -181,17 +216,21 @@ def queries(
 
 @cute.jit
 def keys(
-    given: Given, made: Made, scales: Scales, sums: cute.Tensor, of_warps: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, of_warps: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     gK, target = given.K[of.batch, None, of.head, None], made.K[of.batch, None, of.head, None]
     seqlen = gK.shape[0]
-    x = load(gK, of.first, Int32(1), seqlen, of.lane, config)
-    centre = centre_of_keys(sums[of.batch, of.head, None, None, None], seqlen, of.lane, config)
+    x = load(gK, of.first, seqlen, of.lane, config)
+    middle = of_lane(channels[of.batch, of.head, CENTRE_K, None], of.lane, config)
     for t in range_constexpr(TOKENS):
         if of.first + t < seqlen:
             for c in range_constexpr(config.numbers):
-                x[c, t] -= centre[c]
+                x[c, t] -= middle[c]
     rotate(x, of.lane, config)
+    if const_expr(not config.dtype.is_floating_point):
+        for t in range_constexpr(TOKENS):
+            for c in range_constexpr(config.numbers):
+                x[c, t] = finite_or_0(x[c, t])
     warp = arch.warp_idx()
     found = largest_of_warp(largest(x, 0, TOKENS, config))
     if of.lane == 0:
@@ -199,7 +238,7 @@ def keys(
     arch.sync_threads()
     for w in range_constexpr(WARPS):
         found = max(found, of_warps[w])
-    factor, inverse = scale_of(found, LARGEST[config.dtype])
+    factor, inverse = scale_of(found, MOST[config.dtype])
     group = arch.block_idx()[0]
     if arch.thread_idx()[0] == 0 and group < scales.k.shape[2]:
         scales.k[of.batch, of.head, group] = factor
@@ -210,20 +249,20 @@ def keys(
 
 @cute.jit
 def values(
-    given: Given, made: Made, scales: Scales, sums: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """sV: (words, warps, channels), the warps of a channel in an order of its own, so that neighbouring lanes write to other banks."""
     gV, target = given.V[of.batch, None, of.head, None], made.V[of.batch, of.head, None, None]
     seqlen, numbers = gV.shape[0], config.numbers
-    x = load(gV, of.first, Int32(1), seqlen, of.lane, config)
-    centre, factor, inverse = scales_of_values(sums[of.batch, of.head, None, None, None], seqlen, of.lane, config)
+    x = load(gV, of.first, seqlen, of.lane, config)
+    middle, factor, inverse = scales_of_values(channels[of.batch, of.head, None, None], of.lane, config)
     warp, thread = arch.warp_idx(), arch.thread_idx()[0]
     words = cute.make_rmem_tensor(4, Int32)
     for c in range_constexpr(numbers):
         for t in range_constexpr(TOKENS):
-            x[c, t] = (x[c, t] - centre[c]) * inverse[c] if of.first + t < seqlen else 0.0
+            x[c, t] = (finite_or_nan(x[c, t]) - middle[c]) * inverse[c] if of.first + t < seqlen else 0.0
         for w in range_constexpr(4):
-            words[w] = softmax.e4m3_of_four(*(x[c, t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
+            words[w] = eight_bits.e4m3_of_four(*(x[c, t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
         cute.autovec_copy(words, sV[None, warp ^ (of.lane % WARPS), of.lane * numbers + c])
     arch.sync_threads()
     group = arch.block_idx()[0]
@@ -239,55 +278,45 @@ def values(
             channel = of.lane * numbers + c
             if channel < target.shape[0]:
                 scales.v[of.batch, of.head, channel] = factor[c]
-                scales.centre[of.batch, of.head, channel] = centre[c]
+                scales.centre[of.batch, of.head, channel] = middle[c]
 
 
 @cute.jit
-def centre_of_keys(of_chunks: cute.Tensor, seqlen: Int32, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """(numbers,) fp32: the mean of the sampled keys. of_chunks: (chunks, 4, head_dim)."""
-    centre, count = cute.make_rmem_tensor(config.numbers, Float32), Int32(0)
-    centre.fill(0.0)
-    for chunk in cutlass.range(of_chunks.shape[0], unroll=1):
-        begin, end = chunk_of(chunk, seqlen, of_chunks.shape[0])
-        count += min(max(end - begin, 0), GROUP)
-        for c in range_constexpr(config.numbers):
-            centre[c] += of_chunks[chunk, SUM_OF_K, lane * config.numbers + c]
-    for c in range_constexpr(config.numbers):
-        centre[c] /= count.to(Float32)
-    return centre
+def of_lane(row: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    """(numbers,): the lane's channels of a row of `channels`."""
+    found = cute.make_rmem_tensor(config.numbers, Float32)
+    place = (row.iterator + lane * config.numbers).align(4 * min(config.numbers, 4))
+    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(config.numbers)), found)
+    return found
 
 
 @cute.jit
 def scales_of_values(
-    of_chunks: cute.Tensor, seqlen: Int32, lane: Int32, config: Constexpr[QuantiserConfig]
+    of_head: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]
 ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:  # fmt: skip
-    """The mean, the scale and its inverse, (numbers,) fp32 each. of_chunks: (chunks, 4, head_dim)."""
-    centre, least, most = (cute.make_rmem_tensor(config.numbers, Float32) for _ in range(3))
-    centre.fill(0.0)
-    least.fill(math.inf)
-    most.fill(-math.inf)
-    for chunk in cutlass.range(of_chunks.shape[0], unroll=1):
+    """The lane's centres, scales and their inverses, (numbers,) fp32 each. of_head: of `channels`."""
+    middle, least, most = (
+        of_lane(of_head[CENTRE_V, None], lane, config),
+        *(of_lane(of_head[EXTREMES + i, None], lane, config) for i in range(2)),
+    )
+    for row in cutlass.range(EXTREMES + 2, of_head.shape[0], 2, unroll=1):
+        low, high = of_lane(of_head[row, None], lane, config), of_lane(of_head[row + 1, None], lane, config)
         for c in range_constexpr(config.numbers):
-            channel = lane * config.numbers + c
-            centre[c] += of_chunks[chunk, SUM, channel]
-            least[c] = arch.fmin(least[c], of_chunks[chunk, LEAST, channel])
-            most[c] = arch.fmax(most[c], of_chunks[chunk, MOST, channel])
+            least[c], most[c] = arch.fmin(least[c], low[c]), arch.fmax(most[c], high[c])
     for c in range_constexpr(config.numbers):
-        centre[c] /= seqlen.to(Float32)
-        found = arch.fmax(most[c] - centre[c], centre[c] - least[c])
-        least[c], most[c] = scale_of(bits_of(found), LARGEST_VALUE)
-    return centre, least, most
+        found = arch.fmax(most[c] - middle[c], middle[c] - least[c])
+        least[c], most[c] = scale_of(bits_of(arch.fmax(found, 0.0)), MOST[config.values])
+    return middle, least, most
 
 
 @cute.jit
 def rotate(x: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]):
-    """x H D / sqrt(head_dim), in place: D random signs, H the Hadamard matrix of Sylvester's order. x: (numbers, TOKENS)."""
-    signs, numbers = signs_of(config.head_dim), config.numbers
+    """H D x, in place, and NaN for what is not finite. x: (numbers, TOKENS)."""
+    numbers = config.numbers
     flips = cute.make_rmem_tensor(numbers, Float32)
     for c in range_constexpr(numbers):
-        word = sum(signs[each * numbers + c] << each for each in range(WARP))
-        negative = (Uint32(word) >> Uint32(lane)) & 1
-        flips[c] = Float32(-(config.head_dim**-0.5)) if negative != 0 else Float32(config.head_dim**-0.5)
+        negative = (Uint32(sign_words(config.head_dim)[c]) >> Uint32(lane)) & 1
+        flips[c] = Float32(-1.0) if negative != 0 else Float32(1.0)
     for t in range_constexpr(TOKENS):
         for c in range_constexpr(numbers):
             x[c, t] *= flips[c]
@@ -301,11 +330,27 @@ def rotate(x: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]):
         for t in range_constexpr(TOKENS):
             for c in range_constexpr(numbers):
                 x[c, t] = x[c, t] * sign + arch.shuffle_sync_bfly(x[c, t], 1 << level)
+    for t in range_constexpr(TOKENS):
+        for c in range_constexpr(numbers):
+            x[c, t] = finite_or_nan(x[c, t])
+
+
+def finite_or_nan(x: Float32) -> Float32:
+    return x * 0.0 + x
+
+
+@cute.jit
+def finite_or_0(x: Float32) -> Float32:
+    return x if is_finite(x) else Float32(0.0)
+
+
+def is_finite(x: Float32) -> Boolean:
+    return x * 0.0 == 0.0
 
 
 @cute.jit
 def largest(x: cute.Tensor, first: Constexpr[int], tokens: Constexpr[int], config: Constexpr[QuantiserConfig]) -> Int32:
-    """The largest magnitude of some of the lane's numbers, as bits."""
+    """The largest magnitude of some of the lane's numbers, as bits; 0 where all are NaN."""
     found = Float32(0.0)
     for t in range_constexpr(first, first + tokens):
         for c in range_constexpr(config.numbers):
@@ -330,9 +375,8 @@ def largest_of_warp(bits: Int32) -> Int32:
 def scale_of(bits: Int32, top: Constexpr[float]) -> tuple[Float32, Float32]:
     """What makes `top` the number with these bits, and its inverse."""
     most = number_of(bits)
-    usable = most >= LEAST_SCALED
-    scale = most * (1.0 / top) if usable else Float32(1.0)
-    inverse = top / most if usable else Float32(0.0)
+    scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
+    inverse = top / most if most >= LEAST else Float32(1.0)
     return scale, inverse
 
 
@@ -344,19 +388,19 @@ def store(
     numbers = [x[c, t] * inverse for c in range(config.numbers)]
     place = (target[token, None].iterator + lane * config.numbers).align(config.numbers)
     if const_expr(config.numbers == 2):
-        word = eight_bits(numbers * 2, config)
-        arch.inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[place.toint(), Int32(word).to(cutlass.Int16)])
+        word = packed(numbers * 2, config)
+        arch.inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[place.toint(), Int32(word).to(Int16)])
     else:
         words = cute.make_rmem_tensor(config.numbers // 4, Int32)
         for i in range_constexpr(config.numbers // 4):
-            words[i] = eight_bits(numbers[4 * i : 4 * i + 4], config)
+            words[i] = packed(numbers[4 * i : 4 * i + 4], config)
         cute.autovec_copy(words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(config.numbers // 4)))
 
 
-def eight_bits(numbers: list[Float32], config) -> Int32:
+def packed(numbers: list[Float32], config) -> Int32:
     """Four, the first in the lowest bits."""
     if config.dtype.is_floating_point:
-        return softmax.e4m3_of_four(*numbers)
+        return eight_bits.e4m3_of_four(*numbers)
     a, b, c, d = (bits_of(x + softmax.MAGIC) for x in numbers)
     ptx = (
         "{ .reg .b32 low, high; prmt.b32 low, {$r0}, {$r1}, 0x0040; prmt.b32 high, {$r2}, {$r3}, 0x0040; "

@@ -4,21 +4,16 @@ A score is a dot product d of int8 or e4m3 numbers times a factor, which is one 
 bits: what comes out, read as fp32, is 2^23 + 2^22 + d, exactly while |d| < 2^22. So no number is converted, MAGIC leaves by the same fused
 multiply-add that subtracts the maximum, and, as all numbers are positive, their maximum is that of integers, of which three are compared at once.
 
-P is 2^TOP times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
+P is 2^HEADROOM times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
 """
 
 from tilewise.sm90 import fragments
-from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
+from tilewise.sm90.dsl import Constexpr, Float32, arch, const_expr, cute, range_constexpr
+from tilewise.sm90.eight_bits import HEADROOM
 from tilewise.sm90.fragments import LN2
 
-TOP = 8
 MAGIC_BITS, MAGIC = 0x4B400000, float(3 << 22)
 LEAST_FACTOR = 2.0**-100  # 0 times the infinity of a hidden score would be NaN
-
-PACK = (
-    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; "
-    "mov.b32 {$w0}, {low, high}; }"
-)
 
 
 @cute.jit
@@ -36,7 +31,7 @@ def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, factors: cute.Tenso
         above = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
         rescale[r] = cute.math.exp2(rows.m[r] - above, fastmath=True)
         rows.m[r] = m
-        base[r] = above - TOP
+        base[r] = above - HEADROOM
         if const_expr(is_integer(config)):
             base[r] = factors[r] * MAGIC + base[r]
     for r in range_constexpr(fragments.ROWS):
@@ -52,23 +47,9 @@ def is_integer(config) -> bool:
 
 
 @cute.jit
-def round_into(P: cute.Tensor, acc_S: cute.Tensor):
-    """P in e4m3, in the registers from which the second product reads it. V's tokens lie in the order that makes this free of shuffles."""
-    words = cute.recast_tensor(P, Int32)
-    for i in range_constexpr(cute.size(words)):
-        at = i // 2 * 8 + i % 2 * 2  # pairs of columns 2 q and 8 + 2 q of 16, in one row
-        words[i] = e4m3_of_four(acc_S[at], acc_S[at + 1], acc_S[at + 4], acc_S[at + 5])
-
-
-def e4m3_of_four(*numbers: Float32) -> Int32:
-    """The first in the lowest bits."""
-    return arch.inline_ptx(PACK, write_only_types=[Int32], read_only_args=numbers)
-
-
-@cute.jit
 def close(rows: fragments.Rows) -> tuple[cute.Tensor, cute.Tensor]:
-    """(log-sum-exp, 1 / l) of each row, as `fragments.close`; l has P's 2^TOP."""
+    """(log-sum-exp, 1 / l) of each row, as `fragments.close`; l has P's 2^HEADROOM."""
     lse, inverse = fragments.close(rows)
     for r in range_constexpr(fragments.ROWS):
-        lse[r] -= TOP * LN2
+        lse[r] -= HEADROOM * LN2
     return lse, inverse
