@@ -358,6 +358,11 @@ def largest(x: cute.Tensor, first: Constexpr[int], tokens: Constexpr[int], confi
     return bits_of(found)
 
 
+def rounded_product(x: Float32, y: Float32) -> Float32:
+    """Which no addition behind it is fused with."""
+    return arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
 def bits_of(x: Float32) -> Int32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
@@ -376,7 +381,7 @@ def scale_of(bits: Int32, top: Constexpr[float]) -> tuple[Float32, Float32]:
     """What makes `top` the number with these bits, and its inverse."""
     most = number_of(bits)
     scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
-    inverse = top / most if most >= LEAST else Float32(1.0)
+    inverse = 1.0 / most * top if most >= LEAST else Float32(1.0)
     return scale, inverse
 
 
@@ -385,7 +390,7 @@ def store(
     target: cute.Tensor, token: Int32, x: cute.Tensor, t: Constexpr[int], inverse: Float32, lane: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """The lane's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    numbers = [x[c, t] * inverse for c in range(config.numbers)]
+    numbers = [rounded_product(x[c, t], inverse) for c in range(config.numbers)]
     place = (target[token, None].iterator + lane * config.numbers).align(config.numbers)
     if const_expr(config.numbers == 2):
         word = packed(numbers * 2, config)
