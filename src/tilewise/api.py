@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import errors
+from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Full, Mask, PerHead
 from tilewise.runtime import operator, repeats, vmaps  # noqa: F401 (vmaps registers itself)
@@ -18,6 +19,7 @@ from tilewise.runtime.explain import Explanation, describe
 from tilewise.runtime.plain import watched
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+IN_EIGHT_BITS_OUT = (torch.bfloat16, torch.float16, torch.float32)  # what O of 8-bit tensors may be
 
 
 def attention(
@@ -36,6 +38,10 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     deterministic: bool = False,
+    precision: str | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -44,7 +50,8 @@ def attention(
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), fp32, bf16, fp16 or fp64.
+        q: (batch, seqlen_q, heads_q, head_dim), fp32, bf16, fp16 or fp64; or float8_e4m3fn or int8, as `quantise` makes them (then v is float8_e4m3fn
+            or of 16 bits, O bf16, and there is no bias, dropout or gradient).
         k: (batch, seqlen_k, heads_k, head_dim), q's dtype and device; heads_q is a multiple of heads_k, and query head h reads
             key head h // (heads_q // heads_k).
         v: (batch, seqlen_k, heads_k, head_dim_v).
@@ -61,15 +68,21 @@ def attention(
             (inside torch.compile from the compiled program's, which differs from eager).
         dropout_offset: a second number that tells draws apart, in [0, 2**32): the same seed with another offset drops other pairs.
         deterministic: only backends whose gradients are bit-identical from run to run.
+        precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way, which is faster on GPUs that multiply 8 bits, and less exact
+            (docs/guide/eight-bits.md): Q K^T in e4m3 or int8, and P V in e4m3 or, "int8_qk", the inputs' dtype. Not with a bias or dropout. Gradients
+            are those of the inputs' own dtype at the unquantised inputs, from the O and LSE that this returned. None quantises nothing.
+        q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by; None is 1. By their dimensions: () the whole tensor;
+            (batch, heads) each head; (batch, heads, tokens) each token; of k and v also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
         return_max_logits: also return, last, each head's largest score, as QK-clip wants it (MuonClip, Kimi Team 2025).
         out: where O is written, shaped and typed as it, its last dimension contiguous; returned in place of a new tensor. It must share no memory
-            with an input, and takes no part in a gradient.
+            with an input, and takes no part in a gradient. Of 8-bit inputs it may be bf16, fp16 or fp32.
 
     Returns:
-        O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, and with `return_lse` LSE (batch, heads_q, seqlen_q), natural logarithm, fp32
-        (fp64 for fp64 inputs), differentiable. A row that sees no key gives O = 0, LSE = -inf (the sink's logit where there is one), zero gradients.
+        O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bf16 for inputs of 8 bits), and with `return_lse` LSE (batch, heads_q, seqlen_q),
+        natural logarithm, fp32 (fp64 for fp64 inputs), differentiable. A row that sees no key gives O = 0, LSE = -inf (the sink's logit where there
+        is one), zero gradients.
         With `return_max_logits` also (batch, heads_q), fp32 (fp64 for fp64 inputs), without gradient: the largest of the scores s (after scale,
         softcap, bias and ALiBi) among the pairs that the mask allows, the sink not among them, dropout or not; -inf for a head that sees no pair, NaN
         for one of which a visible score is NaN or +inf, as a clip by infinity would zero the weights without a word.
@@ -81,7 +94,7 @@ def attention(
     """
     options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
     tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None)
-    usual = return_max_logits is False and out is None
+    usual = return_max_logits is False and out is None and precision is q_scale is k_scale is v_scale is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
@@ -103,6 +116,8 @@ def attention(
     )
     if return_max_logits:
         given = given._replace(row_max=True)
+    if precision is not None or q.dtype in errors.EIGHT_BITS or not usual:
+        given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out)
     if out is not None:
         _check_out(out, given)
     o, lse, row_max = operator.attend(given, out)
@@ -231,6 +246,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     mask = combine(wanted["causal"], wanted["mask"])
     given = operands(q, k, v, mask, dropout=dropout, **{name: wanted[name] for name in names})
     copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if _last_dim_strided(x)]
+    given = eight_bits(given, wanted["precision"], (wanted["q_scale"], wanted["k_scale"], wanted["v_scale"]), wanted["out"])
     return describe(operator.call_of(given._replace(row_max=wanted["return_max_logits"])), given.backend, copied)
 
 
@@ -277,6 +293,9 @@ def operands(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        q_scale=None,
+        k_scale=None,
+        v_scale=None,
         diagonal=None,
         rng=_random_state(seed, offset) if dropout_p > 0.0 else None,
         mask=mask.text(mask_tensors),
@@ -288,14 +307,63 @@ def operands(
         grad=operator.gradients_on() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)),
         row_max=False,
         by_document=False,
+        precision=None,
+        out_dtype=None,
         backend=backend,
     )
+
+
+def eight_bits(
+    given: operator.Operands, precision: str | None, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor | None
+) -> operator.Operands:
+    """The same operands multiplied in 8 bits where that is asked for, all that concerns it checked. O is in the dtype of `out`, or bf16."""
+    q, k, v = given.q, given.k, given.v
+    named = {"q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2]}
+    if precision is not None and (not isinstance(precision, str) or precision not in RECIPES):
+        raise ValueError(f"precision must be one of {', '.join(map(repr, RECIPES))} or None, got {precision!r}")
+    if q.dtype not in errors.EIGHT_BITS:
+        for name, scale in named.items():
+            if scale is not None:
+                raise ShapeError(
+                    f"{name} is for tensors of 8 bits, but {name[0]} is {getattr(given, name[0]).dtype}; leave it out, or quantise {name[0]}"
+                )
+        if precision is None:
+            return given
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            raise ShapeError(
+                f"precision={precision!r} quantises bfloat16 and float16, but q is {q.dtype}; leave it out, or convert q, k and v"
+            )
+    elif precision is not None:
+        raise ValueError(f"precision={precision!r} quantises tensors of 16 bits, but q is {q.dtype} already; leave precision out")
+    what = f"precision={precision!r}" if precision is not None else f"q in {q.dtype}"
+    ways_out = {"bias": "use a mask, alibi_slopes or softcap", "dropout_p": "leave dropout out"}
+    for name, there in (("bias", given.bias is not None), ("dropout_p", given.dropout_p > 0.0)):
+        if there:
+            raise errors.UnsupportedError(
+                f"{name} cannot be combined with {what}; {ways_out[name]}, or pass q, k and v in 16 bits, unquantised"
+            )
+    if precision is not None:
+        return given._replace(precision=precision)
+    if v.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+        raise ShapeError(
+            f"v must be float8_e4m3fn, or bfloat16 or float16, beside q in {q.dtype}, got {v.dtype}; tilewise.quantise(v, 'fp8') makes it"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v), ("sink", given.sink)):
+        if x is not None:
+            errors.check_no_grad(name, x, errors.NOT_IN_EIGHT_BITS)
+    for (name, scale), x in zip(named.items(), (q, k, v), strict=True):
+        if scale is not None:
+            errors.check_scale(name, scale, x, None if name == "q_scale" else TILE)
+            named[name] = scale.float()
+    out_dtype = out.dtype if isinstance(out, Tensor) and out.dtype in IN_EIGHT_BITS_OUT else torch.bfloat16
+    return given._replace(out_dtype=out_dtype, grad=False, **named)
 
 
 def _check_out(out: Tensor, given: operator.Operands, packed: bool = False) -> None:
     """Refuse an `out` that O of these operands cannot be written to."""
     shape = (*given.q.shape[packed:-1], given.v.shape[-1])
-    errors.check_out(out, shape, given.q, gradient=given.grad)
+    dtypes = IN_EIGHT_BITS_OUT if given.q.dtype in errors.EIGHT_BITS else (given.q.dtype,)
+    errors.check_out(out, shape, given.q, gradient=given.grad, dtypes=dtypes)
     inputs = {name: x for name, x in operator.named(given).items() if x is not None}
     if not operator.traced() and not watched((out, *inputs.values())):
         errors.check_apart("out", out, inputs)
@@ -387,7 +455,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tup
         errors.check_memory(q=q, k=k, v=v, bias=bias)
 
     def cast(x):
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x
 
     return cast(q), cast(k), cast(v), bias if isinstance(bias, Tensor) and bias.dtype == torch.float32 else cast(bias)
 

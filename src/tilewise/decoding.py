@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.api import INDEX_DTYPES, autocast, combine, operands
 from tilewise.errors import (
     DTYPES,
+    EIGHT_BITS,
     ShapeError,
     UnsupportedError,
     check_flag,
@@ -48,6 +49,8 @@ def decode(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
@@ -58,14 +61,16 @@ def decode(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence. With cu_seqlens_q (total_q, heads_q,
             head_dim).
-        k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim).
-        v_cache: likewise, with head_dim_v.
+        k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim), in q's dtype, or 8 bits a number,
+            float8_e4m3fn or int8 (`quantise` makes them).
+        v_cache: likewise, with head_dim_v; 8 bits where k_cache has them.
         cache_seqlens: tokens in the cache before k and v are appended, (batch,) int32 (best) or int64, or one int for all; None where every sequence
             fills its capacity. What lies beyond is never read.
         page_table: (batch, max_pages) int32 (best) or int64: page p of sequence b holds its tokens p * page_size onwards. Sequences may share pages.
             Entries that a sequence's tokens do not reach may hold anything.
-        k, v: (batch, new, heads_k, head_dim) and head_dim_v: written at positions cache_seqlens onwards, as by `append`, and attended. With
-            cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a sequence as it has queries. cache_seqlens is not advanced.
+        k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype: written at positions cache_seqlens onwards, as by `append`, and
+            attended (their scales, by token, are the caller's to write before). With cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a
+            sequence as it has queries. cache_seqlens is not advanced.
         cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
             speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0.
         cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
@@ -80,6 +85,10 @@ def decode(
         causal: query i sees the cache up to its own position (bottom right).
         mask: as in `attention`, aligned to each sequence's own length; a Dense mask stands alone and spans the capacity,
             (batch or 1, heads or 1, seqlen_q or 1, capacity), with cu_seqlens_q for every query alike.
+        k_scale, v_scale: what the numbers of an 8-bit cache are multiplied by, in fp32 (best); None is 1. By their dimensions: () the whole cache;
+            (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
+            table (pages, page_size, heads_k), each token and head: laid out as the cache without its last dimension. Scales of what is never
+            read may be NaN.
         out: where to write O; it is returned.
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
             there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked.
@@ -111,6 +120,7 @@ def decode(
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     seqlens, length = _lengths(cache_seqlens, batch, k_cache)
+    scales = [_scale(name, x, cache, batch) for name, x, cache in (("k", k_scale, k_cache), ("v", v_scale, v_cache))]
     caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
     _check(q, k_cache, v_cache, alibi_slopes, sink)
@@ -142,7 +152,7 @@ def decode(
         turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": interleaved}
         append(*caches, k, v, cache_seqlens=seqlens, **places, **turn, check=check)
         seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()), None
-        if caches[0].dtype != q.dtype:  # autocast's copies are of the caches as they were
+        if caches[0].dtype != k_cache.dtype:  # autocast's copies are of the caches as they were
             _, k_cache, v_cache, _ = autocast(q, *caches)
             given = given._replace(k=k_cache, v=v_cache)
     o, lse = decode_operator.run(
@@ -160,6 +170,8 @@ def decode(
             rotary_sin=rotary_sin,
             alibi_slopes=slopes,
             sink=sink,
+            k_scale=scales[0],
+            v_scale=scales[1],
             mask_tensors=given.mask_tensors,
             mask=given.mask,
             length=length,
@@ -214,7 +226,7 @@ def append(
     _check_caches(k_cache, v_cache, paged=page_table is not None)
     axes = ("batch", "new") if cu_seqlens is None else ("total_new",)
     for name, x, cache, dim in (("k", k, k_cache, "head_dim"), ("v", v, v_cache, "head_dim_v")):
-        check_tensor(name, x, (*axes, "heads_k", dim))
+        check_tensor(name, x, (*axes, "heads_k", dim), (*DTYPES, *EIGHT_BITS))
         check_like(name, x, cache, other=f"{name}_cache")
         check_size(name, "heads_k", x.shape[-2], cache.shape[-2], f"{name}_cache")
         check_size(name, dim, x.shape[-1], cache.shape[-1], f"{name}_cache")
@@ -231,6 +243,8 @@ def append(
         if x is not None:
             _check_indices(name, x, batch, k_cache, other="k")
     _check_rotary(rotary_cos, rotary_sin, k)
+    if rotary_cos is not None and k.dtype in EIGHT_BITS:
+        raise UnsupportedError(f"rotary_cos cannot turn a k of {k.dtype}; rotate k before it is quantised")
     if cache_seqlens is None:
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
@@ -241,8 +255,8 @@ def append(
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     lead = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, x, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
-        check_tensor(name, x, (*lead, "heads_k", dim))
-    check_like("v_cache", v_cache, k_cache, other="k_cache")
+        check_tensor(name, x, (*lead, "heads_k", dim), (*DTYPES, *EIGHT_BITS))
+    check_like("v_cache", v_cache, k_cache, other="k_cache", same_dtype=not {k_cache.dtype, v_cache.dtype} <= set(EIGHT_BITS))
     for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
         check_size("v_cache", axis, got, expected, "k_cache")
 
@@ -250,7 +264,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
     """That q and the caches fit each other, and that nobody asks for a gradient."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_like(name, x, q)
+        check_like(name, x, q, same_dtype=x.dtype not in EIGHT_BITS)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("alibi_slopes", alibi_slopes), ("sink", sink)):
         if isinstance(x, Tensor):
             check_no_grad(name, x, decode_operator.NO_GRADIENT)
@@ -258,6 +272,29 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | N
     check_size("k_cache", "head_dim", k_cache.shape[3], q.shape[-1], "q")
     check_heads(q.shape[-2], k_cache.shape[2])
     check_head_dim(q.shape[-1], v_cache.shape[3])
+
+
+def _scale(name: str, scale: Tensor | None, cache: Tensor, batch: int) -> Tensor | None:
+    """The checked scale of an 8-bit cache, called `name`, in fp32."""
+    if scale is None:
+        return None
+    name, cache_name = f"{name}_scale", f"{name}_cache"
+    if cache.dtype not in EIGHT_BITS:
+        raise ShapeError(f"{name} is for caches of 8 bits, but {cache_name} is {cache.dtype}; leave it out, or quantise the cache")
+    shapes = {0: (), 1: ("heads_k",), 2: ("batch", "heads_k"), 3: ("entries", "places", "heads_k")}
+    axes = shapes.get(scale.dim() if isinstance(scale, Tensor) and not scale.is_nested else 0)
+    if axes is None:
+        raise ShapeError(
+            f"{name} must be (), (heads_k,), (batch, heads_k) or {cache_name}'s shape without its last dimension, got shape {tuple(scale.shape)}"
+        )
+    check_tensor(name, scale, axes)
+    check_like(name, scale, cache, same_dtype=False, other=cache_name)
+    check_no_grad(name, scale, decode_operator.NO_GRADIENT)
+    check_no_tangent(name, scale, decode_operator.NO_GRADIENT)
+    sizes = {1: cache.shape[2:3], 2: (batch, cache.shape[2]), 3: cache.shape[:3]}.get(scale.dim(), ())
+    for axis, got, expected in zip(axes, scale.shape, sizes, strict=True):
+        check_size(name, axis, got, expected, "q" if axis == "batch" else cache_name)
+    return scale.float()
 
 
 def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:

@@ -17,9 +17,11 @@ from tilewise.tangents import has_tangent
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
+NOT_IN_EIGHT_BITS = "numbers of 8 bits, and their scales, have no gradient; one comes from 16-bit tensors with precision="
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # numbers that a scale goes with
 
 
 class ShapeError(ValueError):
@@ -100,11 +102,12 @@ def check_head_dim(head_dim: int, head_dim_v: int) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     """q, k, v of one call: (batch, seqlen, heads, dim), or (total, heads, dim) where sequences are packed."""
     lead = (("total_q",), ("total_k",)) if packed else (("batch", "seqlen_q"), ("batch", "seqlen_k"))
-    check_tensor("q", q, (*lead[0], "heads_q", "head_dim"), memory=packed)
-    check_tensor("k", k, (*lead[1], "heads_k", "head_dim"), memory=packed)
-    check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"), memory=packed)
+    dtypes = (*DTYPES, *EIGHT_BITS) if isinstance(q, Tensor) and q.dtype in EIGHT_BITS else DTYPES
+    check_tensor("q", q, (*lead[0], "heads_q", "head_dim"), dtypes, memory=packed)
+    check_tensor("k", k, (*lead[1], "heads_k", "head_dim"), dtypes, memory=packed)
+    check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"), dtypes, memory=packed)
     check_like("k", k, q)
-    check_like("v", v, q)
+    check_like("v", v, q, same_dtype=dtypes is DTYPES)
     if not packed:
         check_size("k", "batch", k.shape[0], q.shape[0], "q")
         check_size("v", "batch", v.shape[0], q.shape[0], "q")
@@ -173,16 +176,36 @@ def check_bias_of_documents(bias: Tensor, q: Tensor, documents: int) -> None:
             raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
 
 
-def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool) -> None:
-    """Refuse an `out` of another shape, dtype or device than the result's, in which numbers share memory, or where a gradient is wanted."""
+def check_scale(name: str, scale: Tensor, x: Tensor, tile: int | None) -> None:
+    """The scale of x (batch, tokens, heads, dim) in 8 bits: (), (batch, heads), (batch, heads, tokens) or, with a tile, (batch, heads, tiles)."""
+    of, (batch, tokens, heads, _) = name[0], x.shape
+    last = "tokens" if tile is None else f"tokens, or of {tile}"
+    dims = scale.dim() if isinstance(scale, Tensor) and not scale.is_nested else 0
+    if dims not in (0, 2, 3):
+        raise ShapeError(f"{name} must be (), (batch, heads) or (batch, heads, {last}), got shape {tuple(scale.shape)}")
+    check_tensor(name, scale, ("batch", "heads", last)[:dims])
+    check_like(name, scale, x, same_dtype=False, other=of)
+    check_no_grad(name, scale, NOT_IN_EIGHT_BITS)
+    for axis, got, expected in zip(("batch", "heads"), scale.shape[:2], (batch, heads), strict=False):
+        check_size(name, axis, got, expected, of)
+    if dims == 3 and scale.shape[2] != tokens and (tile is None or scale.shape[2] != -(-tokens // tile)):
+        tiles = "" if tile is None else f", or one for each of its {-(-tokens // tile)} x {tile}"
+        raise ShapeError(f"{name} has {scale.shape[2]} scales a head, but {of} has {tokens} tokens; it must have one for each{tiles}")
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse an `out` of another shape or device than the result's, or none of its dtypes, in which numbers share memory, or where a gradient is
+    wanted.
+    """
     axes = ("batch", "seqlen_q", "heads_q", "head_dim_v") if len(shape) == 4 else ("total_q", "heads_q", "head_dim_v")
     check_tensor("out", out, axes)
     if gradient or out.requires_grad:
         which = "an input requires grad" if gradient else "it requires grad itself"
         raise ValueError(f"out takes no part in a gradient, but {which}; call under torch.no_grad(), or leave out= away")
-    if out.dtype != q.dtype or out.device != q.device or tuple(out.shape) != shape:
+    if out.dtype not in dtypes or out.device != q.device or tuple(out.shape) != shape:
         found = f"{tuple(out.shape)} {out.dtype} on {out.device}"
-        raise ShapeError(f"out must be {shape} {q.dtype} on {q.device}, as the result is, got {found}; allocate it with torch.empty")
+        kinds = " or ".join(map(str, dtypes))
+        raise ShapeError(f"out must be {shape} {kinds} on {q.device}, as the result is, got {found}; allocate it with torch.empty")
     reach, fits = 0, out.shape[-1] <= 1 or out.stride(-1) == 1
     for step, size in sorted((step, size) for step, size in zip(out.stride(), out.shape, strict=True) if size > 1):
         fits = fits and step > reach

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import EIGHT_BITS
 from tilewise.masks import Mask
 
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
@@ -50,6 +51,13 @@ class Problem:
     v_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None  # of O
     row_max: bool = False
+    precision: str | None = None  # the recipe by which 16-bit inputs are quantised: a name of backends/eight_bits.py's RECIPES
+    scales: tuple[str, str, str] | None = None  # of q, k and v in 8 bits: "tensor", "head", "token" or "tile" each; None: no scale
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether numbers of 8 bits are multiplied: given ones, or those of `precision`."""
+        return self.precision is not None or self.dtype in EIGHT_BITS
 
     @property
     def mixed(self) -> list[str]:
@@ -67,6 +75,10 @@ class Call:
     bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), alibi_slopes (batch or 1, heads_q) fp32, sink (heads_q,).
     Packed documents arrive as batch 1 with a `Documents` mask.
 
+    Where q, k and v are float8_e4m3fn (or int8; v e4m3, or the dtype of O), each is multiplied by its scale, fp32, None for 1: () one for all,
+    (batch, heads) of its own heads, (batch, heads, tokens), or of k and v (batch, heads_k, ceil(seqlen_k / 128)). `precision` quantises q, k and v
+    of 16 bits instead. The arithmetic is backends/eight_bits.py's.
+
     `diagonal` (seqlen_q,) int64 is the distance ALiBi counts from: key j is `|i + diagonal[i] - j|` away from query i.
     None means `seqlen_k - seqlen_q` for every row (bottom-right alignment); packed documents have one value a document.
     """
@@ -80,11 +92,15 @@ class Call:
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     diagonal: Tensor | None = None
     dropout: Dropout | None = None
     deterministic: bool = False
     grad: bool = False
     out_dtype: torch.dtype | None = None  # of O, where it is not q's
+    precision: str | None = None
     row_max: bool = False  # whether the forward also gives each row's largest score
     out: Tensor | None = None  # shaped, typed and placed as O: a backend that can write O there returns it; others need not look
 
@@ -141,7 +157,17 @@ class Call:
             None if self.v.dtype == self.q.dtype else self.v.dtype,
             None if self.out_dtype == self.q.dtype else self.out_dtype,
             self.row_max,
+            self.precision,
+            self.scales,
         )
+
+    @property
+    def scales(self) -> tuple[str, str, str] | None:
+        """What the scales are for, as `Problem` has it."""
+        if self.q_scale is self.k_scale is self.v_scale is None:
+            return None
+        sides = (self.q_scale, self.seqlen_q), (self.k_scale, self.seqlen_k), (self.v_scale, self.seqlen_k)
+        return _scaled(*sides[0]), _scaled(*sides[1]), _scaled(*sides[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +176,7 @@ class DecodeCall:
 
     q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
     k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
-    v_cache: Tensor  # likewise, with head_dim_v
+    v_cache: Tensor  # likewise, with head_dim_v; both in q's dtype, or float8_e4m3fn or int8 each
     seqlens: Tensor  # (batch,) int32: tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
     page_table: Tensor | None  # (batch, max_pages) int32
     cu_seqlens_q: Tensor | None  # (batch + 1,) int32
@@ -165,6 +191,17 @@ class DecodeCall:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # (batch or 1, heads_q) fp32
     sink: Tensor | None = None  # (heads_q,) fp32
+    k_scale: Tensor | None = (
+        None  # fp32, of 8-bit caches: (), (heads_k,), (batch, heads_k) or k_cache's shape without its last dimension; None: 1
+    )
+    v_scale: Tensor | None = None  # likewise
+
+
+def _scaled(scale: Tensor | None, tokens: int) -> str:
+    """What a scale is for, by its dimensions."""
+    if scale is None or scale.dim() == 0:
+        return "tensor"
+    return "head" if scale.dim() == 2 else "token" if scale.shape[2] == tokens else "tile"
 
 
 @cache

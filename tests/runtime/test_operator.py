@@ -17,7 +17,7 @@ def qkv(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_k=2, head_dim=3, head_
 
 def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
     tensors = []
-    absent = dict.fromkeys(("bias", "alibi_slopes", "sink", "diagonal", "rng", "scale", "backend"))
+    absent = dict.fromkeys(operator.Operands._fields)
     settings = {
         "softcap": 0.0,
         "dropout_p": 0.0,
@@ -28,7 +28,7 @@ def operands(q, k, v, mask=masks.Causal(), **fields):  # noqa: B008
         "mask": mask.text(tensors),
         "mask_tensors": tensors,
     }
-    return tuple(operator.Operands(**(dict(q=q, k=k, v=v) | absent | settings | fields)))
+    return tuple(operator.Operands(**(absent | dict(q=q, k=k, v=v) | settings | fields)))
 
 
 OPCHECKS = {

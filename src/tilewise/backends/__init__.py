@@ -38,6 +38,7 @@ class Backend(Protocol):
     """
 
     name: str
+    eight_bits: bool = False  # whether `forward` serves calls of `Problem.eight_bits`; those without are passed over (runtime/dispatch.py)
     keeps_row_max: bool = False  # whether `forward` serves calls with `row_max`; those without are passed over (runtime/dispatch.py)
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -57,7 +58,10 @@ class Backend(Protocol):
         raise NotImplementedError
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it.
+
+        `call.precision` is None: what `forward` computed by one has the gradients of the inputs' own dtype.
+        """
         raise NotImplementedError
 
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:

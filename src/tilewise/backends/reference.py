@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Backend, philox
+from tilewise.backends.eight_bits import exact
+from tilewise.errors import EIGHT_BITS
 from tilewise.problem import Call, Gradients, Problem
 
 INF = float("inf")
@@ -28,6 +30,7 @@ class Reference(Backend):
     """The fp64 oracle as a backend. It takes every problem; its memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
+    eight_bits = True  # it computes what they stand for, and what `precision` would round, in fp64
     keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -39,9 +42,10 @@ class Reference(Backend):
     @torch.no_grad()
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O in q's dtype, or call.out_dtype, LSE and the rows' largest scores in fp32 (fp64 for fp64), all rounded from fp64."""
-        o, lse = eager(call)
         statistics = lse_dtype(call.q.dtype)
-        largest = (row_max(call).to(statistics),) if call.row_max else ()
+        given = exact(call) if call.q.dtype in EIGHT_BITS else call
+        o, lse = eager(given)
+        largest = (row_max(given).to(statistics),) if call.row_max else ()
         return o.to(call.out_dtype or call.q.dtype), lse.to(statistics), *largest
 
     @torch.no_grad()

@@ -38,8 +38,8 @@ def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
     slopes = call.alibi_slopes
     return Call(
         q=q,
-        k=_keys(call, call.k_cache, b, length),
-        v=_keys(call, call.v_cache, b, length),
+        k=_keys(call, call.k_cache, call.k_scale, b, length),
+        v=_keys(call, call.v_cache, call.v_scale, b, length),
         mask=_mask(call, b, q.shape[1], length),
         scale=call.scale,
         softcap=call.softcap,
@@ -48,8 +48,20 @@ def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
     )
 
 
-def _keys(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
-    """(1, length, heads_k, dim): the tokens of sequence b; pages and entries that do not exist are read as others."""
+def _keys(call: DecodeCall, cache: Tensor, scale: Tensor | None, b: int, length: int) -> Tensor:
+    """(1, length, heads_k, dim) in q's dtype: the tokens of sequence b."""
+    found = _tokens(call, cache, b, length)
+    if cache.dtype == call.q.dtype:
+        return found
+    wide = found.to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    if scale is not None:
+        by_token, by_sequence = scale.dim() == 3, scale.dim() == 2
+        wide = wide * (_tokens(call, scale, b, length) if by_token else scale[b] if by_sequence else scale)[..., None]
+    return wide.to(call.q.dtype)
+
+
+def _tokens(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
+    """(1, length, ...) of a cache or its scales; pages and entries that do not exist are read as others."""
     if call.page_table is not None:
         numbers = call.page_table[b, : -(-length // max(cache.shape[1], 1))].long().clamp(0, max(cache.shape[0] - 1, 0))
         return cache[numbers].flatten(0, 1)[None, :length]

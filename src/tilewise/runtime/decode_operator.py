@@ -44,6 +44,8 @@ class Operands(NamedTuple):
     rotary_sin: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     mask_tensors: list[Tensor]
     mask: str
     length: int | None
@@ -58,8 +60,9 @@ class Operands(NamedTuple):
 
 SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
-    "Tensor? leftpad, Tensor? tree, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor[] mask_tensors, str mask, "
-    "SymInt? length, SymInt shared_prefix, SymInt? split, bool interleaved, float? scale, float softcap, str? backend, bool check"
+    "Tensor? leftpad, Tensor? tree, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor[] mask_tensors, str mask, SymInt? length, SymInt shared_prefix, SymInt? split, bool interleaved, float? scale, float softcap, "
+    "str? backend, bool check"
 )
 TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
 
@@ -95,8 +98,8 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     q = call.q if call.cu_seqlens_q is None else call.q[None]
     alike = Call(
         q=q,
-        k=call.k_cache,
-        v=call.v_cache,
+        k=_like(call.k_cache, q),
+        v=_like(call.v_cache, q),
         mask=call.mask,
         scale=call.scale,
         softcap=call.softcap,
@@ -135,6 +138,11 @@ def _refuse_gradient(ctx, *grads):
 vmaps.register(operator, "decode", _vmap)
 operator.register_autograd(_refuse_gradient)
 tangents.watch(operator, "decode", _refuse_tangents)
+
+
+def _like(cache: Tensor, q: Tensor) -> Tensor:
+    """What stands for the cache where a backend is chosen: numbers of 8 bits are q's by the time they are multiplied."""
+    return cache if cache.dtype == q.dtype else cache.new_empty((1, 1, *cache.shape[2:]), dtype=q.dtype)
 
 
 def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,6 +204,8 @@ def _call(given: Operands, most_queries: int | None) -> DecodeCall:
         softcap=given.softcap,
         alibi_slopes=given.alibi_slopes,
         sink=given.sink,
+        k_scale=given.k_scale,
+        v_scale=given.v_scale,
     )
 
 

@@ -35,8 +35,10 @@ def reasons(problem: Problem) -> dict[str, list[str]]:
 
 
 def _why_not(backend: Backend, problem: Problem) -> list[str]:
-    lacks = problem.row_max and not backend.keeps_row_max
-    return [*backend.why_not(problem), *(["it keeps no largest scores (return_max_logits)"] if lacks else [])]
+    lacks = ["it keeps no largest scores (return_max_logits)"] if problem.row_max and not backend.keeps_row_max else []
+    if problem.eight_bits and not backend.eight_bits:
+        lacks.append(f"it does not multiply in 8 bits ({f'precision={problem.precision!r}' if problem.precision else problem.dtype})")
+    return [*backend.why_not(problem), *lacks]
 
 
 @cache

@@ -23,7 +23,8 @@ from tilewise.tangents import has_tangent, watch
 
 
 class Operands(NamedTuple):
-    """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5.
+    """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5;
+    out_dtype None is q's.
 
     `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for; `by_document` that bias and
     alibi_slopes are those of packed documents (runtime/by_document.py).
@@ -35,6 +36,9 @@ class Operands(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     diagonal: Tensor | None
     rng: Tensor | None
     mask_tensors: list[Tensor]
@@ -46,11 +50,13 @@ class Operands(NamedTuple):
     grad: bool
     row_max: bool
     by_document: bool
+    precision: str | None
+    out_dtype: torch.dtype | None
     backend: str | None
 
 
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", str: "str", str | None: "str?", bool: "bool"}
-SCHEMA_TYPES |= {float: "float", float | None: "float?"}
+SCHEMA_TYPES |= {float: "float", float | None: "float?", torch.dtype | None: "ScalarType?"}
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items())
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
 TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
@@ -98,7 +104,7 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
     given = Operands(*operands)
     of_batch = (None, None) if given.by_document else (given.bias, given.alibi_slopes)
     saved.check(*given[:3], o, lse, d_o, d_lse, (*of_batch, given.sink, given.diagonal))
-    call = call_of(given)
+    call = replace(call_of(given), precision=None)
     if given.by_document:
         grads = by_document.backward(call, given.backend, o, lse, d_o, d_lse, bias_grad=bias_grad)
     else:
@@ -143,7 +149,7 @@ def _(*operands):
     given = Operands(*operands)
     q, (batch, seqlen_q, heads_q, _) = given.q, given.q.shape
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    o = q.new_empty((batch, seqlen_q, heads_q, given.v.shape[-1]))
+    o = q.new_empty((batch, seqlen_q, heads_q, given.v.shape[-1]), dtype=given.out_dtype or q.dtype)
     return o, lse, torch.empty_like(lse) if given.row_max else lse.new_empty(0)
 
 

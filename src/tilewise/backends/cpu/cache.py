@@ -23,12 +23,12 @@ MANY_QUERIES = (
 
 
 def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor] | None:
-    """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head.
+    """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head, and for caches of 8 bits.
 
     Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values:
     what lies beyond a sequence's length, or on a page that it does not reach, is never read.
     """
-    if call.mask.kind == "bitmap" or call.mask.extent != (1, 1):
+    if call.mask.kind == "bitmap" or call.mask.extent != (1, 1) or call.k_cache.dtype != call.q.dtype:
         return None
     q, k_cache, v_cache = rows(call.q), rows(call.k_cache), rows(call.v_cache)
     packed = call.cu_seqlens_q is not None

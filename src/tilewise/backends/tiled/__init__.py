@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Backend
+from tilewise.backends.eight_bits import TILE
+from tilewise.backends.tiled import eight_bits
 from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, default_tile, parts
 from tilewise.backends.tiled.products import accumulate, care
 from tilewise.backends.tiled.scores import Scores
+from tilewise.errors import EIGHT_BITS
 from tilewise.problem import Call, Gradients, Problem
 
 _EXCESS = 1e-2  # how far s may be above LSE: more than rounding makes of it where |s| < 1e4, so that a clamp changes nothing there
@@ -24,6 +27,7 @@ class Tiled(Backend):
     """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths."""
 
     name = "tiled"
+    eight_bits = True
     keeps_row_max = True
 
     def __init__(self, tile_m: int | None = None, tile_n: int | None = None) -> None:
@@ -31,15 +35,19 @@ class Tiled(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
+        if problem.dtype in EIGHT_BITS:
+            return []
         return problem.mixed if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) that `call` is cut into."""
         tile_m, tile_n = default_tile(call)
-        return self.tile_m or tile_m, self.tile_n or tile_n
+        return self.tile_m or tile_m, TILE if call.problem.eight_bits else self.tile_n or tile_n
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs), and so row_max."""
+        if call.problem.eight_bits:
+            return eight_bits.forward(call, self.tile(call))
         dtype = _compute_dtype(call)
         o = call.q.new_zeros((*call.q.shape[:3], call.head_dim_v))
         lse = call.q.new_full((call.batch, call.heads_q, call.seqlen_q), -math.inf, dtype=dtype)
