@@ -6,17 +6,14 @@ from typing import Literal
 
 import torch
 
+from tilewise.backends.eight_bits import SIGNS
+from tilewise.backends.eight_bits import TILE as GROUP
 from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
-GROUP = 128  # keys that have one scale
 WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
 TOKENS = GROUP // WARPS  # of a warp
-CHUNKS, CHUNK = 16, 1024  # of V, at most, and tokens of one at least: what a thread block sums up
-LEAST = 2.0**-100  # of what is scaled; smaller numbers become 0
-MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
-DTYPES = torch.int8, torch.float8_e4m3fn  # of Q and K; V and P are e4m3
+CHUNKS, CHUNK = 16, 1024  # of V, at most, and tokens of one at least: what a thread block looks through at once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,7 @@ def steps(
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
-    factors = factors_of(tile, n_block, config)
+    factors = factors_of(tile, n_block, True, config)
     seen = forward.seen_of(tile, n_block, ref, config)
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
@@ -280,7 +280,7 @@ def step(
     pipes.v.consumer_wait(before)
     acc_N = issue_output(tile, before, config)
     forward.pass_turn(tile.consumer, config)
-    factors = factors_of(tile, n_block, config)
+    factors = factors_of(tile, n_block, masked, config)
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
@@ -298,12 +298,14 @@ def step(
 
 
 @cute.jit
-def factors_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> cute.Tensor:
-    """(ROWS,) fp32: of the scores of a tile of keys, in the exponent of 2."""
+def factors_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]) -> cute.Tensor:
+    """(ROWS,) fp32: of the scores of a tile of keys, in the exponent of 2; not 0 where some are hidden, which 0 would make NaN of."""
     factors = cute.make_rmem_tensor(fragments.ROWS, Float32)
     of_keys = tile.key_factors[n_block * config.tile_n // GROUP]
     for r in range_constexpr(fragments.ROWS):
-        factors[r] = arch.fmax(tile.row_factors[r] * of_keys, Float32(softmax.LEAST_FACTOR))
+        factors[r] = tile.row_factors[r] * of_keys
+        if const_expr(masked):
+            factors[r] = Float32(softmax.LEAST_FACTOR) if factors[r] < softmax.LEAST_FACTOR else factors[r]
     return factors
 
 
@@ -366,9 +368,12 @@ def last_product(
     release(pipes.v, state, config)
     join(tile, acc_N, config)
     finish(tile, channels, inverse, lse, config)
+    row_max = scores.largest(tile.rows, config)
     if const_expr(config.centred):
         add_shift(lse, scales, tile, block)
-    return Statistics(lse, None)
+        if const_expr(config.row_max):
+            add_shift(row_max, scales, tile, block)
+    return Statistics(lse, row_max)
 
 
 class Channels(NamedTuple):
@@ -417,8 +422,8 @@ def finish(tile: Tile, channels: Channels, inverse: cute.Tensor, lse: cute.Tenso
 
 
 @cute.jit
-def add_shift(lse: cute.Tensor, scales: Scales, tile: Tile, block: Block):
+def add_shift(statistic: cute.Tensor, scales: Scales, tile: Tile, block: Block):
     """What all scores of a row lack, since K was centred."""
     of_head, at = scales.shift[block.batch, block.head, None], fragments.by_rows(tile.tScS)
     for r in range_constexpr(fragments.ROWS):
-        lse[r] += of_head[min(tile.m0 + at[r, 0][0], of_head.shape[0] - 1)]
+        statistic[r] += of_head[min(tile.m0 + at[r, 0][0], of_head.shape[0] - 1)]

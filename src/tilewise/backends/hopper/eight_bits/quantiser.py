@@ -13,8 +13,9 @@ second has a thread block for GROUP tokens of a head, of which a warp has 16 and
 import math
 from typing import NamedTuple
 
+from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, LEAST, MOST, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
+from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
@@ -34,7 +35,6 @@ from tilewise.sm90.dsl import (
 )
 
 CENTRE_K, CENTRE_V, EXTREMES = range(3)  # rows of `channels`; from EXTREMES on two for each chunk, the least and the largest number of V
-SAMPLE = WARPS * TOKENS  # tokens at most, whose mean is the centre
 
 
 @cute.jit
@@ -256,7 +256,7 @@ def values(
     seqlen, numbers = gV.shape[0], config.numbers
     x = load(gV, of.first, seqlen, of.lane, config)
     middle, factor, inverse = scales_of_values(channels[of.batch, of.head, None, None], of.lane, config)
-    warp, thread = arch.warp_idx(), arch.thread_idx()[0]
+    warp = arch.warp_idx()
     words = cute.make_rmem_tensor(4, Int32)
     for c in range_constexpr(numbers):
         for t in range_constexpr(TOKENS):
@@ -266,19 +266,73 @@ def values(
         cute.autovec_copy(words, sV[None, warp ^ (of.lane % WARPS), of.lane * numbers + c])
     arch.sync_threads()
     group = arch.block_idx()[0]
-    for i in range_constexpr(config.head_dim // WARP):
-        channel, part = thread // WARPS + i * WARP, thread % WARPS
-        at = group * GROUP + part * TOKENS
-        if channel < target.shape[0] and at < target.shape[1]:
-            cute.autovec_copy(sV[None, part ^ (channel // numbers % WARPS), channel], words)
-            place = cute.recast_ptr((target[channel, None].iterator + at).align(16), dtype=Int32)
-            cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
+    write_rows(sV, target, group, numbers, config)
     if group == 0 and warp == 0:
         for c in range_constexpr(numbers):
             channel = of.lane * numbers + c
             if channel < target.shape[0]:
                 scales.v[of.batch, of.head, channel] = factor[c]
                 scales.centre[of.batch, of.head, channel] = middle[c]
+
+
+@cute.jit
+def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, together: Constexpr[int], config: Constexpr[QuantiserConfig]):
+    """GROUP tokens of every channel. target: (head_dim_v, tokens); sV: (words, warps, channels), with the order of warps changed by
+    channel // together.
+    """
+    thread = arch.thread_idx()[0]
+    words = cute.make_rmem_tensor(4, Int32)
+    for i in range_constexpr(config.head_dim // WARP):
+        channel, part = thread // WARPS + i * WARP, thread % WARPS
+        at = group * GROUP + part * TOKENS
+        if channel < target.shape[0] and at < target.shape[1]:
+            cute.autovec_copy(sV[None, part ^ (channel // together % WARPS), channel], words)
+            place = cute.recast_ptr((target[channel, None].iterator + at).align(16), dtype=Int32)
+            cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
+
+
+@cute.jit
+def launch_transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig], stream: CUstream):
+    """mV: (batch, seqlen_k, heads_k, head_dim_v) of 8 bits; mT: (batch, heads_k, head_dim_v, tokens), as the forward kernel reads it."""
+    grid = cute.ceil_div(mV.shape[1], GROUP), mV.shape[2], mV.shape[0]
+    transpose(mV, mT, config).launch(grid=grid, block=(WARPS * WARP, 1, 1), stream=stream)
+
+
+@cute.kernel
+def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """GROUP tokens of a head: a thread has four channels of 16 tokens at a time."""
+    group, head, batch = arch.block_idx()
+    storage = SmemAllocator()
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
+    gV = mV[batch, None, head, None]
+    columns = const_expr(config.head_dim // 4)
+    words = cute.make_rmem_tensor(TOKENS, Int32)
+    for i in range_constexpr(cute.ceil_div(WARPS * columns, WARPS * WARP)):
+        item = arch.thread_idx()[0] + i * WARPS * WARP
+        part, column = item // columns, item % columns
+        if part < WARPS:
+            words.fill(0)
+            for t in range_constexpr(TOKENS):
+                token = group * GROUP + part * TOKENS + t
+                if token < gV.shape[0] and 4 * column < gV.shape[1]:
+                    place = cute.recast_ptr((gV[token, None].iterator + 4 * column).align(4), dtype=Int32)
+                    words[t] = place.load()
+            for w in range_constexpr(4):
+                of_channels = four_channels(*(words[t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
+                for c in range_constexpr(4):
+                    sV[w, part ^ (column % WARPS), 4 * column + c] = of_channels[c]
+    arch.sync_threads()
+    write_rows(sV, mT[batch, head, None, None], group, 4, config)
+
+
+def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
+    """Four channels of four tokens, a word each, as four tokens of each channel."""
+    ptx = (
+        "{ .reg .b32 a, b, c, d; prmt.b32 a, {$r0}, {$r1}, 0x5140; prmt.b32 b, {$r2}, {$r3}, 0x5140; prmt.b32 c, {$r0}, {$r1}, 0x7362; "
+        "prmt.b32 d, {$r2}, {$r3}, 0x7362; prmt.b32 {$w0}, a, b, 0x5410; prmt.b32 {$w1}, a, b, 0x7632; prmt.b32 {$w2}, c, d, 0x5410; "
+        "prmt.b32 {$w3}, c, d, 0x7632; }"
+    )
+    return arch.inline_ptx(ptx, write_only_types=[Int32] * 4, read_only_args=tokens)
 
 
 @cute.jit
@@ -305,7 +359,7 @@ def scales_of_values(
             least[c], most[c] = arch.fmin(least[c], low[c]), arch.fmax(most[c], high[c])
     for c in range_constexpr(config.numbers):
         found = arch.fmax(most[c] - middle[c], middle[c] - least[c])
-        least[c], most[c] = scale_of(bits_of(arch.fmax(found, 0.0)), MOST[config.values])
+        least[c], most[c] = scale_of(bits_of(arch.fmax(found, 0.0)), MOST[E4M3])
     return middle, least, most
 
 
