@@ -50,6 +50,11 @@ class Config(ScoreChanges):
         return REGISTERS[self.consumers, self.blocks]
 
     @property
+    def lean(self) -> bool:
+        """Whether products read descriptors of `fragments.lean_slice`."""
+        return self.head_dim > 128
+
+    @property
     def pieces_of_O(self) -> int:
         """In how many pieces, a part of the columns each, O leaves through shared memory."""
         operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
@@ -70,8 +75,9 @@ class Config(ScoreChanges):
 TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
     (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
-    (256, 256): dict(tile_m=128, tile_n=128, promote=False, q_stages=1, kv_stages=2),
+    (256, 256): dict(tile_m=128, tile_n=128, promote=False),
 }
+SPILL_SHARED = ((256, 256, torch.float8_e4m3fn),)  # by 8 bytes where units are shared under full masks
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -83,7 +89,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **fields) -> Config:
     """The configuration for these heads; fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
-    given = {"dynamic": sees != "all", **TILES[dims], **fields}
+    dynamic = sees != "all" or (*dims, dtype) in SPILL_SHARED
+    given = {"dynamic": dynamic, **TILES[dims], **fields}
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
 
 

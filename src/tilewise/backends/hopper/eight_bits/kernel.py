@@ -42,6 +42,8 @@ from tilewise.sm90.dsl import (
     warpgroup,
 )
 
+CHANNELS = 32  # of a thread's columns of O, scaled at once
+
 
 @cute.jit
 def launch(
@@ -263,7 +265,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
     hide(tile, acc_S, n_block, seen, config)
-    softmax.online_softmax(acc_S, tile.rows, factors, config)
+    softmax.online_softmax(acc_S, tile.rows, factors, True, config)
     eight_bits.round_into(tile.P, acc_S)
 
 
@@ -285,7 +287,7 @@ def step(
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
     hide(tile, acc_S, n_block, seen, config)
-    rescale = softmax.online_softmax(acc_S, tile.rows, factors, config)
+    rescale = softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
     warpgroup.wait_group(0)
     release(pipes.v, before, config)
     join(tile, acc_N, config)
@@ -317,10 +319,10 @@ def issue_scores(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
     if const_expr(softmax.is_integer(config)):
         sums = cute.make_rmem_tensor(shape, Int32)
         sums.fill(softmax.MAGIC_BITS)
-        fragments.product(tile.mma.qk, sums, tile.tSrQ, tSrK, True)
+        forward.product(tile.mma.qk, sums, tile.tSrQ, tSrK, True, config)
         return cute.recast_tensor(sums, Float32)
     acc_S = cute.make_rmem_tensor(shape, Float32)
-    fragments.product(tile.mma.qk, acc_S, tile.tSrQ, tSrK, False)
+    forward.product(tile.mma.qk, acc_S, tile.tSrQ, tSrK, False, config)
     return acc_S
 
 
@@ -330,7 +332,7 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
     acc = tile.acc_O
     if const_expr(config.promote):
         acc = cute.make_rmem_tensor_like(tile.acc_O)
-    fragments.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote)
+    forward.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote, config)
     return acc
 
 
@@ -363,42 +365,42 @@ def last_product(
     pipes.v.consumer_wait(state)
     acc_N = issue_output(tile, state, config)
     lse, inverse = softmax.close(tile.rows)
-    channels = channels_of(tile, scales, block, config)
-    warpgroup.wait_group(0)
-    release(pipes.v, state, config)
-    join(tile, acc_N, config)
-    finish(tile, channels, inverse, lse, config)
     row_max = scores.largest(tile.rows, config)
     if const_expr(config.centred):
         add_shift(lse, scales, tile, block)
         if const_expr(config.row_max):
             add_shift(row_max, scales, tile, block)
+    early = channels_of(scales, block, 0, config) if const_expr(config.promote) else None  # otherwise there are no registers for it
+    warpgroup.wait_group(0)
+    release(pipes.v, state, config)
+    join(tile, acc_N, config)
+    finish(tile, early, scales, block, inverse, lse, config)
     return Statistics(lse, row_max)
 
 
 class Channels(NamedTuple):
-    """Of the thread's columns of O, fp32 in registers; `scale` alone is one number without `centred`."""
+    """Of up to CHANNELS of the thread's columns of O, fp32 in registers; `scale` alone is one number without `centred`."""
 
     scale: cute.Tensor | Float32
     centre: cute.Tensor | None
 
 
 @cute.jit
-def channels_of(tile: Tile, scales: Scales, block: Block, config: Constexpr[Config]) -> Channels:
+def channels_of(scales: Scales, block: Block, part: Constexpr[int], config: Constexpr[Config]) -> Channels:
     of_head = scales.v[block.batch, block.head_k, None]
     if const_expr(not config.centred):
         return Channels(of_head[0], None)
-    return Channels(read_channels(of_head, config), read_channels(scales.centre[block.batch, block.head_k, None], config))
+    return Channels(read_channels(of_head, part, config), read_channels(scales.centre[block.batch, block.head_k, None], part, config))
 
 
 @cute.jit
-def read_channels(of_head: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
-    """The thread's columns of a row; 0 for those that do not exist."""
-    columns, first = config.head_dim_v // fragments.QUAD, 2 * (arch.lane_idx() % fragments.QUAD)
+def read_channels(of_head: cute.Tensor, part: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """0 for those that do not exist."""
+    columns, lane = const_expr(min(config.head_dim_v // fragments.QUAD, CHANNELS)), 2 * (arch.lane_idx() % fragments.QUAD)
     found = cute.make_rmem_tensor(columns, Float32)
     found.fill(0.0)
     for c in range_constexpr(0, columns, 2):
-        at = first + fragments.column(c)
+        at = lane + fragments.column(part * CHANNELS + c)
         if at < of_head.shape[0]:
             pair = cute.make_tensor((of_head.iterator + at).align(8), cute.make_layout(2))
             cute.autovec_copy(pair, cute.make_tensor(found.iterator + c, cute.make_layout(2)))
@@ -406,18 +408,25 @@ def read_channels(of_head: cute.Tensor, config: Constexpr[Config]) -> cute.Tenso
 
 
 @cute.jit
-def finish(tile: Tile, channels: Channels, inverse: cute.Tensor, lse: cute.Tensor, config: Constexpr[Config]):
-    """O from its sums; 0 in rows that see nothing."""
+def finish(
+    tile: Tile, early: Channels | None, scales: Scales, block: Block, inverse: cute.Tensor, lse: cute.Tensor, config: Constexpr[Config]
+):  # fmt: skip
+    """O from its sums; 0 in rows that see nothing. early: of the first CHANNELS columns, where they were read before."""
     O = fragments.by_rows(tile.acc_O)
     if const_expr(config.centred):
-        for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(cute.size(O, mode=[1])):
-                O[r, c] = O[r, c] * inverse[r] * channels.scale[c] + channels.centre[c]
+        for part in range_constexpr(cute.ceil_div(cute.size(O, mode=[1]), CHANNELS)):
+            arch.sync_warp()  # or what is read for all parts at once spills
+            scale, centre = early if const_expr(part == 0 and early is not None) else channels_of(scales, block, part, config)
+            for c in range_constexpr(cute.size(scale)):
+                for r in range_constexpr(fragments.ROWS):
+                    at = const_expr(part * CHANNELS + c)
+                    O[r, at] = O[r, at] * inverse[r] * scale[c] + centre[c]
         if const_expr(config.sees != "all"):
             fragments.clear_rows(tile.acc_O, lse)
     else:
+        scale, _ = channels_of(scales, block, 0, config)
         for r in range_constexpr(fragments.ROWS):
-            inverse[r] *= channels.scale
+            inverse[r] *= scale
         fragments.scale_rows(tile.acc_O, inverse)
 
 

@@ -17,8 +17,10 @@ LEAST_FACTOR = 2.0**-100  # 0 times the infinity of a hidden score would be NaN
 
 
 @cute.jit
-def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, factors: cute.Tensor, config: Constexpr) -> cute.Tensor:
-    """As `fragments.online_softmax`, with a factor a row. factors: (ROWS,) fp32, positive."""
+def online_softmax(
+    acc_S: cute.Tensor, rows: fragments.Rows, factors: cute.Tensor, masked: Constexpr[bool], config: Constexpr
+) -> cute.Tensor:
+    """As `fragments.online_softmax`, with a factor a row. factors: (ROWS,) fp32, positive; masked: whether a row may have seen no key yet."""
     S = fragments.by_rows(acc_S)
     rescale, base = (cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):
@@ -28,7 +30,9 @@ def online_softmax(acc_S: cute.Tensor, rows: fragments.Rows, factors: cute.Tenso
         else:
             top = fragments.quad_max(fragments.largest(values))
         m = arch.fmax(top * factors[r], rows.m[r])
-        above = 0.0 if m == -Float32.inf else m  # a row that has seen no key yet
+        above = m
+        if const_expr(masked):
+            above = 0.0 if m == -Float32.inf else m
         rescale[r] = cute.math.exp2(rows.m[r] - above, fastmath=True)
         rows.m[r] = m
         base[r] = above - HEADROOM
