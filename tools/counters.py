@@ -180,7 +180,7 @@ def prepared(rung=None, workload=None, impl=None):
         sizes = case(rung)
         shape = sizes["batch"] * sizes["heads"], sizes["seqlen"], HEAD_DIM
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        launch = functools.partial(rung, *inputs)
+        launch = functools.partial(rung, *inputs, operands=rung.operands(*inputs, HEAD_DIM**-0.5))
     else:
         from tilewise.bench.runner import TIME_SEED, call_of
 

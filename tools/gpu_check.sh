@@ -122,7 +122,7 @@ how=(--device cuda --dtype bf16 --budget "$sample" --clock events --no-memory --
 peers=fa4,fa3,fa3:vllm,sdpa:cudnn,fa2,sdpa:flash
 if [ "$ladder" = yes ]; then
   variants=$("$PYTHON" -c 'from tilewise.ladder import VARIANTS; print(",".join(VARIANTS))')
-  measure "$([ ${#cells[@]} = 0 ] && echo "$gpus" || echo 1)" ladder "${impl:-$(here ladder "k1..k6,$variants,$peers")}" --once-above 0.3 "${cells[@]}"
+  measure "$([ ${#cells[@]} = 0 ] && echo "$gpus" || echo 1)" ladder "${impl:-$(here ladder "k1..k8,$variants,$peers")}" --once-above 0.3 "${cells[@]}"
 fi
 if [ "$kernels" = yes ]; then
   for sweep in ${sets//,/ }; do # a contender that takes so long would make the others' calls late: cuDNN has no packed documents

@@ -15,6 +15,7 @@ from tilewise.bench.workloads import Workload
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.testing import tolerance
+from tilewise.testing.eight_bits import by_one_scale
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Workload(name="small", batch=2, seqlen_q=40, heads_q=4, head_dim=16)
@@ -23,12 +24,12 @@ SMALL = Workload(name="small", batch=2, seqlen_q=40, heads_q=4, head_dim=16)
 class Formula:
     """Stands for a rung: the formula on (heads, seqlen, head_dim)."""
 
-    name = "k0"
+    name, in_eight_bits = "k0", False
 
     def why_not(self, problem):
         return []
 
-    def __call__(self, q, k, v, causal):
+    def __call__(self, q, k, v, causal, operands=None):
         assert all(x.is_contiguous() for x in (q, k, v)), "a copy would be timed"
         one = replace(SMALL, batch=1, heads_q=q.shape[0], heads_k=0, mask=Causal() if causal else Full())
         return Naive().prepare(one, CPU)(*(x[None].transpose(1, 2) for x in (q, k, v)))[0].transpose(0, 1).contiguous()
@@ -40,6 +41,28 @@ def test_a_rung_gets_heads_first_and_without_a_copy(mask):
     assert Gate(workload, 0, CPU).verify(OnLadder(Formula()).prepare(workload, CPU), heads_first=True) < 1e-5
     (row,) = run([workload], [OnLadder(Formula())], memory=False, timing=Timing(budget_s=0.0))
     assert row.impl == "k0" and row.passed and row.median_s > 0
+
+
+class Prepared(Formula):
+    """Stands for a rung in 8 bits: half as exact as it is allowed to be. Counts how often it was asked for operands."""
+
+    in_eight_bits, asked = True, 0
+
+    def operands(self, q, k, v, scale):
+        assert scale == SMALL.head_dim**-0.5
+        self.asked += 1
+        return tuple(by_one_scale(x).float() for x in (q, k, v))
+
+    def __call__(self, q, k, v, causal, operands=None):
+        return super().__call__(*operands, causal).to(q.dtype)
+
+
+def test_a_rung_in_eight_bits_gets_them_ahead_and_is_held_to_what_they_can_reach():
+    rung = Prepared()
+    (row,) = run([SMALL], [OnLadder(rung)], memory=False, timing=Timing(budget_s=0.0))
+    assert row.passed and row.error > 1e-3 and row.samples >= 3 and rung.asked == 2  # for the check, and for all that was timed
+    with pytest.raises(AssertionError, match="^o"):
+        Gate(SMALL, 0, CPU).verify(OnLadder(Prepared()).prepare(SMALL, CPU), heads_first=True)
 
 
 def test_inputs_are_the_same_numbers_in_either_memory():

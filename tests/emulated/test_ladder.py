@@ -20,7 +20,7 @@ class Climbed:
     """A rung as a backend. Keeps what it computed last."""
 
     def __init__(self, rung: Rung, pace: str, seed: int) -> None:
-        self.rung, self.emulated = rung, Emulated(pace, seed)
+        self.rung, self.emulated, self.in_eight_bits = rung, Emulated(pace, seed), rung.in_eight_bits
 
     def why_not(self, problem) -> list[str]:
         return []

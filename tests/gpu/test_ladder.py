@@ -84,7 +84,9 @@ def _random(*shape, generator=None):
 def test_ones_give_ones(rung, causal):
     q, k = _random(2, 333, 128), _random(2, 333, 128)
     o = rung(q, k, torch.ones_like(q), causal=causal)
-    torch.testing.assert_close(o, torch.ones_like(o), atol=2**-8, rtol=0)
+    torch.testing.assert_close(
+        o, torch.ones_like(o), atol=2**-4 if rung.in_eight_bits else 2**-8, rtol=0
+    )  # as P is rounded, and its sum is not
 
 
 @rungs

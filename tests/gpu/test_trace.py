@@ -15,7 +15,7 @@ from tilewise.sm90.phases import Phase
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 
 TRACED = {name: rung for name, rung in {**RUNGS, **VARIANTS}.items() if name != "k1"}
-SPECIALISED = {"k5_1", "k5", "k6_1", "k6", "k6:overlap"}
+SPECIALISED = {"k5_1", "k5", "k6_1", "k6", "k6:overlap", "k7", "k8"}
 
 
 @pytest.mark.parametrize("causal", [False, True])

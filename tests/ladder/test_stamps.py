@@ -54,7 +54,7 @@ def test_without_its_stamps_it_is_the_rung(module):
 def test_every_rung_has_the_phases_of_its_work(module):
     found = {name for name in Phase.__members__ if f"Phase.{name})" in with_stamps(source_of(module))}
     assert found >= {"LOAD", "WAIT", "SCORES", "SOFTMAX", "OUTPUT", "STORE"}
-    assert ("TURN" in found) == module.startswith("k6") and ("ISSUE" in found) == (module == "k6_pingpong")
+    assert ("TURN" in found) == (module >= "k6") and ("ISSUE" in found) == (module >= "k6_p")
 
 
 def test_k1_has_no_phases():

@@ -47,7 +47,11 @@ class Facts:
 
 COUNTED = {
     "HGMMA": "HGMMA",
-    "gsb0": "HGMMA.*gsb0",
+    "QGMMA": "QGMMA",
+    "IGMMA": "IGMMA",
+    "gsb0": "[HQI]GMMA.*gsb0",
+    "E4M3": r"F2FP\.SATFINITE\.E4M3",
+    "PRMT": "PRMT",
     "ARRIVE": r"WARPGROUP\.ARRIVE",
     "DEPBAR": r"WARPGROUP\.DEPBAR",
     "DEPBAR 0": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0",

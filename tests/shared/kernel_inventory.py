@@ -31,7 +31,9 @@ class Kernel(NamedTuple):
 def of_rung(name: str, head_dim: int, causal: bool) -> Kernel:
     rung = EVERY[name]
     config = rung.code.configure(head_dim, causal, **rung.choice)
-    return Kernel(f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, rung.arguments(), config, remarks=name >= "k4")
+    return Kernel(
+        f"rung {name} {head_dim} {'causal' if causal else 'full'}", rung.code.launch, rung.arguments(), config, remarks=name >= "k4"
+    )
 
 
 def of_forward(config) -> Kernel:

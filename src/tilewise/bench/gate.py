@@ -18,7 +18,7 @@ from tilewise.bench.workloads import Inputs, Workload
 from tilewise.masks import Dense, Mask
 from tilewise.masks.bitmap import Bitmap
 from tilewise.problem import Call
-from tilewise.testing import tolerance
+from tilewise.testing import eight_bits, tolerance
 
 LARGEST_SCORES = 1 << 22  # elements of one score matrix the check may build; in fp64 it builds about twenty
 
@@ -62,9 +62,9 @@ class Gate:
         return x if x.shape[2] == 1 else x.index_select(2, self.indices)
 
     @cached_property
-    def want(self):
+    def call(self) -> Call:
         inputs = self.workload.inputs(self.seed, self.device)
-        call = Call(
+        return Call(
             q=self.of_queries(inputs.q.detach()),
             k=self.of_keys(inputs.k.detach()),
             v=self.of_keys(inputs.v.detach()),
@@ -74,11 +74,22 @@ class Gate:
             grad=self.workload.grad,
             **{name: self.of_extra(name, x.detach()) for name, x in self.workload.extras(self.seed, self.device).items()},
         )
-        return tolerance.expected(call, self.of_queries(inputs.d_o)) if self.workload.grad else tolerance.expected(call)
 
-    def verify(self, attend: Attend, heads_first: bool = False) -> float:
-        """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance."""
-        want = self.want
+    @cached_property
+    def want(self) -> tolerance.Expected:
+        d_o = self.workload.inputs(self.seed, self.device).d_o
+        return tolerance.expected(self.call, self.of_queries(d_o)) if self.workload.grad else tolerance.expected(self.call)
+
+    @cached_property
+    def want_in_eight_bits(self) -> tolerance.Expected:
+        return eight_bits.expected(self.call)
+
+    def verify(self, attend: Attend, heads_first: bool = False, in_eight_bits: bool = False) -> float:
+        """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance.
+
+        in_eight_bits: by that of a contender which rounds Q, K, V and P to 8 bits.
+        """
+        want = self.want_in_eight_bits if in_eight_bits else self.want
         inputs, extras = self.workload.inputs(self.seed, self.device, heads_first), self.workload.extras(self.seed, self.device)
         _poison_freed_memory((*inputs, *(x for x in extras.values() if x.requires_grad)))
         if not self.workload.grad:

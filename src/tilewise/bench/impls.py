@@ -383,5 +383,5 @@ def _expanded(item: str) -> list[str]:
     if not dots:
         return [ALIASES.get(item, item)]
     if first not in ladder or last not in ladder or ladder.index(first) > ladder.index(last):
-        raise ValueError(f"impl is {item!r}; a range goes up the ladder, from one of {', '.join(ladder)} to another: k1..k6")
+        raise ValueError(f"impl is {item!r}; a range goes up the ladder, from one of {', '.join(ladder)} to another: k1..k8")
     return ladder[ladder.index(first) : ladder.index(last) + 1]

@@ -160,7 +160,7 @@ def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exa
         if workload.rms:
             errors = exact.errors(attend, _heads_first(impl))
             row = replace(row, rms_error=errors.rms, places_agree=errors.places)
-        error = gate.verify(attend, _heads_first(impl))
+        error = gate.verify(attend, _heads_first(impl), getattr(impl, "in_eight_bits", False))
         if row.places_agree is False and not workload.finite:
             raise AssertionError("NaN or infinities are not where fp64 has them")
     except AssertionError as failure:

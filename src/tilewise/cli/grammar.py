@@ -31,7 +31,7 @@ EXAMPLES = {
   tilewise bench --seqlen 1024,4096 --heads 8/2 --mask causal,window:1023 --direction fwd+bwd
   tilewise bench --set models --dtype bf16 --out results.jsonl
   tilewise bench --set hard-inputs --data "q x64,outliers" --head-dim 64     inputs that make attention slow or wrong
-  tilewise bench k1..k6 --seqlen 512 --head-dim 64 --causal 0 --check      rungs of the ladder, on a Hopper GPU
+  tilewise bench k1..k8 --seqlen 512 --head-dim 64 --causal 0 --check      rungs of the ladder, on a Hopper GPU
   tilewise bench k5,k6,sdpa:cudnn                the ladder's sweep
   tilewise bench --set models --only "Gemma*,gpt-oss*" --dtype bf16 --device cuda --ahead --direction fwd,bwd
   tilewise bench train --device cuda             steps of a GPT of 1.3B and 2.7B at 2k, 8k and 16k: tokens/s, MFU, memory
@@ -267,7 +267,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
     command.add_argument(
-        "names", nargs="*", metavar="NAME", help="the contenders; k1..k6 is a range of the ladder's rungs; train: a GPT's steps"
+        "names", nargs="*", metavar="NAME", help="the contenders; k1..k8 is a range of the ladder's rungs; train: a GPT's steps"
     )
     command.add_argument("--impl", metavar="NAME,...", help="the contenders, in another place (default: tilewise,sdpa,naive)")
     command.add_argument("--check", action="store_true", help="check the results, and time nothing")

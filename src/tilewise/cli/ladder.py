@@ -1,7 +1,7 @@
 """`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
 
 Without names every rung runs over the sweep. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the
-GPU (cuda or cuda:N), and CHECK=1 prints what the checks said. `k1..k6` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
+GPU (cuda or cuda:N), and CHECK=1 prints what the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
 `tilewise bench`.
 """
 

@@ -19,7 +19,7 @@ from tilewise.ladder.tracing_picture import draw
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tilewise.cli.tracing", description="Trace rungs of the ladder on a Hopper GPU.")
-    parser.add_argument("names", nargs="+", help="rungs or variants (k2 .. k6), 'all', or .npz files of earlier traces to draw again")
+    parser.add_argument("names", nargs="+", help="rungs or variants (k2 .. k8), 'all', or .npz files of earlier traces to draw again")
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128))
     parser.add_argument("--causal", action="store_true")

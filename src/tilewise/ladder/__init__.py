@@ -20,6 +20,7 @@ RUNGS: dict[str, Rung] = {
         Rung("k6_1", "k6_1_turns", "consumers take turns at the tensor cores (ping-pong)"),
         Rung("k6", "k6_pingpong", "the next scores under this softmax as well"),
         Rung("k7", "k7_fp8", "8 bits: e4m3 with one scale a tensor, P packed in place", recipe="per_tensor"),
+        Rung("k8", "k8_fp8_incoherent", "incoherent Q and K, finer scales, centred V, O in true fp32", recipe="incoherent"),
     )
 }
 

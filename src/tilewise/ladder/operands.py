@@ -16,6 +16,7 @@ from tilewise.sm90.key_order import transposed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
+KEYS = 128  # of a scale of K, and of a tile of K8
 
 
 class Operands(NamedTuple):
@@ -67,4 +68,48 @@ def stand_ins_per_tensor(config, heads, seqlen) -> Operands:
     return Operands((*(jit.tensor(Float8E4M3FN, heads, *size) for size in sizes),), (Float32(1.0), Float32(1.0)))
 
 
-RECIPES = {"bf16": Recipe(as_they_are, stand_ins_of_bf16), "per_tensor": Recipe(per_tensor, stand_ins_per_tensor)}
+def incoherent(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
+    """Q and K turned, K and V centred; a scale for each query, each KEYS keys and each channel of V. For finite numbers.
+
+    others: of each row the scale of its scores and what its LSE lacks, (heads, 2, seqlen); of each tile of keys its scale, (heads, tiles); of each
+    channel of V its scale and its mean, (heads, 2, head_dim). fp32.
+    """
+    q, k, v = (x.float() for x in (q, k, v))
+    centre_k, centre_v = (x.mean(1, keepdim=True) for x in (k, v))
+    q8, scale_q = rounded(turned(q), 2)
+    tiles = torch.nn.functional.pad(turned(k - centre_k), (0, 0, 0, -k.shape[1] % KEYS)).unflatten(1, (-1, KEYS))
+    k8, scale_k = rounded(tiles, (2, 3))
+    v8, scale_v = rounded(v - centre_v, 1)
+    rows = torch.stack((scale_q[..., 0] * (scale / math.log(2)), (q * centre_k).sum(2) * scale), 1)
+    channels = torch.cat((scale_v, centre_v), 1)
+    return Operands(
+        (q8, k8.flatten(1, 2)[:, : k.shape[1]].contiguous(), transposed(v8)), (rows, scale_k[:, :, 0, 0].contiguous(), channels)
+    )
+
+
+def stand_ins_of_incoherent(config, heads, seqlen) -> Operands:
+    from tilewise.sm90.dsl import Float32
+
+    tensors, _ = stand_ins_per_tensor(config, heads, seqlen)
+    sizes = (2, seqlen), (jit.size(),), (2, config.head_dim)
+    return Operands(tensors, (*(jit.tensor(Float32, heads, *size, aligned=False) for size in sizes),))
+
+
+def turned(x: Tensor) -> Tensor:
+    """x (..., head_dim) times an orthogonal matrix, that of Hadamard with random signs: products of two such are as before, and what stood out in one
+    number is spread over all. head_dim: a power of two.
+    """
+    head_dim = x.shape[-1]
+    signs = torch.randint(2, (head_dim,), generator=torch.Generator().manual_seed(head_dim), dtype=torch.float32, device="cpu") * 2 - 1
+    x, half = x * signs.to(x.device), 1
+    while half < head_dim:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x, half = torch.stack((a + b, a - b), -2).flatten(-3), 2 * half
+    return x / math.sqrt(head_dim)
+
+
+RECIPES = {
+    "bf16": Recipe(as_they_are, stand_ins_of_bf16),
+    "per_tensor": Recipe(per_tensor, stand_ins_per_tensor),
+    "incoherent": Recipe(incoherent, stand_ins_of_incoherent),
+}

@@ -38,12 +38,15 @@ class Rung:
     choice: dict = field(default_factory=dict, hash=False)
     recipe: str = "bf16"
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, operands: Operands | None = None
+    ) -> Tensor:
         """Attention of one head a row: softmax(scale Q K^T) V, with `scale` 1 / sqrt(head_dim) by default.
 
         Args:
             q, k, v: (batch * heads, seqlen, head_dim) bf16 on a Hopper GPU, head_dim 64 or 128; any seqlen, and the same for all.
             causal: query i sees keys 0..i.
+            operands: what `self.operands` made of q, k, v and scale before, which takes a rung in 8 bits longer than its kernel.
 
         Returns:
             O, (batch * heads, seqlen, head_dim) bf16.
@@ -58,7 +61,7 @@ class Rung:
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite, got {scale}")
-        return self.run(q, k, v, causal, scale)[0]
+        return self.run(q, k, v, causal, scale, operands=operands)[0]
 
     def trace(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False):
         """The phases of a few blocks' warps, as tracing.Trace; the arguments and errors of a call."""

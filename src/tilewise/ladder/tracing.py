@@ -7,7 +7,7 @@ import gzip
 import json
 import math
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -185,11 +185,12 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
             f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {m_blocks * heads}; take fewer heads or tokens"
         )
     events = torch.zeros((m_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
-    arguments = q, k, v, causal, 1 / math.sqrt(head_dim)
-    plain = _fastest(lambda: rung.run(*arguments))
-    stamped = _fastest(lambda: rung.run(*arguments, events))
+    scale = 1 / math.sqrt(head_dim)
+    run = partial(rung.run, q, k, v, causal, scale, operands=rung.operands(q, k, v, scale))
+    plain = _fastest(run)
+    stamped = _fastest(lambda: run(events))
     events.zero_()
-    o, _ = rung.run(*arguments, events)
+    o, _ = run(events)
     case = Case(
         rung=rung.name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads,
         device=torch.cuda.get_device_name(q.device), cost=round(stamped / plain - 1, 4),

@@ -131,7 +131,12 @@ def check_rung(name: str, config, found: Facts):
     else:
         assert found.spills == [NOTHING_SPILLED]
         qk, pv = products(name, config)
-        assert counts["HGMMA"] == qk * (config.head_dim // 16) + pv * (config.tile_n // 16)
+        (kind, other), depth = (("QGMMA", "HGMMA"), 32) if EVERY[name].in_eight_bits else (("HGMMA", "QGMMA"), 16)
+        assert counts[kind] == qk * (config.head_dim // depth) + pv * (config.tile_n // depth) and counts[other] == counts["IGMMA"] == 0
+        if EVERY[
+            name
+        ].in_eight_bits:  # a word of P is two conversions of two numbers each, which half of the words take one more instruction to join
+            assert counts["E4M3"] == pv * config.tile_n // 4 and counts["PRMT"] <= pv * (config.tile_n // 8 + 4)
         # One group of products ends with gsb0 on its last instruction; a serialised one has it on every instruction.
         assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == qk + pv
     if level < "k5" or level == "k5_1":  # whose producer keeps its registers
