@@ -19,6 +19,7 @@ from tilewise.masks import (
     SlidingWindow,
 )
 from tilewise.merge import merge
+from tilewise.quantising import quantise
 
 __version__ = "0.1.0"
 
@@ -44,4 +45,5 @@ __all__ = [
     "decode",
     "explain",
     "merge",
+    "quantise",
 ]

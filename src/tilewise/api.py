@@ -68,9 +68,9 @@ def attention(
             (inside torch.compile from the compiled program's, which differs from eager).
         dropout_offset: a second number that tells draws apart, in [0, 2**32): the same seed with another offset drops other pairs.
         deterministic: only backends whose gradients are bit-identical from run to run.
-        precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way, which is faster on GPUs that multiply 8 bits, and less exact
-            (docs/guide/eight-bits.md): Q K^T in e4m3 or int8, and P V in e4m3 or, "int8_qk", the inputs' dtype. Not with a bias or dropout. Gradients
-            are those of the inputs' own dtype at the unquantised inputs, from the O and LSE that this returned. None quantises nothing.
+        precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way: Q K^T in e4m3 or int8, P V in e4m3 or, "int8_qk", the inputs'
+            dtype. It is less exact (docs/guide/eight-bits.md), and faster where a backend has kernels for it; not with a bias or dropout. Gradients
+            are straight-through: those of the call without it, for which the backward pass computes O once more. None quantises nothing.
         q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by; None is 1. By their dimensions: () the whole tensor;
             (batch, heads) each head; (batch, heads, tokens) each token; of k and v also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
@@ -148,6 +148,10 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     deterministic: bool = False,
+    precision: str | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -167,10 +171,11 @@ def attention_varlen(
         alibi_slopes: (heads_q,) or (documents, heads_q); distances count within the document.
         seqused_k: (documents,) int32 or int64, how many keys of each document there are, from its first on; the others are seen by nobody, and
             masks are placed as if they were not there. None: all.
+        q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
-    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, or slopes (documents, heads_q), each
-    document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document, whose index is added to
-    dropout_offset.
+    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q) or
+    numbers of 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document,
+    whose index is added to dropout_offset.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also
@@ -182,6 +187,7 @@ def attention_varlen(
     options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
     tensors, beside = (q, k, v), (None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
+    usual = usual and precision is q_scale is k_scale is v_scale is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
@@ -207,8 +213,11 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )._replace(row_max=return_max_logits)
-    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k}
+    in_eight_bits = precision is not None or q.dtype in errors.EIGHT_BITS
+    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "apart": in_eight_bits}
     given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
+    if in_eight_bits or not usual:
+        given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out, cu_seqlens_q.shape[0] - 1)
     if out is not None:
         _check_out(out, given, packed=True)
     o, lse, row_max = operator.attend(given, None if out is None else out[None])
@@ -314,9 +323,16 @@ def operands(
 
 
 def eight_bits(
-    given: operator.Operands, precision: str | None, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor | None
+    given: operator.Operands,
+    precision: str | None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    out: Tensor | None,
+    documents: int | None = None,
 ) -> operator.Operands:
-    """The same operands multiplied in 8 bits where that is asked for, all that concerns it checked. O is in the dtype of `out`, or bf16."""
+    """The same operands multiplied in 8 bits where that is asked for, all that concerns it checked. O is in the dtype of `out`, or bf16.
+
+    Packed documents are so many, and have no scales of tiles, which would not end where they do.
+    """
     q, k, v = given.q, given.k, given.v
     named = {"q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2]}
     if precision is not None and (not isinstance(precision, str) or precision not in RECIPES):
@@ -353,7 +369,7 @@ def eight_bits(
             errors.check_no_grad(name, x, errors.NOT_IN_EIGHT_BITS)
     for (name, scale), x in zip(named.items(), (q, k, v), strict=True):
         if scale is not None:
-            errors.check_scale(name, scale, x, None if name == "q_scale" else TILE)
+            errors.check_scale(name, scale, x, None if name == "q_scale" or documents is not None else TILE, documents)
             named[name] = scale.float()
     out_dtype = out.dtype if isinstance(out, Tensor) and out.dtype in IN_EIGHT_BITS_OUT else torch.bfloat16
     return given._replace(out_dtype=out_dtype, grad=False, **named)
@@ -383,8 +399,12 @@ def documents(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    apart: bool = False,
 ) -> operator.Operands:
-    """The same tensors, which are packed sequences with `inner` for their mask, and what `attention_varlen` takes beside; checked, but cu_seqlens."""
+    """The same tensors, which are packed sequences with `inner` for their mask, and what `attention_varlen` takes beside; checked, but cu_seqlens.
+
+    apart: whether each document is a call of its own in any case.
+    """
     q, number, grad = given.q, cu_seqlens_q.shape[0] - 1, given.grad
     if bias is not None:
         errors.check_bias_of_documents(bias, q, number)
@@ -393,7 +413,7 @@ def documents(
     if alibi_slopes is not None:
         errors.check_alibi(alibi_slopes, q, 1, q.shape[2], number)
         alibi_slopes = _by_entry(alibi_slopes)
-    by_document = bias is not None or (alibi_slopes is not None and alibi_slopes.shape[0] != 1)
+    by_document = apart or bias is not None or (alibi_slopes is not None and alibi_slopes.shape[0] != 1)
     mask_tensors = [cu_seqlens_q, cu_seqlens_k]
     unread = by_document or seqused_k is not None or _on_gpu(cu_seqlens_q, cu_seqlens_k)
     used = ""

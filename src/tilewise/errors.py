@@ -17,7 +17,7 @@ from tilewise.tangents import has_tangent
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
-NOT_IN_EIGHT_BITS = "numbers of 8 bits, and their scales, have no gradient; one comes from 16-bit tensors with precision="
+NOT_IN_EIGHT_BITS = "numbers of 8 bits and their scales have no gradient (16-bit tensors with precision= have one)"
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -176,8 +176,11 @@ def check_bias_of_documents(bias: Tensor, q: Tensor, documents: int) -> None:
             raise ShapeError(f"bias has {axis} {got}, expected {size} or 1 (broadcast); its shape is {tuple(bias.shape)}")
 
 
-def check_scale(name: str, scale: Tensor, x: Tensor, tile: int | None) -> None:
-    """The scale of x (batch, tokens, heads, dim) in 8 bits: (), (batch, heads), (batch, heads, tokens) or, with a tile, (batch, heads, tiles)."""
+def check_scale(name: str, scale: Tensor, x: Tensor, tile: int | None, documents: int | None) -> None:
+    """The scale of x (batch, tokens, heads, dim) in 8 bits: (), (batch, heads), (batch, heads, tokens) or, with a tile, (batch, heads, tiles).
+
+    Of a batch of 1 that is packed documents, the second may be (documents, heads).
+    """
     of, (batch, tokens, heads, _) = name[0], x.shape
     last = "tokens" if tile is None else f"tokens, or of {tile}"
     dims = scale.dim() if isinstance(scale, Tensor) and not scale.is_nested else 0
@@ -186,6 +189,9 @@ def check_scale(name: str, scale: Tensor, x: Tensor, tile: int | None) -> None:
     check_tensor(name, scale, ("batch", "heads", last)[:dims])
     check_like(name, scale, x, same_dtype=False, other=of)
     check_no_grad(name, scale, NOT_IN_EIGHT_BITS)
+    if documents is not None and dims == 2 and scale.shape[0] != 1:
+        check_size(name, "documents", scale.shape[0], documents, "cu_seqlens_q")
+        batch = documents
     for axis, got, expected in zip(("batch", "heads"), scale.shape[:2], (batch, heads), strict=False):
         check_size(name, axis, got, expected, of)
     if dims == 3 and scale.shape[2] != tokens and (tile is None or scale.shape[2] != -(-tokens // tile)):

@@ -26,7 +26,7 @@ TIME_LIMIT_S = 300
 class Function(NamedTuple):
     """One way to call a public function on small tensors."""
 
-    make: Callable[[], dict[str, Tensor]]  # its tensors by name, in fp32, the same numbers at every call
+    make: Callable[[], dict[str, Tensor]]  # its tensors by name, mostly in fp32, the same numbers at every call
     call: Callable[..., tuple[Tensor, ...]]
     grads: tuple[str, ...] = ()  # the tensors that take a gradient
 
@@ -169,6 +169,45 @@ def _merge(o, other, lse, more) -> tuple[Tensor, ...]:
     return tw.merge([o, other], [lse, more])
 
 
+def _halves() -> dict[str, Tensor]:
+    return {name: x.bfloat16() for name, x in qkv().items()} | {"sink": normal(4, seed=5)}
+
+
+def _quantised_inside(q, k, v, sink) -> tuple[Tensor, ...]:
+    return tw.attention(q, k, v, causal=True, precision="int8", sink=sink, softcap=3.0, return_lse=True)
+
+
+def _int8(x: Tensor) -> Tensor:
+    """Of e4m3 torch makes no negated, nested, sparse or stacked tensors."""
+    return (x * 30.0).clamp(-127.0, 127.0).to(torch.int8)
+
+
+def _in_eight_bits() -> dict[str, Tensor]:
+    """q and k in int8, v in bf16, each with a scale of another kind."""
+    tensors = {name: x.bfloat16() if name == "v" else _int8(x) for name, x in qkv().items()}
+    scales = {"q_scale": normal(2, 4, 5, seed=2).abs(), "k_scale": normal(2, 2, 1, seed=3).abs(), "v_scale": normal(2, 2, seed=4).abs()}
+    return tensors | scales
+
+
+def _eight_bits(q, k, v, q_scale, k_scale, v_scale) -> tuple[Tensor, ...]:
+    return tw.attention(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+
+def _eight_bit_cache() -> dict[str, Tensor]:
+    tensors = _pages()
+    caches = {name: _int8(tensors[name]) for name in ("k", "v")}
+    scales = {"k_scale": normal(5, 3, 2, seed=7).abs(), "v_scale": normal(2, seed=8).abs()}
+    return {name: tensors[name] for name in ("q", "lengths", "pages")} | caches | scales
+
+
+def _decode_eight_bits(q, k, v, lengths, pages, k_scale, v_scale) -> tuple[Tensor, ...]:
+    return tw.decode(q, k, v, cache_seqlens=lengths, page_table=pages, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+
+def _quantise(x) -> tuple[Tensor, ...]:
+    return *tw.quantise(x, "int8", per="tile", hadamard=True, centre=True), *tw.quantise(x, "fp8", per="token")
+
+
 QKV = ("q", "k", "v")
 FUNCTIONS = {
     "attention": Function(qkv, lambda q, k, v: (tw.attention(q, k, v, causal=True),), QKV),
@@ -184,6 +223,10 @@ FUNCTIONS = {
     "decode, every operand": Function(_pages, _paged),
     "decode, packed": Function(_entries, _packed_decode),
     "append": Function(_new, _append),
+    "attention, quantised inside": Function(_halves, _quantised_inside, (*QKV, "sink")),
+    "attention, 8 bits": Function(_in_eight_bits, _eight_bits),
+    "decode, 8 bits": Function(_eight_bit_cache, _decode_eight_bits),
+    "quantise": Function(lambda: {"x": normal(2, 5, 4, 8)}, _quantise),
     "merge": Function(_parts, _merge, ("o", "other", "lse", "more")),
 }
 

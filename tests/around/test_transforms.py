@@ -220,7 +220,8 @@ def test_forward_mode_is_refused(name, how):
     if how == "gradcheck":
         tensors = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
     decode = name.startswith("decode")
-    for key in tensors.keys() & {"q", "k", "v", "sink", "slopes"} if decode else function.grads:
+    inputs = {"q", "k", "v", "sink", "slopes", "k_scale", "v_scale"}
+    for key in {key for key in tensors.keys() & inputs if tensors[key].is_floating_point()} if decode else function.grads:
         run, x = alone(function, tensors, key), tensors[key].clone()
         check_refused(lambda run=run, x=x: FORWARD_MODE[how](run, x), FOR_INFERENCE if decode else SENTENCE)
 

@@ -6,7 +6,7 @@ from peer_oracle import call_of, check, qkv, randn
 
 import tilewise as tw
 from tilewise.compat import flash_attn_3
-from tilewise.errors import UnsupportedError
+from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.testing import poison
 
 CU = torch.tensor([0, 9, 9, 21], dtype=torch.int32)
@@ -123,8 +123,66 @@ def test_metadata_is_empty():
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
-def test_fp8_is_refused(name):
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def e4m3(batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int] = (4, 2)):
+    """q, k and v in e4m3, their descales by the peer's names, and the bf16 tensors that they stand for."""
+    tensors = [x.to(torch.float8_e4m3fn) for x in qkv(batch, seqlen_q, seqlen_k, heads=heads, grad=False)]
+    descales = [0.5 + torch.rand(batch, heads[1], generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    groups = heads[0] // heads[1], 1, 1
+    wide = [x.float() * s.repeat_interleave(g, 1)[:, None, :, None] for x, s, g in zip(tensors, descales, groups, strict=True)]
+    return tensors, dict(zip(DESCALES, descales, strict=True)), wide
+
+
+def off(got, want) -> float:
+    return float((got.double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_e4m3_with_descales(causal):
+    """P is rounded to e4m3, whose half ulp is 1 / 16; its errors are averaged over the keys."""
+    tensors, descales, wide = e4m3(2, 21, 150)
+    want = tw.attention(*wide, causal=causal)
+    got = flash_attn_3.flash_attn_func(*tensors, causal=causal, **descales)
+    assert got.dtype == torch.bfloat16 and 1e-4 < off(got, want) < 0.04
+    for name in DESCALES:  # each one counts
+        assert off(flash_attn_3.flash_attn_func(*tensors, causal=causal, **descales | {name: None}), want) > 0.04
+
+
+def test_e4m3_packed():
+    tensors, descales, wide = e4m3(2, 21, 150)
+    cu = [torch.tensor([0, x.shape[1], 2 * x.shape[1]], dtype=torch.int32) for x in tensors[:2]]
+    flat, used = [x.flatten(0, 1) for x in tensors], torch.tensor([20, 3])
+    got = flash_attn_3.flash_attn_varlen_func(*flat, *cu, 21, 150, **descales)
+    assert torch.equal(got.unflatten(0, (2, 21)), flash_attn_3.flash_attn_func(*tensors, **descales))
+    short = flash_attn_3.flash_attn_varlen_func(*flat, *cu, 21, 150, seqused_q=used, seqused_k=used, **descales)
+    for b, n in enumerate(used.tolist()):
+        want = tw.attention(*(x[b : b + 1, :n] for x in wide))
+        rows = short.unflatten(0, (2, 21))[b]
+        assert off(rows[:n], want[0]) < 0.04 and not rows[n:].any()
+
+
+def test_e4m3_qkv_in_one():
+    tensors, descales, wide = e4m3(2, 21, 21, heads=(2, 2))
+    packed = torch.stack(tensors, 2)
+    assert off(flash_attn_3.flash_attn_qkvpacked_func(packed, **descales), tw.attention(*wide)) < 0.04
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_e4m3_caches(packed):
+    """Nothing is rounded to 8 bits here."""
+    tensors, descales, wide = e4m3(2, 1, 40)
+    lengths = torch.tensor([7, 40], dtype=torch.int32)
+    want = tw.decode(*(x.bfloat16() for x in wide), cache_seqlens=lengths)
+    words = {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32)} if packed else {}
+    q = tensors[0][:, 0] if packed else tensors[0]
+    got = flash_attn_3.flash_attn_with_kvcache(q, *tensors[1:], cache_seqlens=lengths, **words, **descales)
+    assert got.dtype == torch.bfloat16 and off(got.view(want.shape), want) < 0.01
+
+
+@pytest.mark.parametrize("name", DESCALES)
+def test_descales_are_for_eight_bits(name):
     q, k, v = qkv(1, 3, 3, heads=(2, 2))
     cu = torch.tensor([0, 3])
     for function, arguments in (
@@ -133,8 +191,20 @@ def test_fp8_is_refused(name):
         (flash_attn_3.flash_attn_varlen_func, (q[0], k[0], v[0], cu, cu, 3, 3)),
         (flash_attn_3.flash_attn_with_kvcache, (q, k, v)),
     ):
-        with pytest.raises(UnsupportedError, match=rf"{function.__name__}: {name} is not supported; fp8 .* pass bf16 .* {name[0]}.to"):
+        with pytest.raises(
+            ShapeError, match=rf"{function.__name__}: {name} is for (tensors|caches) of 8 bits, but {name[0]}.* is .*; leave it out"
+        ):
             function(*arguments, **{name: torch.ones(1, 2)})
+
+
+def test_what_e4m3_has_not():
+    (q, k, v), descales, _ = e4m3(1, 3, 3)
+    with pytest.raises(ShapeError, match="q_descale has heads_k 4, but k has heads_k 2"):
+        flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(1, 4))
+    with pytest.raises(UnsupportedError, match="qv is not supported with q_descale; pass q, k, v and qv in bf16"):
+        flash_attn_3.flash_attn_func(q, k, v, qv=q, **descales)
+    with pytest.raises(UnsupportedError, match="qv is not supported with a k_cache of torch.float8_e4m3fn"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q, cache_seqlens=3)
 
 
 def test_chunks_without_causal_are_refused():

@@ -60,7 +60,7 @@ class Backend(Protocol):
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it.
 
-        `call.precision` is None: what `forward` computed by one has the gradients of the inputs' own dtype.
+        `call.precision` is None: what `forward` computed by one has the gradients of the inputs' own dtype (runtime/operator.py).
         """
         raise NotImplementedError
 

@@ -57,7 +57,6 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {"fp8": Recipe(E4M3, E4M3), "int8": Recipe(INT8, E4M3), "int8_qk": Recipe(INT8, None)}
-PER = ("tensor", "head", "token", "tile")  # what a scale of q, k or v is for, by its dimensions 0, 2 and 3
 
 
 class Quantised(NamedTuple):

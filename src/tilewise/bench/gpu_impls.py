@@ -77,12 +77,12 @@ class PackedFlashAttention3:
         return reasons + workload.lacking("scale", "softcap", "sink")
 
     def prepare(self, workload: Workload, device: torch.device) -> Callable[..., Tensor]:
-        _load(os.environ[LIBRARY])
+        load_library(os.environ[LIBRARY])
         return packed(torch.ops._vllm_fa3_C.fwd.default, workload, device)
 
 
 @cache
-def _load(path: str) -> None:
+def load_library(path: str) -> None:
     torch.ops.load_library(path)
 
 
@@ -122,10 +122,10 @@ def packed(operator, workload: Workload, device: torch.device) -> Callable[..., 
         raise UnsupportedError(f"this build of FlashAttention-3 has no sink: its operator takes no {SINK}")
     arguments = [_argument(each, fixed) for each in operator._schema.arguments]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **descales: Tensor) -> Tensor:
         tokens, given = (x.flatten(0, 1) for x in (q, k, v)), list(arguments)
-        if sink is not None:
-            given[names.index(SINK)] = sink
+        for name, x in descales.items() if sink is None else (*descales.items(), (SINK, sink)):
+            given[names.index(name)] = x
         return operator(*tokens, *given[3:])[0].unflatten(0, (workload.batch, workload.seqlen_q))
 
     return attend

@@ -31,7 +31,9 @@ Attend = Callable[..., Tensor]
 class Impl(Protocol):
     """One way to compute attention, as its users call it."""
 
-    name: str  # one that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none
+    name: str
+    # One that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none. One that sets
+    # `rms_limit` is held to that relative error of O in place of the tolerance, which is for 16 bits and more.
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         """Sentences that say why `workload` cannot run there; empty when it is worth trying."""
@@ -344,6 +346,7 @@ def ours(name: str) -> bool:
 
 def known() -> dict[str, Impl]:
     """Every contender by name, whether or not it can run here."""
+    from tilewise.bench.eight_bit_impls import eight_bit_impls
     from tilewise.bench.gpu_impls import gpu_impls
     from tilewise.runtime.dispatch import backends
 
@@ -359,6 +362,7 @@ def known() -> dict[str, Impl]:
         FlashAttention("fa3", "flash_attn_interface", -1),
         FlashAttention("fa4", "flash_attn.cute", None, ("scale", "softcap", "sink")),
         *gpu_impls(),
+        *eight_bit_impls(),
     ]
     return {impl.name: impl for impl in everyone}
 

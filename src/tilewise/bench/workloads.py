@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -307,6 +307,16 @@ def gpu_cross(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd")
     ]  # fmt: skip
 
 
+def fp8_sweep(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """The papers' sweep from 2,048 tokens on, for contenders in 8 bits (eight_bit_impls.py) beside those in 16; with errors."""
+    return [replace(cell, rms=True) for cell in _sweep("fp8", (2048, 8192, 16384), (64, 128, 256), 2048, 16384, dtype, direction)]
+
+
+def fp8_small(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """The same for the emulation on a CPU, which is checked rather than timed there."""
+    return [replace(cell, rms=True) for cell in _sweep("fp8-small", (256, 512), (64, 128), 256, 512, dtype, direction)]
+
+
 def cpu_table(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """Every kind of work that the CPU kernel is held to a target in; what is about one dtype or direction appears in that one only."""
 
@@ -380,6 +390,8 @@ SETS = {
     "masks": mask_shapes,
     "gpu-shapes": gpu_shapes,
     "gpu-cross": gpu_cross,
+    "fp8": fp8_sweep,
+    "fp8-small": fp8_small,
     "cpu-table": cpu_table,
     "cpu-packed": cpu_packed,
     "cpu-random": cpu_random,

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from tilewise import decoding
 from tilewise.compat import _translate as translate
-from tilewise.errors import ShapeError, check_like, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_like, check_size, check_tensor
 from tilewise.masks import SlidingWindow
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
@@ -22,7 +22,7 @@ class Cache:
     """k (rows, capacity, heads_k, head_dim) and v likewise, or pages of them where there is a page table.
 
     lengths (batch,): the tokens that each sequence has, counted from its row's begin; those before leftpad (batch,) are none.
-    batch_idx (batch,): the row of each sequence. page_table (batch, max_pages): the pages of each sequence.
+    batch_idx (batch,): the row of each sequence. page_table (batch, max_pages): the pages of each sequence. k_scale, v_scale: as `decode` has them.
     """
 
     k: Tensor
@@ -31,15 +31,26 @@ class Cache:
     page_table: Tensor | None = None
     batch_idx: Tensor | None = None
     leftpad: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, batch: int, cache_seqlens: int | Tensor | None, **places: Tensor | None) -> "Cache":
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        batch: int,
+        cache_seqlens: int | Tensor | None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        **places: Tensor | None,
+    ) -> "Cache":
         """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all.
 
-        batch_idx of pages chooses the table's rows.
+        batch_idx of pages chooses the table's rows. Scales are checked by `decode`.
         """
         for name, x in (("k_cache", k), ("v_cache", v)):
-            check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"))
+            check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"), (*DTYPES, *EIGHT_BITS))
         check_size("v_cache", "shape before head_dim", v.shape[:3], k.shape[:3], "k_cache")
         table, rows = places.get("page_table"), places.get("batch_idx")
         for name, x in places.items():
@@ -59,7 +70,7 @@ class Cache:
             cache_seqlens = torch.full((batch,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=k.device)
         check_tensor("cache_seqlens", cache_seqlens, ("batch",), INDEX_DTYPES)
         check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
-        return cls(k=k, v=v, lengths=cache_seqlens, **places)
+        return cls(k=k, v=v, lengths=cache_seqlens, k_scale=k_scale, v_scale=v_scale, **places)
 
     def places(self) -> dict[str, Tensor | None]:
         """Where the tokens lie, in the words of `decode` and `append`."""
@@ -137,7 +148,7 @@ def attend(
     Returns O as q and LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q), with -inf for empty rows.
     """
     check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim"))
-    check_like("k_cache", cache.k, q)
+    check_like("k_cache", cache.k, q, same_dtype=cache.k.dtype not in EIGHT_BITS)
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     if rotary is not None:
@@ -151,11 +162,14 @@ def attend(
     from_padding = (
         cache.leftpad is not None and given.mask is not None and not isinstance(given.mask, SlidingWindow)
     )  # chunks count from there
+    if cache.k.dtype in EIGHT_BITS and (qv is not None or from_padding):
+        what = "qv" if qv is not None else "attention_chunk with cache_leftpad"
+        raise UnsupportedError(f"{what} is not supported with a k_cache of {cache.k.dtype}; pass caches in bf16")
     if qv is not None or from_padding:
         return _attend_packed(q, cache, given, qv, cu_seqlens_q)
     given = translate.with_scale(given, q)
     one, two, three = map(translate.padded, (q, cache.k, cache.v))
-    words = cache.places() | given.keywords()
+    words = cache.places() | given.keywords() | {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
     o, lse = decoding.decode(one, two, three, **words, leftpad=cache.leftpad, cu_seqlens_q=cu_seqlens_q, return_lse=True)
     return o[..., : cache.v.shape[-1]], lse
 

@@ -12,6 +12,7 @@ from tilewise.errors import ShapeError, UnsupportedError, check_number, check_si
 from tilewise.masks import ChunkedCausal, Mask, SlidingWindow
 
 FULL_WINDOW = (-1, -1)
+SCALES = {"q_scale", "k_scale", "v_scale"}  # which the peers have by sequence
 HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit numbers
 
 
@@ -156,6 +157,7 @@ def attend_packed(
         slopes = given.alibi_slopes
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
+        more |= {name: more[name].repeat_interleave(3, 0) for name in SCALES & more.keys()}
     return api.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
 
 

@@ -7,18 +7,19 @@ Arguments beside those:
     qv: a second part of the queries, (..., heads, head_dim_v): scores are `q k^T + qv v^T`.
     attention_chunk: with causal, queries see only keys of their own chunk of so many; 0 for none.
     seqused_q, seqused_k: (batch,), how many tokens of each packed sequence count.
-    q_descale, k_descale, v_descale: None, for there are no fp8 inputs.
+    q_descale, k_descale, v_descale: (batch, heads_k), what q, k and v in float8_e4m3fn are multiplied by; out is then bf16. None: 1. With a cache,
+        q is taken to bf16 first.
     num_splits, pack_gqa, sm_margin, scheduler_metadata: how the peer's kernels run; they change no result, and nothing here.
 """
 
 import torch
 from torch import Tensor
 
-from tilewise.compat import _kvcache
+from tilewise.compat import _descale, _kvcache
 from tilewise.compat import _translate as translate
-from tilewise.compat._refusals import answers, refuse
+from tilewise.compat._refusals import answers
 from tilewise.compat.rotary import split_heads
-from tilewise.errors import check_like, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, check_like, check_size, check_tensor
 from tilewise.merge import merge
 
 __all__ = [
@@ -30,10 +31,10 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-DESCALE = "fp8 has no path here; pass bf16 tensors, {0}.to(torch.bfloat16) times its descale"
+DESCALES = {f"{x}_scale": f"{x}_descale" for x in "qkv"}
 
 
-@answers(scale="softmax_scale")
+@answers(scale="softmax_scale", **DESCALES)
 def flash_attn_func(
     q,
     k,
@@ -54,13 +55,13 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
-    _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
-    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic))
+    scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
+    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic), **scales)
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale")
+@answers(scale="softmax_scale", **DESCALES)
 def flash_attn_qkvpacked_func(
     qkv,
     softmax_scale=None,
@@ -77,16 +78,16 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 heads_k, head_dim)."""
-    _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     if num_heads_q is None:
-        check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
-    parts = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
-    out, lse = translate.attend(*parts, given, deterministic=bool(deterministic))
+        check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
+    q, k, v = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
+    scales = _descale.scales(q, k, q_descale, k_descale, v_descale)
+    out, lse = translate.attend(q, k, v, given, deterministic=bool(deterministic), **scales)
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale")
+@answers(scale="softmax_scale", **DESCALES)
 def flash_attn_varlen_func(
     q,
     k,
@@ -113,14 +114,14 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
 ):
     """Attention of packed sequences: q (total_q, heads, head_dim), k, v (total_k, heads_k, ...), cu_seqlens (batch + 1,). Rows not in use are 0."""
-    _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
-    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic))
+    scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
+    out, lse = translate.attend_packed(q, k, v, *lengths, given, qv=qv, deterministic=bool(deterministic), **scales)
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale", leftpad="cache_leftpad")
+@answers(scale="softmax_scale", leftpad="cache_leftpad", **DESCALES)
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -160,14 +161,15 @@ def flash_attn_with_kvcache(
 
     Returns out, or with return_softmax_lse (out, softmax_lse). No gradients, as the peer.
     """
-    _no_fp8(q_descale, k_descale, v_descale)
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
-    check_tensor("q", q, ("batch", "seqlen_q", "heads", "head_dim") if cu_seqlens_q is None else ("total_q", "heads", "head_dim"))
+    axes = ("batch", "seqlen_q", "heads", "head_dim") if cu_seqlens_q is None else ("total_q", "heads", "head_dim")
+    check_tensor("q", q, axes, (*DTYPES, *EIGHT_BITS))
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k: it says where the new keys go")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     places = {"page_table": page_table, "batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
-    cache = _kvcache.Cache.of(k_cache, v_cache, batch, cache_seqlens, **places)
+    cache = _kvcache.Cache.of(k_cache, v_cache, batch, cache_seqlens, **places, k_scale=k_descale, v_scale=v_descale)
+    q = _descale.wide_queries(q, k_cache, q_descale, cu_seqlens_q)
     rotary = _kvcache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, k, rotary_seqlens)
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
     out, lse = _kvcache.attend(q, cache, k, v, given, rotary=rotary, qv=qv, **packed)
@@ -219,8 +221,3 @@ def get_scheduler_metadata(
 ):
     """What `flash_attn_with_kvcache` takes as scheduler_metadata: here nothing is planned ahead, so an empty int32 tensor."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device if isinstance(cache_seqlens, Tensor) else None)
-
-
-def _no_fp8(q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse(given, {name: DESCALE.format(name[0]) for name in given})

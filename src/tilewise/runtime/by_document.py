@@ -1,4 +1,4 @@
-"""Packed documents with a bias, or slopes of ALiBi, of their own: within the operators, a call for each document.
+"""Packed documents with a bias, slopes of ALiBi or scales of 8-bit numbers of their own: within the operators, a call for each document.
 
 Document d is computed by its own lengths. Its random numbers of dropout count positions within it, and have d added to their offset, so that no two
 documents drop the same pairs.
@@ -73,15 +73,30 @@ def _pieces(call: Call) -> Iterator[Piece]:
                 "dropout": dropout,
                 "alibi_slopes": slopes if slopes is None or slopes.shape[0] == 1 else slopes[number : number + 1],
                 "bias": bias if bias is None else call.bias[bias].expand(-1, -1, -1, k1 - k0),
+                **_scales(call, number, slice(q0, q1), slice(k0, k1)),
             }
             yield _piece(call, slice(q0, q1), slice(k0, k1), bias, more)
     if last < call.seqlen_q or call.seqlen_q == 0:
-        yield _piece(call, slice(last, None), slice(0, 0), None, {"mask": Full(), "alibi_slopes": None, "bias": None, "dropout": None})
+        nothing = {"alibi_slopes": None, "bias": None, "dropout": None, "q_scale": None, "k_scale": None, "v_scale": None}
+        yield _piece(call, slice(last, None), slice(0, 0), None, {"mask": Full(), **nothing})
 
 
 def _piece(call: Call, queries: slice, keys: slice, bias: tuple[slice, ...] | None, more: dict) -> Piece:
     q, k, v = call.q[:, queries], call.k[:, keys], call.v[:, keys]
     return Piece(replace(call, q=q, k=k, v=v, diagonal=None, out=None, **more), queries, keys, bias)
+
+
+def _scales(call: Call, number: int, queries: slice, keys: slice) -> dict[str, Tensor | None]:
+    """What document `number` has of the scales."""
+
+    def of(scale: Tensor | None, tokens: slice) -> Tensor | None:
+        if scale is None or scale.dim() == 0:
+            return scale
+        if scale.dim() == 3:
+            return scale[:, :, tokens]
+        return scale if scale.shape[0] == 1 else scale[number : number + 1]
+
+    return {"q_scale": of(call.q_scale, queries), "k_scale": of(call.k_scale, keys), "v_scale": of(call.v_scale, keys)}
 
 
 def _part(bias: Tensor, number: int, queries: int, keys: int) -> tuple[slice, ...]:

@@ -93,10 +93,15 @@ def _forward(*operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tens
     call = call_of(given)
     if out is not None:
         call = replace(call, out=out)
-    o, *statistics = by_document.forward(call, given.backend) if given.by_document else choose(call.problem, given.backend).forward(call)
+    o, *statistics = _attend(call, given)
     lse, *largest = (x.contiguous() for x in statistics)
     o = o.contiguous() if out is None else o if o is out else out.copy_(o)
     return o, lse, largest[0] if largest else None
+
+
+def _attend(call: Call, given: Operands) -> tuple[Tensor, ...]:
+    """As `Backend.forward`."""
+    return by_document.forward(call, given.backend) if given.by_document else choose(call.problem, given.backend).forward(call)
 
 
 def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool, *operands) -> tuple[Tensor, ...]:
@@ -104,7 +109,10 @@ def _backward(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_gr
     given = Operands(*operands)
     of_batch = (None, None) if given.by_document else (given.bias, given.alibi_slopes)
     saved.check(*given[:3], o, lse, d_o, d_lse, (*of_batch, given.sink, given.diagonal))
-    call = replace(call_of(given), precision=None)
+    call = call_of(given)
+    if given.precision is not None:  # straight through: P, whose rows must add up to 1, and delta are those of the inputs' own dtype
+        call = replace(call, precision=None)
+        o, lse, *_ = _attend(call, given)
     if given.by_document:
         grads = by_document.backward(call, given.backend, o, lse, d_o, d_lse, bias_grad=bias_grad)
     else:
