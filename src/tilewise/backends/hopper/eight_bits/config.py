@@ -77,7 +77,6 @@ TILES = {
     (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
     (256, 256): dict(tile_m=128, tile_n=128, promote=False),
 }
-SPILL_SHARED = ((256, 256, torch.float8_e4m3fn),)  # by 8 bytes where units are shared under full masks
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -89,8 +88,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **fields) -> Config:
     """The configuration for these heads; fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
-    dynamic = sees != "all" or (*dims, dtype) in SPILL_SHARED
-    given = {"dynamic": dynamic, **TILES[dims], **fields}
+    shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
+    given = {"dynamic": not shared, **TILES[dims], **fields}
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
 
 

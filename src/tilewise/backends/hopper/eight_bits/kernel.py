@@ -42,7 +42,7 @@ from tilewise.sm90.dsl import (
     warpgroup,
 )
 
-CHANNELS = 32  # of a thread's columns of O, scaled at once
+CHANNELS = 16  # of a thread's columns of O, scaled at once
 
 
 @cute.jit
@@ -393,17 +393,24 @@ def channels_of(scales: Scales, block: Block, part: Constexpr[int], config: Cons
     return Channels(read_channels(of_head, part, config), read_channels(scales.centre[block.batch, block.head_k, None], part, config))
 
 
+# Two neighbours that lie @offset bytes behind an address, 0 unless @at < columns. A branch for each would move the products' descriptors to vector
+# registers, an address for each would take two.
+READ = (
+    "{ .reg .pred p; setp.gt.s32 p, {$r1}, @at; mov.f32 {$w0}, 0f00000000; mov.f32 {$w1}, 0f00000000; "
+    "@p ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}+@offset]; }"
+)
+
+
 @cute.jit
 def read_channels(of_head: cute.Tensor, part: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
     """0 for those that do not exist."""
-    columns, lane = const_expr(min(config.head_dim_v // fragments.QUAD, CHANNELS)), 2 * (arch.lane_idx() % fragments.QUAD)
+    columns, first = const_expr(min(config.head_dim_v // fragments.QUAD, CHANNELS)), 2 * (arch.lane_idx() % fragments.QUAD)
     found = cute.make_rmem_tensor(columns, Float32)
-    found.fill(0.0)
+    address, left = (of_head.iterator + first).toint(), of_head.shape[0] - first
     for c in range_constexpr(0, columns, 2):
-        at = lane + fragments.column(part * CHANNELS + c)
-        if at < of_head.shape[0]:
-            pair = cute.make_tensor((of_head.iterator + at).align(8), cute.make_layout(2))
-            cute.autovec_copy(pair, cute.make_tensor(found.iterator + c, cute.make_layout(2)))
+        at = const_expr(fragments.column(part * CHANNELS + c))
+        code = const_expr(READ.replace("@at", str(at)).replace("@offset", str(4 * at)))
+        found[c], found[c + 1] = arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[address, left])
     return found
 
 
