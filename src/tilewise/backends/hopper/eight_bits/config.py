@@ -40,6 +40,7 @@ class Config(ScoreChanges):
     blocks = 1  # of a multiprocessor
     hides = False  # numbers of V are finite
     late = False
+    from_zero = False
 
     @property
     def consumers(self) -> int:

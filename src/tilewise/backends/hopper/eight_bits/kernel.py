@@ -18,11 +18,11 @@ from tilewise.backends.hopper.eight_bits.operands import Scales, Tensors
 from tilewise.backends.hopper.forward import epilogue, scheduler, scores
 from tilewise.backends.hopper.forward import kernel as forward
 from tilewise.backends.hopper.forward import seen as visible
-from tilewise.backends.hopper.forward.kernel import THREADS, Copies, Pipes, Smem
+from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes, Smem
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
-from tilewise.backends.hopper.forward.seen import Seen, Walk
+from tilewise.backends.hopper.forward.seen import Seen
 from tilewise.backends.hopper.operands import Band, Scores, Work
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -36,7 +36,6 @@ from tilewise.sm90.dsl import (
     arch,
     const_expr,
     cute,
-    cutlass,
     pipeline,
     range_constexpr,
     warpgroup,
@@ -206,7 +205,10 @@ def attend(
     if const_expr(config.cluster > 1):
         state = forward.leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    state = walk_tiles(tile, pipes, state, walk, config)
+    if const_expr(config.sees == "runs"):
+        state = forward.walk_runs(tile, pipes, state, walk, PASSES, config)
+    else:
+        state = forward.walk_tiles(tile, pipes, state, walk, None, PASSES, config)
     pipes.q.consumer_release(once)
     ends = last_product(tile, pipes, state, scales, block, config)
     state.advance()
@@ -232,31 +234,6 @@ def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Bl
 
 
 @cute.jit
-def walk_tiles(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
-    """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
-    first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
-    last = walk.last - 1  # the first tile is done
-    if const_expr(config.sees == "all"):
-        return steps(tile, pipes, state, walk.first, last, False, config)
-    masked, unmasked = forward.seams(walk, last)
-    state = steps(tile, pipes, state, unmasked, last, True, config)
-    state = steps(tile, pipes, state, masked, unmasked, False, config)
-    if const_expr(config.sees != "causal"):
-        state = steps(tile, pipes, state, walk.first, masked, True, config)
-    return state
-
-
-@cute.jit
-def steps(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
-) -> pipeline.PipelineState:
-    """The tiles [first, last), the last one first."""
-    for i in cutlass.range(last - first, unroll=1):
-        state = step(tile, pipes, state, last - 1 - i, Int32(0), masked, config)
-    return state
-
-
-@cute.jit
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
@@ -271,7 +248,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
 
 @cute.jit
 def step(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
 ):
     """S of tile n_block and P V of the tile before it, both in flight at once; softmax of the one under the other."""
     before = state.clone()
@@ -282,6 +259,7 @@ def step(
     pipes.v.consumer_wait(before)
     acc_N = issue_output(tile, before, config)
     forward.pass_turn(tile.consumer, config)
+    masked = const_expr(how == How.MASKED)
     factors = factors_of(tile, n_block, masked, config)
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
@@ -297,6 +275,9 @@ def step(
         fragments.scale_rows(tile.acc_O, rescale)
     eight_bits.round_into(tile.P, acc_S)
     return state
+
+
+PASSES = forward.Passes(first_scores, step)
 
 
 @cute.jit
