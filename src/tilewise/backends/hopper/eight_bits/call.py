@@ -27,13 +27,6 @@ def why_not(problem: Problem) -> list[str]:
     wrong, dims = [], (problem.head_dim, problem.head_dim_v)
     if tile_dims(*dims) is None:
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
-    lacks = {
-        "softcap": problem.softcap,
-        "alibi_slopes": problem.alibi,
-        "sink": problem.sink,
-        "masks of documents or tiles": problem.mask not in ("full", "band"),
-    }
-    wrong += [f"in 8 bits it does not cover {name}" for name, there in lacks.items() if there]
     if problem.precision is not None:
         if RECIPES[problem.precision].pv is None:
             wrong.append(f"it does not multiply P and V in 16 bits beside Q and K in 8 (precision={problem.precision!r})")
@@ -82,7 +75,9 @@ def config_of(call: Call, **fields) -> Config:
         call.head_dim_v,
         visibility.sees(call.mask),
         centred=call.precision is not None,
+        sink=call.sink is not None,
         row_max=call.row_max,
+        **changes.fields(call),
         **fields,
     )
 

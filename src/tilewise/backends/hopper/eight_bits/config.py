@@ -80,6 +80,9 @@ TILES = {
 }
 
 
+MODIFIED = 64  # keys of a tile where scores are changed, which takes registers
+
+
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
@@ -91,6 +94,8 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     dims = tile_dims(head_dim, head_dim_v)
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     given = {"dynamic": not shared, **TILES[dims], **fields}
+    if fields.get("softcap") or fields.get("alibi"):
+        given |= {"tile_n": MODIFIED, "cluster": 1, "dynamic": True}
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
 
 

@@ -144,6 +144,7 @@ class Tile(NamedTuple):
     rows: fragments.Rows
     rescale: cute.Tensor  # (ROWS,) fp32: what O is still to be multiplied with, where each tile is promoted
     row_factors: cute.Tensor  # (ROWS,) fp32
+    shift: cute.Tensor | None
     key_factors: cute.Tensor  # (groups,) fp32, in global memory
     m0: Int32
     band: Band
@@ -191,7 +192,8 @@ def attend(
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         rows=fragments.fresh_rows(),
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
-        row_factors=row_factors_of(scales, changes, tScS, block),
+        row_factors=row_factors_of(scales, changes, tScS, block, config),
+        shift=shift_of_products(scales, changes, tScS, block, config),
         key_factors=scales.k[block.batch, block.head_k, None],
         m0=block.m0,
         band=band,
@@ -223,13 +225,15 @@ def attend(
 
 
 @cute.jit
-def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Block) -> cute.Tensor:
-    """Of the thread's rows, in the exponent of 2."""
+def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Block, config: Constexpr[Config]) -> cute.Tensor:
+    """(ROWS,) fp32, in the exponent of 2; where scores are changed, Q's scales alone."""
     of_head = scales.q[block.batch, block.head, None]
     factors, at = cute.make_rmem_tensor(fragments.ROWS, Float32), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
         row = min(block.m0 + at[r, 0][0], of_head.shape[0] - 1)
-        factors[r] = of_head[row] * changes.scale_log2
+        factors[r] = of_head[row]
+        if const_expr(not config.modified):
+            factors[r] *= changes.scale_log2
     return factors
 
 
@@ -241,8 +245,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     seen = forward.seen_of(tile, n_block, ref, config)
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
-    hide(tile, acc_S, n_block, seen, config)
-    softmax.online_softmax(acc_S, tile.rows, factors, True, config)
+    weigh(tile, acc_S, n_block, factors, seen, True, config)
     eight_bits.round_into(tile.P, acc_S)
 
 
@@ -264,8 +267,7 @@ def step(
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
-    hide(tile, acc_S, n_block, seen, config)
-    rescale = softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+    rescale = weigh(tile, acc_S, n_block, factors, seen, masked, config)
     warpgroup.wait_group(0)
     release(pipes.v, before, config)
     join(tile, acc_N, config)
@@ -333,9 +335,19 @@ def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, conf
 
 
 @cute.jit
-def hide(tile: Tile, acc_S: cute.Tensor, n_block: Int32, seen: Seen | None, config: Constexpr[Config]):
+def weigh(
+    tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, seen: Seen | None, masked: Constexpr[bool], config: Constexpr[Config]
+) -> cute.Tensor:  # fmt: skip
+    """S becomes P; returns the factors by which O must be rescaled. seen: what the rows see of the tile, None where that is everything."""
+    if const_expr(config.modified):
+        softmax.dequantise(acc_S, factors, tile.shift, config)
+        forward.change(tile, acc_S, n_block, seen, config)
+        rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
+        softmax.give_headroom(acc_S)
+        return rescale
     if const_expr(seen is not None):
         visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+    return softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
 
 
 @cute.jit
@@ -345,18 +357,28 @@ def last_product(
     """The last P V, under which the rows are summed up, and what makes O of the sums."""
     pipes.v.consumer_wait(state)
     acc_N = issue_output(tile, state, config)
-    lse, inverse = softmax.close(tile.rows)
+    if const_expr(not config.modified):
+        softmax.take_headroom(tile.rows.l)
+        if const_expr(config.centred):
+            shift_maxima(tile, scales, block)
+    lse, inverse = scores.close(tile.rows, tile.terms, config)
     row_max = scores.largest(tile.rows, config)
-    if const_expr(config.centred):
-        add_shift(lse, scales, tile, block)
-        if const_expr(config.row_max):
-            add_shift(row_max, scales, tile, block)
+    shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.centred) else None
+    softmax.take_headroom(inverse)
     early = channels_of(scales, block, 0, config) if const_expr(config.promote) else None  # otherwise there are no registers for it
     warpgroup.wait_group(0)
     release(pipes.v, state, config)
     join(tile, acc_N, config)
-    finish(tile, early, scales, block, inverse, lse, config)
+    finish(tile, early, scales, block, Ends(inverse, lse, shares), config)
     return Statistics(lse, row_max)
+
+
+class Ends(NamedTuple):
+    """Of a thread's rows, (ROWS,) fp32."""
+
+    inverse: cute.Tensor  # 1 / l, without P's headroom
+    lse: cute.Tensor
+    shares: cute.Tensor | None  # what the sink leaves of a row
 
 
 class Channels(NamedTuple):
@@ -397,10 +419,10 @@ def read_channels(of_head: cute.Tensor, part: Constexpr[int], config: Constexpr[
 
 @cute.jit
 def finish(
-    tile: Tile, early: Channels | None, scales: Scales, block: Block, inverse: cute.Tensor, lse: cute.Tensor, config: Constexpr[Config]
+    tile: Tile, early: Channels | None, scales: Scales, block: Block, ends: Ends, config: Constexpr[Config]
 ):  # fmt: skip
     """O from its sums; 0 in rows that see nothing. early: of the first CHANNELS columns, where they were read before."""
-    O = fragments.by_rows(tile.acc_O)
+    O, (inverse, lse, shares) = fragments.by_rows(tile.acc_O), ends
     if const_expr(config.centred):
         for part in range_constexpr(cute.ceil_div(cute.size(O, mode=[1]), CHANNELS)):
             arch.sync_warp()  # or what is read for all parts at once spills
@@ -408,7 +430,8 @@ def finish(
             for c in range_constexpr(cute.size(scale)):
                 for r in range_constexpr(fragments.ROWS):
                     at = const_expr(part * CHANNELS + c)
-                    O[r, at] = O[r, at] * inverse[r] * scale[c] + centre[c]
+                    of_centre = centre[c] if const_expr(shares is None) else centre[c] * shares[r]
+                    O[r, at] = O[r, at] * inverse[r] * scale[c] + of_centre
         if const_expr(config.sees != "all"):
             fragments.clear_rows(tile.acc_O, lse)
     else:
@@ -419,8 +442,42 @@ def finish(
 
 
 @cute.jit
-def add_shift(statistic: cute.Tensor, scales: Scales, tile: Tile, block: Block):
-    """What all scores of a row lack, since K was centred."""
-    of_head, at = scales.shift[block.batch, block.head, None], fragments.by_rows(tile.tScS)
+def shift_maxima(tile: Tile, scales: Scales, block: Block):
+    """By what all scores of a row lack, since K was centred."""
+    shift = shift_of(scales, tile.tScS, block)
     for r in range_constexpr(fragments.ROWS):
-        statistic[r] += of_head[min(tile.m0 + at[r, 0][0], of_head.shape[0] - 1)]
+        m = tile.rows.m[r]
+        tile.rows.m[r] = m if m == -Float32.inf else m + shift[r] * fragments.LOG2_E
+
+
+@cute.jit
+def shift_of(scales: Scales, tScS: cute.Tensor, block: Block) -> cute.Tensor:
+    """(ROWS,) fp32, in natural units."""
+    of_head, at = scales.shift[block.batch, block.head, None], fragments.by_rows(tScS)
+    shift = cute.make_rmem_tensor(fragments.ROWS, Float32)
+    for r in range_constexpr(fragments.ROWS):
+        shift[r] = of_head[min(block.m0 + at[r, 0][0], of_head.shape[0] - 1)]
+    return shift
+
+
+@cute.jit
+def shift_of_products(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Block, config: Constexpr[Config]) -> cute.Tensor | None:
+    """(ROWS,) fp32, in units of products of Q and K, where scores are changed afterwards."""
+    shift = None
+    if const_expr(config.modified and config.centred):
+        shift = shift_of(scales, tScS, block)
+        scale = changes.factor if const_expr(config.natural) else changes.scale_log2 * fragments.LN2  # the softmax's, or softcap
+        if const_expr(config.softcap):
+            scale *= changes.inner
+        for r in range_constexpr(fragments.ROWS):
+            shift[r] /= scale
+    return shift
+
+
+@cute.jit
+def shares_of(rows: fragments.Rows, inverse: cute.Tensor) -> cute.Tensor:
+    """(ROWS,) fp32: what a sink leaves of each row."""
+    shares = cute.make_rmem_tensor(fragments.ROWS, Float32)
+    for r in range_constexpr(fragments.ROWS):
+        shares[r] = arch.warp_reduction_sum(rows.l[r], threads_in_group=fragments.QUAD) * inverse[r]
+    return shares

@@ -10,7 +10,6 @@ P is 2^HEADROOM times what it would be: e4m3 ends at 448 and has three bits of i
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Constexpr, Float32, arch, const_expr, cute, range_constexpr
 from tilewise.sm90.eight_bits import HEADROOM
-from tilewise.sm90.fragments import LN2
 
 MAGIC_BITS, MAGIC = 0x4B400000, float(3 << 22)
 LEAST_FACTOR = 2.0**-100  # 0 times the infinity of a hidden score would be NaN
@@ -51,9 +50,24 @@ def is_integer(config) -> bool:
 
 
 @cute.jit
-def close(rows: fragments.Rows) -> tuple[cute.Tensor, cute.Tensor]:
-    """(log-sum-exp, 1 / l) of each row, as `fragments.close`; l has P's 2^HEADROOM."""
-    lse, inverse = fragments.close(rows)
+def dequantise(acc_S: cute.Tensor, factors: cute.Tensor, shift: cute.Tensor | None, config: Constexpr):
+    """S in place: the products that numbers of more bits would have had. factors and shift: (ROWS,) fp32."""
+    S = fragments.by_rows(acc_S)
     for r in range_constexpr(fragments.ROWS):
-        lse[r] -= HEADROOM * LN2
-    return lse, inverse
+        start = Float32(0.0) if const_expr(shift is None) else shift[r]
+        if const_expr(is_integer(config)):
+            start -= factors[r] * MAGIC
+        S[r, None].store(S[r, None].load() * factors[r] + start)
+
+
+@cute.jit
+def give_headroom(acc_S: cute.Tensor):
+    """P in place, times 2^HEADROOM."""
+    acc_S.store(acc_S.load() * 2.0**HEADROOM)
+
+
+@cute.jit
+def take_headroom(x: cute.Tensor):
+    """Likewise divided by it. x: (ROWS,) fp32."""
+    for r in range_constexpr(fragments.ROWS):
+        x[r] *= 2.0**-HEADROOM
