@@ -63,7 +63,8 @@ def attend(
     plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     work, band = sixteen_bits.work_of(plan, call.q.device), sixteen_bits.band_seen(call, plan)
-    kernel(Tensors(*operands, o, lse), scales, work, band, changes.scores(call, plan.config, scale, row_max))
+    values = call.v if call.precision is not None else call.v.view(torch.int8)
+    kernel(Tensors(*operands, o, lse, jit.aligned(values)), scales, work, band, changes.scores(call, plan.config, scale, row_max))
 
 
 def config_of(call: Call, **fields) -> Config:
@@ -175,7 +176,8 @@ def arguments(config: Config) -> list:
         )
     else:
         scales = Scales(*factors, jit.tensor_of_any_strides(Float32, batch, heads_k, dim_v), None, None)
-    return [Tensors(q, k, v, o, lse), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
+    values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
+    return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
 
 
 def quantiser_arguments(config: QuantiserConfig) -> list:

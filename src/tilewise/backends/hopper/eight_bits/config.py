@@ -21,7 +21,7 @@ class Config(ScoreChanges):
     """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel. Names as in forward/config.py."""
 
     dtype: torch.dtype  # of Q and K
-    out: torch.dtype  # of O
+    out: torch.dtype  # of O and, of the quantiser's, of the values that V was made from
     head_dim: int
     head_dim_v: int
     sees: Literal["all", "causal", "interval", "rows", "runs"]
@@ -38,9 +38,14 @@ class Config(ScoreChanges):
     row_max: bool = False
 
     blocks = 1  # of a multiprocessor
-    hides = False  # numbers of V are finite
+    in_eight_bits = True
     late = False
     from_zero = False
+
+    @property
+    def hides(self) -> bool:
+        """As in forward/config.py."""
+        return self.sees != "all"
 
     @property
     def consumers(self) -> int:

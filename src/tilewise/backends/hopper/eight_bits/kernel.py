@@ -15,9 +15,10 @@ from typing import NamedTuple
 from tilewise.backends.hopper.eight_bits import softmax
 from tilewise.backends.hopper.eight_bits.config import GROUP, Config
 from tilewise.backends.hopper.eight_bits.operands import Scales, Tensors
-from tilewise.backends.hopper.forward import epilogue, scheduler, scores
+from tilewise.backends.hopper.forward import epilogue, hidden, scheduler, scores
 from tilewise.backends.hopper.forward import kernel as forward
 from tilewise.backends.hopper.forward import seen as visible
+from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes, Smem
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
@@ -48,7 +49,7 @@ CHANNELS = 16  # of a thread's columns of O, scaled at once
 def launch(
     tensors: Tensors, scales: Scales, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    mQ, mK, mV, mO, _ = tensors
+    mQ, mK, mV, mO, _, _ = tensors
     dtype = dtype_of(config)
     rows = [
         cute.make_tensor(x, cute.select(y.layout, mode=[1, 3, 2, 0]))
@@ -93,15 +94,18 @@ def kernel(
     storage = SmemAllocator()
     sm = allocate(storage, tensors.O.element_type, (layout_Q, layout_K, layout_V), config)
     queue = scheduler.make_queue(storage, counter, forward.readers(config), config)
+    screen = hidden.make_screen(storage, config) if const_expr(config.hides) else None
     pipes = forward.make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // forward.WARP:
         arch.setmaxregister_decrease(config.registers[0])
         if warp == 0:
             forward.produce(copies, tensors, sm, pipes, queue, units, band, config)
+        elif const_expr(config.hides):
+            hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(Shared(copies, tensors, scales, found, sm, pipes, queue, band, changes, mma), config)
+        consume(Shared(copies, tensors, scales, found, sm, pipes, queue, screen, band, changes, mma), config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -126,6 +130,7 @@ class Shared(NamedTuple):
     sm: Smem
     pipes: Pipes
     queue: Queue
+    screen: Screen | None
     band: Band
     changes: Scores
     mma: wgmma.Mma
@@ -152,6 +157,7 @@ class Tile(NamedTuple):
     changes: Scores
     terms: Terms
     consumer: Int32
+    screen: Screen | None
 
 
 @cute.jit
@@ -175,7 +181,7 @@ def attend(
     shared: Shared, done: Int32, state: pipeline.PipelineState, block: Block, consumer: Int32, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
-    copies, tensors, scales, found, sm, pipes, queue, band, changes, mma = shared
+    copies, tensors, scales, found, sm, pipes, queue, screen, band, changes, mma = shared
     once = tma.after(done, config.q_stages)
     walk = forward.walk_of(queue, done, block, tensors, band, config)
     thread = arch.thread_idx()[0] - THREADS
@@ -201,6 +207,7 @@ def attend(
         changes=changes,
         terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
+        screen=screen,
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
@@ -219,8 +226,10 @@ def attend(
     block, span = scheduler.consume(queue, done, config), None
     if const_expr(config.shares):
         span = scheduler.span(queue, done)
+    cleared = hidden.cleared_tiles(screen, done) if const_expr(config.hides) else None
     scheduler.release(queue, done, config)
-    forward.store(copies, tensors, found, sm, tile, ends, block, span, None, config)
+    given = tensors._replace(V=tensors.values)
+    forward.store(copies, given, found, sm, tile, ends, block, span, cleared, config)
     return state
 
 
@@ -259,7 +268,7 @@ def step(
     pipes.k.consumer_wait(state)
     forward.take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, state, config)
-    pipes.v.consumer_wait(before)
+    forward.wait_for_values(tile, pipes, before, config)
     acc_N = issue_output(tile, before, config)
     forward.pass_turn(tile.consumer, config)
     masked = const_expr(how == How.MASKED)
@@ -355,7 +364,7 @@ def last_product(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
 ) -> Statistics:
     """The last P V, under which the rows are summed up, and what makes O of the sums."""
-    pipes.v.consumer_wait(state)
+    forward.wait_for_values(tile, pipes, state, config)
     acc_N = issue_output(tile, state, config)
     if const_expr(not config.modified):
         softmax.take_headroom(tile.rows.l)

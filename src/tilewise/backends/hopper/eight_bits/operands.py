@@ -13,6 +13,7 @@ class Tensors(NamedTuple):
     V: Tensor  # (batch, heads_k, head_dim_v, tokens): those of a row in the order that P has (sm90/eight_bits.py), 0 from seqlen_k on
     O: Tensor  # (batch, seqlen_q, heads_q, head_dim_v), bf16 or fp16
     L: Tensor  # (batch, heads_q, seqlen_q) fp32
+    values: Tensor  # (batch, seqlen_k, heads_k, head_dim_v): what V was made from, for numbers that are not finite
 
 
 class Scales(NamedTuple):
