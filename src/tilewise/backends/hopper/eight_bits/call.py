@@ -101,7 +101,11 @@ def quantise(call: Call) -> tuple[Made, Scales, float]:
     made = Made(*of_tokens, empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)))
     of_rows = [empty(torch.float32, call.batch, call.heads_q, call.seqlen_q) for _ in range(2)]
     of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) for _ in range(2)]
-    scales = Scales(of_rows[0], empty(torch.float32, call.batch, call.heads_k, -(-call.seqlen_k // GROUP)), *of_channels, of_rows[1])
+    groups = -(-call.seqlen_k // GROUP)
+    of_keys = [
+        empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
+    ]
+    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
     chunks = min(-(-call.seqlen_k // CHUNK), CHUNKS)
     channels = empty(torch.float32, call.batch, call.heads_k, 2 + 2 * chunks, config.head_dim)
     jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
@@ -125,7 +129,7 @@ def given(call: Call) -> tuple[Made, Scales, float]:
         _spread(call.k_scale, call, call.heads_k, groups),
         _spread(call.v_scale, call, call.heads_k, call.head_dim_v),
     )
-    return made, Scales(*scales, None, None), scale
+    return made, Scales(*scales, None, None, None, None), scale
 
 
 def _negative(call: Call) -> Tensor:
@@ -171,13 +175,21 @@ def arguments(config: Config) -> list:
     of_rows, of_keys = (batch, heads_q, seqlen_q), (batch, heads_k, jit.size())
     factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
     if config.centred:
-        scales = Scales(
-            *factors, *(jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2)), jit.tensor(Float32, *of_rows, aligned=False)
-        )
+        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2))
+        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
     else:
-        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, batch, heads_k, dim_v), None, None)
+        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, batch, heads_k, dim_v), None, None, None, None)
     values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
     return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
+
+
+def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
+    """Stand-ins for the last two of `Scales`."""
+    from tilewise.sm90.dsl import Float32
+
+    if not config.loses:
+        return None, None
+    return jit.tensor(Float32, *of_keys, aligned=False), jit.tensor(Float32, *of_keys[:2], jit.size(), aligned=False)
 
 
 def quantiser_arguments(config: QuantiserConfig) -> list:
@@ -190,7 +202,8 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     q, k = (jit.tensor(Int8, batch, *sizes, padded) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) for _ in range(2)]
-    scales = Scales(of_rows[0], jit.tensor(Float32, batch, heads_k, jit.size(), aligned=False), *of_channels, of_rows[1])
+    of_keys = batch, heads_k, jit.size()
+    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
     return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]

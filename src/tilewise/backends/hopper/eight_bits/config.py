@@ -43,6 +43,11 @@ class Config(ScoreChanges):
     from_zero = False
 
     @property
+    def loses(self) -> bool:
+        """Whether K had numbers that its own cannot say, NaN and infinities (`Scales.lost`)."""
+        return self.centred and self.dtype == torch.int8
+
+    @property
     def hides(self) -> bool:
         """As in forward/config.py."""
         return self.sees != "all"
@@ -113,7 +118,10 @@ class QuantiserConfig:
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
 
-    values = torch.float8_e4m3fn
+    @property
+    def loses(self) -> bool:
+        """As in `Config`."""
+        return self.dtype == torch.int8
 
     @property
     def numbers(self) -> int:

@@ -136,6 +136,22 @@ class Shared(NamedTuple):
     mma: wgmma.Mma
 
 
+class Keys(NamedTuple):
+    """Of a head's keys, fp32 in global memory: as `Scales` have them."""
+
+    factors: cute.Tensor  # (groups,)
+    whole: cute.Tensor | None
+    lost: cute.Tensor | None  # (groups * GROUP,)
+
+
+@cute.jit
+def keys_of(scales: Scales, block: Block, config: Constexpr[Config]) -> Keys:
+    factors, whole, lost = scales.k[block.batch, block.head_k, None], None, None
+    if const_expr(config.loses):
+        whole, lost = scales.whole[block.batch, block.head_k, None], scales.lost[block.batch, block.head_k, None]
+    return Keys(factors, whole, lost)
+
+
 class Tile(NamedTuple):
     """What a consumer's thread holds of its tile from beginning to end."""
 
@@ -150,7 +166,7 @@ class Tile(NamedTuple):
     rescale: cute.Tensor  # (ROWS,) fp32: what O is still to be multiplied with, where each tile is promoted
     row_factors: cute.Tensor  # (ROWS,) fp32
     shift: cute.Tensor | None
-    key_factors: cute.Tensor  # (groups,) fp32, in global memory
+    keys: "Keys"
     m0: Int32
     band: Band
     seen: Seen
@@ -200,7 +216,7 @@ def attend(
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         row_factors=row_factors_of(scales, changes, tScS, block, config),
         shift=shift_of_products(scales, changes, tScS, block, config),
-        key_factors=scales.k[block.batch, block.head_k, None],
+        keys=keys_of(scales, block, config),
         m0=block.m0,
         band=band,
         seen=visible.rows_of(band, tScS, block.m0, config),
@@ -295,7 +311,8 @@ PASSES = forward.Passes(first_scores, step)
 def factors_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]) -> cute.Tensor:
     """(ROWS,) fp32: of the scores of a tile of keys, in the exponent of 2; not 0 where some are hidden, which 0 would make NaN of."""
     factors = cute.make_rmem_tensor(fragments.ROWS, Float32)
-    of_keys = tile.key_factors[n_block * config.tile_n // GROUP]
+    of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
+    of_keys = of_groups[n_block * config.tile_n // GROUP]
     for r in range_constexpr(fragments.ROWS):
         factors[r] = tile.row_factors[r] * of_keys
         if const_expr(masked):
@@ -348,6 +365,8 @@ def weigh(
     tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, seen: Seen | None, masked: Constexpr[bool], config: Constexpr[Config]
 ) -> cute.Tensor:  # fmt: skip
     """S becomes P; returns the factors by which O must be rescaled. seen: what the rows see of the tile, None where that is everything."""
+    if const_expr(masked and config.loses):
+        spoil(tile, acc_S, n_block, config)
     if const_expr(config.modified):
         softmax.dequantise(acc_S, factors, tile.shift, config)
         forward.change(tile, acc_S, n_block, seen, config)
@@ -357,6 +376,19 @@ def weigh(
     if const_expr(seen is not None):
         visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
     return softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+
+
+@cute.jit
+def spoil(tile: Tile, acc_S: cute.Tensor, n_block: Int32, config: Constexpr[Config]):
+    """NaN for the scores of keys that were not finite. (Where all rows see the whole tile, its scale is NaN.)"""
+    whole = tile.keys.whole[n_block * config.tile_n // GROUP]
+    if arch.vote_any_sync(whole != whole):
+        S, first = fragments.by_rows(acc_S), n_block * config.tile_n + fragments.by_rows(tile.tScS)[0, 0][1]
+        of_thread = cute.make_tensor(tile.keys.lost.iterator + first, cute.make_layout(config.tile_n))
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            lost = of_thread[fragments.column(c)]
+            for r in range_constexpr(fragments.ROWS):
+                S[r, c] += lost
 
 
 @cute.jit

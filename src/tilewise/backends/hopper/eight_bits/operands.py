@@ -24,6 +24,8 @@ class Scales(NamedTuple):
     v: Tensor  # (batch, heads_k, head_dim_v)
     centre: Tensor | None  # (batch, heads_k, head_dim_v): what V lacks
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
+    whole: Tensor | None  # as k, but NaN where a key of the group was not finite, which int8 cannot say
+    lost: Tensor | None  # (batch, heads_k, groups * GROUP): NaN for the keys that were not finite, 0 for the others
 
 
 class Given(NamedTuple):

@@ -171,7 +171,7 @@ def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, sc
     """GROUP tokens of a head of Q, K or V."""
     block, head, batch = arch.block_idx()
     storage = SmemAllocator()
-    largest = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    of_warps = storage.allocate_tensor(Int32, cute.make_layout((2, WARPS)), 16)
     sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
     lane = arch.lane_idx()
     first = block * GROUP + arch.warp_idx() * TOKENS
@@ -179,7 +179,7 @@ def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, sc
     if head < heads_q:
         queries(given, made, scales, channels, scale, Of(batch, head, first, lane), config)
     elif head < heads_q + heads_k:
-        keys(given, made, scales, channels, largest, Of(batch, head - heads_q, first, lane), config)
+        keys(given, made, scales, channels, of_warps, Of(batch, head - heads_q, first, lane), config)
     else:
         values(given, made, scales, channels, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
 
@@ -227,21 +227,29 @@ def keys(
             for c in range_constexpr(config.numbers):
                 x[c, t] -= middle[c]
     rotate(x, of.lane, config)
-    if const_expr(not config.dtype.is_floating_point):
+    lost = Float32(0.0)  # NaN where the lane's token has a number that is not finite: the rotation brings it to all
+    if const_expr(config.loses):
         for t in range_constexpr(TOKENS):
+            lost = x[0, t] * 0.0 if of.lane == t else lost
             for c in range_constexpr(config.numbers):
                 x[c, t] = finite_or_0(x[c, t])
     warp = arch.warp_idx()
-    found = largest_of_warp(largest(x, 0, TOKENS, config))
+    found, any_lost = largest_of_warp(largest(x, 0, TOKENS, config)), Int32(arch.vote_any_sync(lost != 0.0))
     if of.lane == 0:
-        of_warps[warp] = found
+        of_warps[0, warp], of_warps[1, warp] = found, any_lost
     arch.sync_threads()
     for w in range_constexpr(WARPS):
-        found = max(found, of_warps[w])
+        found, any_lost = max(found, of_warps[0, w]), any_lost | of_warps[1, w]
     factor, inverse = scale_of(found, MOST[config.dtype])
     group = arch.block_idx()[0]
-    if arch.thread_idx()[0] == 0 and group < scales.k.shape[2]:
-        scales.k[of.batch, of.head, group] = factor
+    if group < scales.k.shape[2]:
+        if arch.thread_idx()[0] == 0:
+            scales.k[of.batch, of.head, group] = factor
+        if const_expr(config.loses):
+            if arch.thread_idx()[0] == 0:
+                scales.whole[of.batch, of.head, group] = factor if any_lost == 0 else Float32(math.nan)
+            if of.lane < TOKENS:
+                scales.lost[of.batch, of.head, of.first + of.lane] = lost
     for t in range_constexpr(TOKENS):
         if of.first + t < seqlen:
             store(target, of.first + t, x, t, inverse, of.lane, config)
