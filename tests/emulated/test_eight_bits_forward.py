@@ -14,7 +14,7 @@ from emulator.machine import PACES
 
 from tilewise.backends import eight_bits as arithmetic
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from tilewise.sm90 import key_order
 
 pytestmark = NEEDED
@@ -35,6 +35,8 @@ WIDE = [
     Quantised("int8", 130, 300, mask=SlidingWindow(40, 3), dims=(72, 40)),
     Quantised("fp8", 130, 300, batch=2, heads=(4, 2), dtype=torch.float16, scale=-0.2),
     Quantised("given", 130, 300, batch=2, heads=(4, 2), per=("head", "head", "head"), scale=-0.2),
+    Quantised("given", 130, 400, per=("tensor", "tile", "tile"), mask=Causal()),
+    Quantised("given", 130, 400, per=("head", "tensor", "tile"), dims=(256, 256)),
     Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "tile", "tensor")),
     Quantised("int8", 130, 300, row_max=True, mask=Causal()),
 ]
@@ -65,6 +67,54 @@ def test_schedules(fields, mask):
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1, 0.5]]), "softcap": 2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["sink"], ["softcap"], ["alibi_slopes"], [*CHANGES]], ids="-".join)
+@pytest.mark.parametrize("case", [Quantised("given", 70, 150), Quantised("fp8", 70, 150, mask=Causal(), row_max=True)], ids=str)
+def test_changed_scores(case, names):
+    call = replace(made(case), **{name: CHANGES[name] for name in names})
+    held(call, *run(call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Documents((0, 20, 100), (0, 30, 130), inner=Causal()), PrefixLM(30)], ids=repr)
+def test_masks_of_tables(mask):
+    call = made(Quantised(seqlen_q=100, seqlen_k=130, mask=mask))
+    held(call, *run(call))
+
+
+SPOILED = [
+    Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
+    Quantised("given", 150, 150, mask=SlidingWindow(40, 3)),
+    Quantised("fp8", 150, 150, dtype=torch.float16, mask=PrefixLM(30)),
+    Quantised(seqlen_q=150, seqlen_k=300),
+]
+
+
+@pytest.mark.parametrize("case", [SPOILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SPOILED[1:])], ids=str)
+def test_numbers_that_are_not_finite(case):
+    """They reach the rows that see them, as NaN, and no others."""
+    call = made(case)
+    tensors = {name: getattr(call, name).clone() for name in "qkv"}
+    for name, key, channel, bad in (
+        ("q", 3, 1, math.inf),
+        ("k", 9, 5, math.nan),
+        ("k", 120, 3, -math.inf),
+        ("v", 20, 5, math.nan),
+        ("v", 130, 6, math.inf),
+    ):
+        x = tensors[name]
+        if x.dtype == E4M3:
+            x, bad = x.view(torch.uint8), 0x7F
+        x[0, key, 0, channel] = bad
+    call = replace(call, **tensors)
+    found = run(call)
+    held(call, *found)
+    assert found[0].isnan().any() and not found[0].isnan().all()
 
 
 def of_quantiser(call):

@@ -62,7 +62,7 @@ TUNINGS = {
         {"tile_m": 192, "tile_n": 64},
         {"cluster": 2},
     ],
-    256: [{"pingpong": True}, {"cluster": 2}, {"tile_n": 64, "kv_stages": 4}, {"tile_n": 64, "kv_stages": 3, "q_stages": 2}],
+    256: [{"pingpong": True}, {"cluster": 2}, {"tile_n": 64, "kv_stages": 4}],
 }
 
 

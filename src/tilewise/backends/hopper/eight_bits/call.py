@@ -37,7 +37,7 @@ def why_not(problem: Problem) -> list[str]:
         wrong.append(f"in 8 bits it takes head_dim and head_dim_v that are multiples of {MULTIPLE}, not {dims[0]} and {dims[1]}")
     _, k, v = problem.scales or (None, None, None)
     wrong += ["it takes no scale of k for each token"] if k == "token" else []
-    wrong += [f"it takes no scale of v for each {v}"] if v in ("token", "tile") else []
+    wrong += ["it takes no scale of v for each token"] if v == "token" else []
     return wrong
 
 
@@ -76,6 +76,7 @@ def config_of(call: Call, **fields) -> Config:
         call.head_dim_v,
         visibility.sees(call.mask),
         centred=call.precision is not None,
+        tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
         sink=call.sink is not None,
         row_max=call.row_max,
         **changes.fields(call),
@@ -127,7 +128,7 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     scales = (
         _spread(call.q_scale, call, call.heads_q, call.seqlen_q),
         _spread(call.k_scale, call, call.heads_k, groups),
-        _spread(call.v_scale, call, call.heads_k, call.head_dim_v),
+        _spread(call.v_scale, call, call.heads_k, groups),
     )
     return made, Scales(*scales, None, None, None, None), scale
 
@@ -178,7 +179,7 @@ def arguments(config: Config) -> list:
         of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2))
         scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
     else:
-        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, batch, heads_k, dim_v), None, None, None, None)
+        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, *of_keys), None, None, None, None)
     values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
     return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
 

@@ -28,7 +28,8 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
-    centred: bool = False  # K and V lack a constant
+    centred: bool = False  # K and V lack a constant, and V has a scale for each channel
+    tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
@@ -90,7 +91,7 @@ TILES = {
 }
 
 
-MODIFIED = 64  # keys of a tile where scores are changed, which takes registers
+FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -105,7 +106,9 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     given = {"dynamic": not shared, **TILES[dims], **fields}
     if fields.get("softcap") or fields.get("alibi"):
-        given |= {"tile_n": MODIFIED, "cluster": 1, "dynamic": True}
+        given |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
+    elif sees == "runs" and dims == (128, 128):
+        given["tile_n"] = FEWER
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
 
 

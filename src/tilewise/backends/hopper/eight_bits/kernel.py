@@ -140,6 +140,7 @@ class Keys(NamedTuple):
     """Of a head's keys, fp32 in global memory: as `Scales` have them."""
 
     factors: cute.Tensor  # (groups,)
+    units: cute.Tensor  # likewise V's; or what all tiles have
     whole: cute.Tensor | None
     lost: cute.Tensor | None  # (groups * GROUP,)
 
@@ -149,7 +150,7 @@ def keys_of(scales: Scales, block: Block, config: Constexpr[Config]) -> Keys:
     factors, whole, lost = scales.k[block.batch, block.head_k, None], None, None
     if const_expr(config.loses):
         whole, lost = scales.whole[block.batch, block.head_k, None], scales.lost[block.batch, block.head_k, None]
-    return Keys(factors, whole, lost)
+    return Keys(factors, scales.v[block.batch, block.head_k, None], whole, lost)
 
 
 class Tile(NamedTuple):
@@ -166,6 +167,7 @@ class Tile(NamedTuple):
     rescale: cute.Tensor  # (ROWS,) fp32: what O is still to be multiplied with, where each tile is promoted
     row_factors: cute.Tensor  # (ROWS,) fp32
     shift: cute.Tensor | None
+    unit: cute.Tensor | None  # (1,) fp32: of O's sums, the scale of the last tile of V, where each has one
     keys: "Keys"
     m0: Int32
     band: Band
@@ -216,6 +218,7 @@ def attend(
         rescale=cute.make_rmem_tensor(fragments.ROWS, Float32),
         row_factors=row_factors_of(scales, changes, tScS, block, config),
         shift=shift_of_products(scales, changes, tScS, block, config),
+        unit=cute.make_rmem_tensor(1, Float32) if const_expr(config.tiles_of_values) else None,
         keys=keys_of(scales, block, config),
         m0=block.m0,
         band=band,
@@ -271,6 +274,8 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
     weigh(tile, acc_S, n_block, factors, seen, True, config)
+    if const_expr(config.tiles_of_values):
+        tile.unit[0] = unit_of(tile, n_block, config)
     eight_bits.round_into(tile.P, acc_S)
 
 
@@ -293,6 +298,8 @@ def step(
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
     rescale = weigh(tile, acc_S, n_block, factors, seen, masked, config)
+    if const_expr(config.tiles_of_values):
+        to_units_of(tile, n_block, rescale, config)
     warpgroup.wait_group(0)
     release(pipes.v, before, config)
     join(tile, acc_N, config)
@@ -353,6 +360,22 @@ def join(tile: Tile, acc_N: cute.Tensor, config: Constexpr[Config]):
 
 
 @cute.jit
+def unit_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> Float32:
+    """The scale of a tile of V."""
+    return tile.keys.units[n_block * config.tile_n // GROUP]
+
+
+@cute.jit
+def to_units_of(tile: Tile, n_block: Int32, rescale: cute.Tensor, config: Constexpr[Config]):
+    """Rescale so that O is in the units of the tile's values, to which they are added as they are."""
+    unit = unit_of(tile, n_block, config)
+    ratio = tile.unit[0] / unit
+    for r in range_constexpr(fragments.ROWS):
+        rescale[r] *= ratio
+    tile.unit[0] = unit
+
+
+@cute.jit
 def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, config: Constexpr[Config]):
     if const_expr(config.cluster == 1):
         tma.release(pipe, state)
@@ -406,7 +429,9 @@ def last_product(
     row_max = scores.largest(tile.rows, config)
     shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.centred) else None
     softmax.take_headroom(inverse)
-    early = channels_of(scales, block, 0, config) if const_expr(config.promote) else None  # otherwise there are no registers for it
+    early = (
+        channels_of(scales, block, 0, config) if const_expr(config.promote and config.centred) else None
+    )  # or there are no registers for it
     warpgroup.wait_group(0)
     release(pipes.v, state, config)
     join(tile, acc_N, config)
@@ -423,18 +448,15 @@ class Ends(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Of up to CHANNELS of the thread's columns of O, fp32 in registers; `scale` alone is one number without `centred`."""
+    """Of up to CHANNELS of the thread's columns of O, fp32 in registers."""
 
-    scale: cute.Tensor | Float32
-    centre: cute.Tensor | None
+    scale: cute.Tensor
+    centre: cute.Tensor
 
 
 @cute.jit
 def channels_of(scales: Scales, block: Block, part: Constexpr[int], config: Constexpr[Config]) -> Channels:
-    of_head = scales.v[block.batch, block.head_k, None]
-    if const_expr(not config.centred):
-        return Channels(of_head[0], None)
-    return Channels(read_channels(of_head, part, config), read_channels(scales.centre[block.batch, block.head_k, None], part, config))
+    return Channels(*(read_channels(x[block.batch, block.head_k, None], part, config) for x in (scales.v, scales.centre)))
 
 
 # Two neighbours that lie @offset bytes behind an address, 0 unless @at < columns. A branch for each would move the products' descriptors to vector
@@ -476,7 +498,7 @@ def finish(
         if const_expr(config.sees != "all"):
             fragments.clear_rows(tile.acc_O, lse)
     else:
-        scale, _ = channels_of(scales, block, 0, config)
+        scale = tile.keys.units[0] if const_expr(tile.unit is None) else tile.unit[0]
         for r in range_constexpr(fragments.ROWS):
             inverse[r] *= scale
         fragments.scale_rows(tile.acc_O, inverse)

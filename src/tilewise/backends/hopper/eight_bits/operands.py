@@ -21,7 +21,7 @@ class Scales(NamedTuple):
 
     q: Tensor  # (batch, heads_q, seqlen_q)
     k: Tensor  # (batch, heads_k, groups of GROUP keys)
-    v: Tensor  # (batch, heads_k, head_dim_v)
+    v: Tensor  # (batch, heads_k, head_dim_v) with `centre`; without it (batch, heads_k, groups of GROUP keys)
     centre: Tensor | None  # (batch, heads_k, head_dim_v): what V lacks
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
     whole: Tensor | None  # as k, but NaN where a key of the group was not finite, which int8 cannot say
