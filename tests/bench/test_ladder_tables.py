@@ -52,6 +52,11 @@ def test_one_number_a_rung():
     )
 
 
+def test_rungs_in_eight_bits_are_named():
+    last = ladder_tables.ladder_markdown([*ROWS, row("k8", 950.0), row("k7", 1000.0)]).splitlines()[-1]
+    assert "forward in bf16, of k7, k8 in e4m3, quantised ahead. Measured" in last
+
+
 def test_a_rung_between_the_one_before_and_the_best_peer():
     assert ladder_tables.rung_markdown(ROWS, "k6").splitlines()[:8] == [
         "| TFLOP/s | | 512 | 8k |",

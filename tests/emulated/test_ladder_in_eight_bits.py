@@ -8,6 +8,7 @@ import torch
 from emulator.backend import NEEDED, Emulated
 
 from tilewise.ladder import RUNGS
+from tilewise.ladder.operands import Operands
 from tilewise.ladder.rung import Rung
 from tilewise.sm90.key_order import ORDER
 from tilewise.testing import eight_bits
@@ -65,6 +66,18 @@ def test_number_for_number(name, head_dim, seqlen, causal):
     torch.testing.assert_close(lse.double(), want_lse, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(o.double(), want_o, rtol=2.0**-8, atol=2e-3)
     assert float((o.double() - want_o).square().mean().sqrt()) < 2.0**-9 * float(want_o.square().mean().sqrt())
+
+
+def test_keys_in_their_usual_order_would_be_noticed():
+    q, k, v = draw(1, 32, 64), draw(1, 32, 64, seed=1), draw(1, 32, 64, seed=2)
+    (q8, k8, v8), others = RUNGS["k7"].operands(q, k, v, 0.1)
+    in_order = v8.view(torch.uint8)[:, :, torch.tensor(ORDER * 2).view(2, 16).add(torch.tensor([[0], [16]])).flatten().argsort()].view(
+        v8.dtype
+    )
+    with Emulated().on_gpu(), mock.patch.multiple(Rung, reasons=lambda *_: []):
+        o, _ = RUNGS["k7"].run(q, k, v, False, 0.1, operands=Operands((q8, k8, in_order.contiguous()), others))
+    want, _ = emulated(RUNGS["k7"], q, k, v, False)
+    assert float((o.double() - want).abs().mean()) > 0.1
 
 
 def test_sums_of_thirteen_bits():

@@ -155,7 +155,7 @@ def test_rows_are_laid_out_as_the_kernels_need_them():
 
 @pytest.mark.skipif(bool(jit.why_no_compiler()), reason="; ".join(jit.why_no_compiler()))
 @pytest.mark.parametrize("cached", ["0", "1"], ids=["compiled", "from disk"])
-@pytest.mark.parametrize("name", ["k2", "k5"])
+@pytest.mark.parametrize("name", ["k2", "k5", "k7"])
 def test_what_a_kernel_is_given(name, cached, monkeypatch, tmp_path):
     """The function takes everything but tensors on a CPU, be it the DSL's or one from disk, which fills in no argument."""
     monkeypatch.setenv("TILEWISE_CACHE", cached)

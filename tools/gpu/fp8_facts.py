@@ -8,11 +8,14 @@ Rows are JSON lines; `what` they are about:
 - bits: 1 and 31 numbers of 2^-k, of either sign, in one instruction or in two; `kept`: bits behind the leading one;
 - sums: P V over up to 64k keys, P constant, V 1 or normal around 0 or 10: never, every tile and every fourth tile added up in fp32;
 - rates: of products in e4m3, int8 and bf16, in TFLOP/s; of exponentials beside maxima of three integers or of two fp32 numbers, a clock of an SM;
-- loops: K6, K7 with tiles of 128 and 192 keys, with and without turns, and K8, in TFLOP/s on visible pairs; operands are quantised ahead.
+- loops: K6, K7 with tiles of 128 and 192 keys, without turns, K8, and K7 and K8 with maxima or exponentials held before the wait for P V, in TFLOP/s
+  on visible pairs; operands are quantised ahead.
 """
 
 import argparse
+import hashlib
 import json
+import linecache
 import multiprocessing
 import os
 import statistics
@@ -23,13 +26,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tilewise.bench.provenance import provenance
 from tilewise.bench.timing import interleave
-from tilewise.ladder import RUNGS, Rung
+from tilewise.ladder import RUNGS, Rung, stamps
 from tilewise.sm90 import eight_bits, fragments, jit, tma, wgmma
 from tilewise.sm90.dsl import (
     BFloat16,
@@ -56,12 +60,38 @@ DEPTH = 128  # keys of a tile
 UNITS = ("exponentials", "maxima of 3 integers", "maxima of 2", "exponentials, maxima of 3 integers", "exponentials, maxima of 2")
 SHAPES = [(head_dim, causal) for head_dim in (128, 64) for causal in (False, True)]
 NUMBERS, THREADS = 16, 256  # of a thread's in the loop of `kernel_of_units`; threads of its block
+HELD = {"maxima": ("m", "gt", "7F7FFFFF"), "exponentials": ("l", "lt", "00000000")}  # what a row has when they are done, and never is
+
+
+def holding(module: str, what: str) -> str:
+    """A module beside `module` of the ladder in which `what` of a softmax is done before the wait for P V: a store stands there that depends on it.
+    It never takes place, but the compiler, which takes waits for free, cannot know.
+    """
+    numbers, compare, bits = HELD[what]
+    store = f"{{ .reg .pred p; setp.{compare}.f32 p, {{$r1}}, 0f{bits}; @p st.volatile.shared.f32 [{{$r0}}], {{$r1}}; }}"
+    given = f"tile.consumer * 4 + 1024, tile.rows.{numbers}[0] + tile.rows.{numbers}[1]"
+    line = f"    arch.inline_ptx({store!r}, read_only_args=[{given}])\n"
+    source, wait = stamps.source_of(module), "    warpgroup.wait_group(0)\n    pipes.v.consumer_release(before)\n"
+    if source.count(wait) != 1:
+        raise ValueError(f"{module} has {source.count(wait)} waits for P V in its loop, and one is expected")
+    source = source.replace(wait, line + wait)
+    short = f"{module}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"  # the cache of kernels knows a kernel by its module's name
+    name, file = f"tilewise.ladder.{short}", f"<{short}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where the DSL looks for a function's source
+    made = sys.modules[name] = ModuleType(name)
+    made.__file__ = file
+    exec(compile(source, file, "exec"), made.__dict__)
+    return short
+
+
 LOOPS = {
     "k6": RUNGS["k6"],
     "k7": RUNGS["k7"],
     "k7, 192 keys": Rung("k7", "k7_fp8", "", {"tile_n": 192, "kv_stages": 3}, recipe="per_tensor"),
     "k7, no turns": Rung("k7", "k7_fp8", "", {"pingpong": False}, recipe="per_tensor"),
+    **{f"k7, {what} held": Rung("k7", holding("k7_fp8", what), "", recipe="per_tensor") for what in HELD},
     "k8": RUNGS["k8"],
+    **{f"k8, {what} held": Rung("k8", holding("k8_fp8_incoherent", what), "", recipe="incoherent") for what in HELD},
 }
 
 

@@ -99,7 +99,9 @@ def ladder_markdown(rows: Iterable[Row]) -> str:
         if not _ours(name) and full is None and causal is None:
             continue
         lines.append(f"| {name} | {title} | {rate(full)} | {rate(causal)} | {_share(full)} |")
-    return "\n".join([*lines, "", f"{where}, 16,384 tokens in all, forward in bf16. {_where(cells)}"])
+    eight = [name for name in _contenders(cells) if _ours(name) and RUNGS[name.partition(":")[0]].in_eight_bits]
+    dtypes = f"bf16, of {', '.join(eight)} in e4m3, quantised ahead" if eight else "bf16"
+    return "\n".join([*lines, "", f"{where}, 16,384 tokens in all, forward in {dtypes}. {_where(cells)}"])
 
 
 def _share(row: Row | None) -> str:

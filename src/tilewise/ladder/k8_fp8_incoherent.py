@@ -238,7 +238,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     warpgroup.wait_group(0)
     pipes.k.consumer_release(state)
     fragments.hide(acc_S, tile.tScS, tile.row, n_block * config.tile_n + tile.column, tile.seqlen, config.causal)
-    rescale = fragments.online_softmax(acc_S, tile.rows, factors_of(tile, n_block), headroom=eight_bits.HEADROOM)
+    rescale = fragments.online_softmax(acc_S, tile.rows, scaled(tile.factors, tile.scales.keys[n_block]), headroom=eight_bits.HEADROOM)
     tile.late.store(rescale.load())
     eight_bits.round_into(tile.P, acc_S)
 
@@ -248,6 +248,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     """S of tile n_block and N = P V of the tile before it, both in flight at once; softmax of the one under the other; then O = O r + N."""
     before = state.clone()
     state.advance()
+    scale_k = tile.scales.keys[n_block]  # long before it is needed
     pipes.k.consumer_wait(state)
     take_turn(tile.consumer, config)
     acc_S = fragments.scores(tile.mma.qk, (config.tile_m, config.tile_n), tile.tSrQ, tile.tSrK[None, None, None, state.index])
@@ -259,7 +260,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
     pipes.k.consumer_release(state)
     if const_expr(masked):
         fragments.hide(acc_S, tile.tScS, tile.row, n_block * config.tile_n + tile.column, tile.seqlen, config.causal)
-    rescale = fragments.online_softmax(acc_S, tile.rows, factors_of(tile, n_block), headroom=eight_bits.HEADROOM)
+    rescale = fragments.online_softmax(acc_S, tile.rows, scaled(tile.factors, scale_k), headroom=eight_bits.HEADROOM)
     warpgroup.wait_group(0)
     pipes.v.consumer_release(before)
     eight_bits.round_into(tile.P, acc_S)
@@ -269,11 +270,10 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32
 
 
 @cute.jit
-def factors_of(tile: Tile, n_block: Int32) -> cute.Tensor:
-    """(ROWS,) of the scores of each row with these keys."""
-    factors = cute.make_rmem_tensor_like(tile.factors)
-    factors.store(tile.factors.load() * tile.scales.keys[n_block])
-    return factors
+def scaled(factors: cute.Tensor, scale: Float32) -> cute.Tensor:
+    found = cute.make_rmem_tensor_like(factors)
+    found.store(factors.load() * scale)
+    return found
 
 
 @cute.jit
