@@ -225,7 +225,9 @@ def test_the_arithmetic_written_out(way):
         call = Call(q=q, k=k, v=v, q_scale=a, k_scale=b, v_scale=c, mask=Causal(), scale=0.3, out_dtype=torch.float32)
     got, want = Tiled().forward(call)[0], written_out(call)
     exact = Reference().forward(Call(**{**vars(call), "out_dtype": torch.float64}))[0]
-    assert off(got, want) < 0.02 * off(want, exact) and off(want, exact) > 1e-3
+    least = off(want, exact)
+    assert least > 1e-3 and off(got, want) < 0.02 * least and off(Tiled(tile_m=2).forward(call)[0], want) < 0.02 * least
+    assert off(Tiled(tile_n=64).forward(call)[0], want) > 0.1 * least  # other tiles, other roundings
 
 
 def test_integers_are_exact():
@@ -547,7 +549,7 @@ def test_error_ratios(kind):
 @pytest.mark.parametrize("kind", INPUTS)
 def test_error_ratios_at_length(kind, head_dim):
     """8,192 keys: FlashAttention-3 states 2.6 for its FP8 on outliers."""
-    least = LEAST_RATIOS[kind] | ({"fp8": 2.0, "int8": 3.2} if kind == "outliers" else {})
+    least = LEAST_RATIOS[kind] | ({"fp8": 1.8, "int8": 3.2} if kind == "outliers" else {})
     check_ratios(kind, least, seqlen_k=8192, head_dim=head_dim, queries=128)
 
 

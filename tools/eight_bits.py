@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "lab" / "rows" / "eight-bits-errors.jsonl", ROOT / "docs" / "numerics.md"
 MARKED = re.compile(r"(<!-- eight-bits -->\n).*?(<!-- /eight-bits -->)", re.DOTALL)
 SIZES = ((128, 8192), (128, 2048), (64, 8192), (256, 8192))  # head_dim, keys
-HEADS, QUERIES = 16, 128
+HEADS, QUERIES = 16, 64
 
 
 def measure() -> None:

@@ -116,7 +116,7 @@ def attention(
     )
     if return_max_logits:
         given = given._replace(row_max=True)
-    if precision is not None or q.dtype in errors.EIGHT_BITS or not usual:
+    if q.dtype in errors.EIGHT_BITS or not precision is q_scale is k_scale is v_scale is None:
         given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out)
     if out is not None:
         _check_out(out, given)
@@ -216,7 +216,7 @@ def attention_varlen(
     in_eight_bits = precision is not None or q.dtype in errors.EIGHT_BITS
     changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "apart": in_eight_bits}
     given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
-    if in_eight_bits or not usual:
+    if in_eight_bits or not q_scale is k_scale is v_scale is None:
         given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out, cu_seqlens_q.shape[0] - 1)
     if out is not None:
         _check_out(out, given, packed=True)

@@ -24,6 +24,8 @@ from tilewise.errors import (
 from tilewise.masks import Dense, Mask
 from tilewise.runtime import append_operator, decode_operator
 
+OF_CACHES = (*DTYPES, *EIGHT_BITS)
+
 
 def decode(
     q: Tensor,
@@ -120,7 +122,8 @@ def decode(
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     seqlens, length = _lengths(cache_seqlens, batch, k_cache)
-    scales = [_scale(name, x, cache, batch) for name, x, cache in (("k", k_scale, k_cache), ("v", v_scale, v_cache))]
+    k_scale = k_scale if k_scale is None else _scale("k", k_scale, k_cache, batch)
+    v_scale = v_scale if v_scale is None else _scale("v", v_scale, v_cache, batch)
     caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
     _check(q, k_cache, v_cache, alibi_slopes, sink)
@@ -170,8 +173,8 @@ def decode(
             rotary_sin=rotary_sin,
             alibi_slopes=slopes,
             sink=sink,
-            k_scale=scales[0],
-            v_scale=scales[1],
+            k_scale=k_scale,
+            v_scale=v_scale,
             mask_tensors=given.mask_tensors,
             mask=given.mask,
             length=length,
@@ -226,7 +229,7 @@ def append(
     _check_caches(k_cache, v_cache, paged=page_table is not None)
     axes = ("batch", "new") if cu_seqlens is None else ("total_new",)
     for name, x, cache, dim in (("k", k, k_cache, "head_dim"), ("v", v, v_cache, "head_dim_v")):
-        check_tensor(name, x, (*axes, "heads_k", dim), (*DTYPES, *EIGHT_BITS))
+        check_tensor(name, x, (*axes, "heads_k", dim), OF_CACHES)
         check_like(name, x, cache, other=f"{name}_cache")
         check_size(name, "heads_k", x.shape[-2], cache.shape[-2], f"{name}_cache")
         check_size(name, dim, x.shape[-1], cache.shape[-1], f"{name}_cache")
@@ -255,8 +258,9 @@ def append(
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     lead = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, x, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
-        check_tensor(name, x, (*lead, "heads_k", dim), (*DTYPES, *EIGHT_BITS))
-    check_like("v_cache", v_cache, k_cache, other="k_cache", same_dtype=not {k_cache.dtype, v_cache.dtype} <= set(EIGHT_BITS))
+        check_tensor(name, x, (*lead, "heads_k", dim), OF_CACHES)
+    eight = k_cache.dtype in EIGHT_BITS and v_cache.dtype in EIGHT_BITS
+    check_like("v_cache", v_cache, k_cache, other="k_cache", same_dtype=not eight)
     for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
         check_size("v_cache", axis, got, expected, "k_cache")
 
@@ -274,10 +278,8 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | N
     check_head_dim(q.shape[-1], v_cache.shape[3])
 
 
-def _scale(name: str, scale: Tensor | None, cache: Tensor, batch: int) -> Tensor | None:
+def _scale(name: str, scale: Tensor, cache: Tensor, batch: int) -> Tensor:
     """The checked scale of an 8-bit cache, called `name`, in fp32."""
-    if scale is None:
-        return None
     name, cache_name = f"{name}_scale", f"{name}_cache"
     if cache.dtype not in EIGHT_BITS:
         raise ShapeError(f"{name} is for caches of 8 bits, but {cache_name} is {cache.dtype}; leave it out, or quantise the cache")

@@ -27,7 +27,7 @@ def quantise(
     Returns:
         The numbers, shaped as x, and their scale, fp32: (), (batch, heads), (batch, heads, tokens) or (batch, heads, ceil(tokens / 128)), as
         `attention` takes it; `decode` takes a token's as (batch, tokens, heads). With `centre` also that, (batch, heads, dim) fp32: attention with
-        k - centre has the same O, and an LSE that lacks scale q.centre; of v - centre it is O - centre.
+        k - centre has the same O, and an LSE that lacks scale q centre^T; of v - centre it is O - centre.
         The largest finite |x| of a group sets its scale, which is 1 for a group of zeros. What is not finite is never taken for a large number: it
         is NaN in float8_e4m3fn, and in int8, which has none, the scale of its group is NaN, so that either shows in O.
 

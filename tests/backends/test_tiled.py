@@ -244,8 +244,10 @@ def test_predicate_follows_the_orientation():
 def test_why_not():
     call = call_on(4, 4, Full())
     assert Tiled().why_not(call.problem) == []
-    half = Call(q=call.q.to(torch.float8_e4m3fn), k=call.k, v=call.v, mask=Full(), scale=1.0)
-    assert "float8_e4m3fn" in Tiled().why_not(half.problem)[0]
+    odd = replace(call, q=call.q.to(torch.float8_e5m2))
+    assert "float8_e5m2" in Tiled().why_not(odd.problem)[0]
+    eight = replace(call, precision="int8", bias=torch.zeros(1, 1, 1, 4))
+    assert Tiled().why_not(eight.problem) == ["in 8 bits it has no bias"]
 
 
 def test_two_runs_are_identical():

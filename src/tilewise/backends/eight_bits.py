@@ -7,7 +7,7 @@ A recipe (`precision=`) quantises q, k and v inside, all arithmetic in fp32, rou
     Q            8 bits, a scale for each token and query head
     K            K - c_K, rotated, in 8 bits, a scale for each TILE keys of a head
     V            e4m3 of V - c_V, a scale for each channel of a head over all keys; "int8_qk" leaves V as it is
-    shift        scale q.c_K, of each row: with softcap a term of every score, else of LSE and of the largest score alone
+    shift        scale q c_K^T, of each row: with softcap a term of every score, else of LSE and of the largest score alone
 
 The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`, `l`, `r` = exp(m_old - m): Eq. 11 to 14):
 
@@ -18,8 +18,8 @@ The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`,
 
 A scale of V by token or tile, of tensors that come in 8 bits, goes into P before it is rounded: e4m3(P * 256 * scale / t) with t the largest scale of
 the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group of numbers with one has a scale of NaN; a key with one in
-"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`). Scales and centres are of finite numbers alone, so that
-a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
+"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite numbers
+alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
 """
 
 from dataclasses import replace
@@ -116,7 +116,7 @@ def quantised(x: Tensor, dtype: torch.dtype, per: str, of_finite: bool = False) 
     tokens = x.shape[1]
     largest = _largest(x, (3,) if per in ("token", "tile") else (1, 3)).transpose(1, 2)[..., 0]  # (batch, heads, tokens or 1)
     if per == "tile":
-        largest = torch.nn.functional.pad(largest, (0, -tokens % TILE)).unflatten(2, (-1, TILE)).amax(3)
+        largest = _tiles(largest).amax(3)
     elif per == "tensor":
         largest = torch.nn.functional.pad(largest.flatten(), (0, 1)).amax()
     elif per == "head":
@@ -165,8 +165,8 @@ def rotated(x: Tensor) -> Tensor:
     x = torch.nn.functional.pad(x * signs(dim, x.device), (0, width - dim))
     reach = 1
     while reach < width:
-        a, b = x.unflatten(-1, (-1, 2, reach)).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        a, b = x.reshape(*x.shape[:-1], width // (2 * reach), 2, reach).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).reshape(x.shape)
         reach *= 2
     return x
 
@@ -212,8 +212,14 @@ def _to_tokens(scale: Tensor) -> Tensor:
     return scale.transpose(1, 2)[..., None]
 
 
+def _tiles(x: Tensor) -> Tensor:
+    """(batch, heads, tokens) as (batch, heads, tiles, TILE), with zeros behind the last token."""
+    number = -(-x.shape[2] // TILE)
+    return torch.nn.functional.pad(x, (0, number * TILE - x.shape[2])).reshape(*x.shape[:2], number, TILE)
+
+
 def _any(bad: Tensor, per: str) -> Tensor:
     """Whether any of bad (batch, heads, tokens) is in the group of a scale."""
     if per == "tile":
-        return torch.nn.functional.pad(bad, (0, -bad.shape[2] % TILE)).unflatten(2, (-1, TILE)).any(3)
+        return _tiles(bad).any(3)
     return bad if per == "token" else bad.any(2) if per == "head" else bad.any()

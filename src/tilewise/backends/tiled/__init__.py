@@ -24,7 +24,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiled(Backend):
-    """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths."""
+    """FlashAttention-2 in torch operations. `tile_m` and `tile_n` fix the tile; by default it follows the lengths.
+
+    In 8 bits P is rounded tile by tile, so tile_n changes results: the emulation of a kernel with other tiles than TILE keys asks for its own.
+    """
 
     name = "tiled"
     eight_bits = True
@@ -35,14 +38,15 @@ class Tiled(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
+        wrong = [f"in 8 bits it has no {name}" for name in ("bias", "dropout") if problem.eight_bits and getattr(problem, name)]
         if problem.dtype in EIGHT_BITS:
-            return []
-        return problem.mixed if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
+            return wrong
+        return problem.mixed + wrong if problem.dtype in _DTYPES else [f"it computes fp64, fp32, bf16 and fp16, not {problem.dtype}"]
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) that `call` is cut into."""
         tile_m, tile_n = default_tile(call)
-        return self.tile_m or tile_m, TILE if call.problem.eight_bits else self.tile_n or tile_n
+        return self.tile_m or tile_m, self.tile_n or (TILE if call.problem.eight_bits else tile_n)
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs), and so row_max."""

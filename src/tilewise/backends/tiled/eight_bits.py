@@ -1,6 +1,6 @@
 """The arithmetic of backends/eight_bits.py in torch operations: what a call in 8 bits gives on any device, and what kernels are held to.
 
-Results do not depend on tile_m or on how the call is cut into parts: only keys have tiles. The sums of one tile are fp32's, in torch's order.
+Only keys have tiles. The sums of one tile are fp32's, in torch's order, which is all that tile_m and the cut into parts change.
 """
 
 import math
@@ -109,8 +109,9 @@ class Rows:
         if self.eight:
             p = p * P_SCALE
             if self.value_scale is not None:
-                scale = self.value_scale[:, None, keys]
-                most = scale.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+                scale, first = self.value_scale[:, None], step.start - step.start % self.part.tile_n  # a step may be less than its tile
+                scale, whole = scale[..., keys], scale[..., first : first + self.part.tile_n]
+                most = whole.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
                 most = most.masked_fill(most == 0.0, 1.0)
                 p = p * (scale / most)
                 p = p if visible is None else p.masked_fill(~visible, 0.0)

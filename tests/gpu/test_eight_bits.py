@@ -1,0 +1,135 @@
+"""8 bits on a GPU, by whichever backend is chosen there: as wrong as the emulation on the CPU is, by the same arithmetic, and no wronger."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.backends.eight_bits import RECIPES
+from tilewise.backends.reference import Reference
+from tilewise.backends.tiled import Tiled
+from tilewise.bench.eight_bits import INPUTS, inputs
+from tilewise.problem import Call
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+DEVICE, E4M3 = "cuda", torch.float8_e4m3fn
+ROUNDED = 2.0**-9  # O to bf16, relative to its RMS
+MASKS = {"full": tw.Full(), "causal": tw.Causal(), "window": tw.SlidingWindow(200, 30)}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).bfloat16()
+
+
+def qkv(seqlen_q: int = 300, seqlen_k: int = 700, heads: tuple[int, int] = (4, 2), dim: int = 128) -> list[Tensor]:
+    shapes = (seqlen_q, heads[0], dim), (seqlen_k, heads[1], dim), (seqlen_k, heads[1], dim)
+    return [randn(2, *shape, seed=n) for n, shape in enumerate(shapes)]
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1) -> None:
+    """The errors are those of the emulation, but for one in ten of them; and O is that of the emulation within a third of them."""
+    same, same_lse = Tiled().forward(call)
+    exact, exact_lse = Reference().forward(Call(**{**vars(call), "out_dtype": torch.float64}))
+    o, lse, size = o.cpu(), lse.cpu(), rms(exact)
+    assert torch.equal(lse.isfinite(), same_lse.isfinite())
+    seen = same_lse.isfinite()
+    error, least = rms(o - exact), rms(same - exact)
+    assert error <= slack * least + ROUNDED * size, (error / size, least / size)
+    assert rms((lse - exact_lse)[seen]) <= slack * rms((same_lse - exact_lse)[seen]) + 1e-4
+    assert rms(o.double() - same.double()) <= least / 3 + 2 * ROUNDED * size
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("precision", RECIPES)
+def test_recipes(precision, dim, mask):
+    q, k, v = qkv(dim=dim)
+    k = k + 5.0 * randn(dim, seed=9)  # a common vector, which LSE has to have again
+    call = Call(q=q, k=k, v=v, mask=MASKS[mask], scale=dim**-0.5, precision=precision)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
+    hold(o, lse, call)
+
+
+@pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head")])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_given_tensors(dim, per):
+    tensors, scales = zip(*(tw.quantise(x, "fp8", per=each) for x, each in zip(qkv(dim=dim), per, strict=True)), strict=True)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    call = Call(**dict(zip("qkv", tensors, strict=True)), **named, mask=tw.Causal(), scale=dim**-0.5, out_dtype=torch.bfloat16)
+    on_device = {name: x.to(DEVICE) for name, x in named.items()}
+    o, lse = tw.attention(*(x.to(DEVICE) for x in tensors), **on_device, causal=True, return_lse=True)
+    hold(o, lse, call)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_kinds_of_inputs(precision, kind):
+    q, k, v = inputs(kind, 2048, 128, 16, 128)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Full(), scale=128**-0.5, precision=precision))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 15), (17, 16), (127, 129), (129, 127), (5, 128)])
+def test_lengths(lengths):
+    q, k, v = qkv(*lengths)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision="int8", return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Causal(), scale=128**-0.5, precision="int8"), slack=1.5)
+
+
+def test_integers_are_exact():
+    v = torch.randint(-8, 9, (1, 128, 2, 64), generator=torch.Generator().manual_seed(0)).to(DEVICE, E4M3)
+    q, k = torch.zeros(1, 5, 4, 64).to(DEVICE, E4M3), randn(1, 128, 2, 64).to(DEVICE, E4M3)
+    o, lse = tw.attention(q, k, v, return_lse=True)
+    want = v.float().mean(1).repeat_interleave(2, 1)[:, None].expand(1, 5, 4, 64)
+    assert torch.equal(o, want.bfloat16()) and (lse - math.log(128.0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_do_not_stop_growing(dim):
+    """65,536 equal keys: what a tensor core's sum of e4m3 products forgets, it forgets here."""
+    n = 1 << 16
+    q, k, v = randn(1, 64, 1, dim).to(DEVICE), torch.ones(1, n, 1, dim).to(DEVICE), torch.full((1, n, 1, dim), 10.0).to(DEVICE)
+    for precision in RECIPES:
+        o, lse = tw.attention(q, k.bfloat16(), v.bfloat16(), precision=precision, return_lse=True)
+        want = q.double().sum(-1).permute(0, 2, 1) * dim**-0.5 + math.log(n)
+        assert (o - 10.0).abs().max() < 0.05 and (lse - want).abs().max() < 0.02
+    given = tw.attention(q.to(E4M3), k.to(E4M3), v.to(E4M3))
+    assert (given - 10.0).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(precision):
+    q, k, v = (x.clone() for x in qkv(700))
+    k[0, 450, 0, 3], v[0, 400, 1, 2], q[0, 100, 3, 0] = math.inf, math.nan, math.nan
+    o = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision).cpu()
+    spoiled = torch.zeros(o.shape, dtype=torch.bool)
+    spoiled[0, 450:, :2], spoiled[0, 400:, 2:, 2], spoiled[0, 100, 3] = True, True, True
+    assert torch.equal(o.isfinite(), ~spoiled)
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_gradients_go_straight_through(precision):
+    leaves, d_o = [x.to(DEVICE).requires_grad_() for x in qkv()], randn(2, 300, 4, 128, seed=5).to(DEVICE)
+    got, want = (torch.autograd.grad(tw.attention(*leaves, causal=True, precision=each), leaves, d_o) for each in (precision, None))
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2), (20, 16, 2)])
+def test_caches(shape):
+    """Against the same call on the CPU, where they are dequantised."""
+    k, v = (randn(20, 16, 2, 64, seed=n).to(E4M3) for n in range(2))
+    q, lengths = randn(3, 2, 8, 64, seed=2), torch.tensor([5, 96, 77], dtype=torch.int32)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(3))[:18].view(3, 6).to(torch.int32)
+    scales = {name: 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(n)) for n, name in enumerate(("k_scale", "v_scale"))}
+    words = {"cache_seqlens": lengths, "page_table": table, **scales}
+    want, want_lse = tw.decode(q, k, v, **words, return_lse=True)
+    on_device = {name: x.to(DEVICE) for name, x in words.items()}
+    o, lse = tw.decode(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), **on_device, return_lse=True)
+    assert rms(o.cpu() - want) < 0.01 * rms(want) and (lse.cpu() - want_lse).abs().max() < 0.02
