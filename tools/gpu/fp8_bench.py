@@ -13,6 +13,7 @@ Kernels are compiled ahead, on all cores. Every row is printed and written to OU
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -44,25 +45,26 @@ CELLS = [(d, s, name) for s in (8192, 16384, 2048) for d in (128, 64, 256) for n
 LENGTHS = [(1, 1), (3, 15), (130, 16), (129, 17), (300, 127), (256, 128), (257, 129), (70, 1000), (1000, 1900)]  # queries and keys
 TUNINGS = {
     128: [
+        {"cluster": 1, "pingpong": False},
         {"kv_stages": 2},
-        {"kv_stages": 4, "q_stages": 1},
-        {"pingpong": True},
-        {"cluster": 2},
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": False},
         {"cluster": 2, "pingpong": True},
-        {"promote": False},
+        {"hold": True},
+        {"hold": True, "pingpong": True},
+        {"hold": True, "cluster": 2},
+        {"hold": True, "cluster": 2, "pingpong": True},
         {"promote": False, "pingpong": True},
-        {"q_stages": 1},
     ],
     64: [
-        {"pingpong": True},
-        {"kv_stages": 3},
-        {"promote": False},
-        {"tile_m": 192, "promote": False},
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": True},
+        {"hold": True},
+        {"hold": True, "pingpong": True},
         {"tile_m": 192, "promote": False, "pingpong": True},
-        {"tile_m": 192, "tile_n": 64},
-        {"cluster": 2},
+        {"tile_m": 192, "tile_n": 64, "cluster": 1, "hold": True},
     ],
-    256: [{"pingpong": True}, {"cluster": 2}, {"tile_n": 64, "kv_stages": 4}],
+    256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
 }
 
 
@@ -108,7 +110,7 @@ def kernel_of(call: Call, **tuning) -> Callable[[], tuple[Tensor, Tensor]]:
         operands = eight_bits.quantise(call) if call.precision is not None else eight_bits.given(call)
     o = torch.full((*call.q.shape[:3], call.head_dim_v), torch.nan, dtype=call.out_dtype or call.q.dtype, device=call.q.device)
     lse = torch.full((call.batch, call.heads_q, call.seqlen_q), torch.nan, dtype=torch.float32, device=call.q.device)
-    config = eight_bits.config_of(call, **tuning)
+    config = eight_bits.config_of(call, **tuning) if tuning else None
 
     def run() -> tuple[Tensor, Tensor]:
         eight_bits.attend(call, *operands, o, lse, config=config)
@@ -128,7 +130,7 @@ def compile_ahead(rows: Rows, only: set[str]) -> None:
         for way in WAYS:
             call = cell_of(way, dim, seqlen, mask, "meta")
             todo += eight_bits.kernels(call)
-            if "tuning" in only and way == "int8" and seqlen == CELLS[0][1]:
+            if "tuning" in only and (way == "int8" or dim == 128) and seqlen == CELLS[0][1]:
                 todo += [(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **each)) for each in TUNINGS[dim]]
         if "speed" in only:
             todo += sixteen_bits.kernels(cell_of("bf16", dim, seqlen, mask, "meta"))
@@ -259,18 +261,21 @@ def speed(rows: Rows) -> None:
 
 def tuning(rows: Rows) -> None:
     seqlen = CELLS[0][1]
-    for dim, each in TUNINGS.items():
-        for mask in MASKS:
-            call, contenders = cell_of("int8", dim, seqlen, mask), {}
+    for (dim, each), mask, way in itertools.product(TUNINGS.items(), MASKS, WAYS):
+        if dim == 128 or way == "int8":
+            call, contenders = cell_of(way, dim, seqlen, mask), {}
             for fields in ({}, *each):
                 try:
-                    contenders[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = kernel_of(call, **fields)
-                    kernel_of(call, **fields)()
+                    run = kernel_of(call, **fields)
+                    run()
+                    contenders[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = run
                 except (RuntimeError, StopIteration, ValueError) as failure:
-                    rows.note(kind="tuning", d=dim, mask=mask, fields=fields, failed=f"{type(failure).__name__}: {str(failure)[:200]}")
+                    rows.note(
+                        kind="tuning", d=dim, way=way, mask=mask, fields=fields, failed=f"{type(failure).__name__}: {str(failure)[:200]}"
+                    )
             found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
             rates = {name: tflops(dim, seqlen, mask, stats.median) for name, stats in found.items()}
-            rows.note(kind="tuning", d=dim, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])))
+            rows.note(kind="tuning", d=dim, way=way, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])))
 
 
 def graph(rows: Rows) -> None:

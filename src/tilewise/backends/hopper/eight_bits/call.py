@@ -1,11 +1,24 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import changes, visibility
-from tilewise.backends.hopper.eight_bits.config import CHUNK, CHUNKS, GROUP, TILES, TOKENS, Config, QuantiserConfig, configure, tile_dims
+from tilewise.backends.hopper.eight_bits.config import (
+    CHUNK,
+    CHUNKS,
+    GROUP,
+    LONG,
+    TILES,
+    TOKENS,
+    Config,
+    QuantiserConfig,
+    configure,
+    tile_dims,
+)
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
@@ -19,6 +32,7 @@ LAUNCH = "tilewise.backends.hopper.eight_bits.kernel:launch"  # by name, so that
 QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
 TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
 E4M3 = torch.float8_e4m3fn
+MOST_PROMOTED = 128  # columns of V
 MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
 
 
@@ -60,11 +74,25 @@ def attend(
     call: Call, operands: Made, scales: Scales, scale: float, o: Tensor, lse: Tensor, row_max: Tensor | None = None, config: Config | None = None
 ) -> None:  # fmt: skip
     """Write O, LSE and, where it is given, row_max. scale: of products of the operands times their scales."""
+    if config is None and len(halves := parts(call)) > 1:
+        for columns, part in halves:
+            attend(part, operands._replace(V=operands.V[:, :, columns]), scales, scale, o[..., columns], lse, row_max)
+        return
     plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     work, band = sixteen_bits.work_of(plan, call.q.device), sixteen_bits.band_seen(call, plan)
     values = call.v if call.precision is not None else call.v.view(torch.int8)
     kernel(Tensors(*operands, o, lse, jit.aligned(values)), scales, work, band, changes.scores(call, plan.config, scale, row_max))
+
+
+def parts(call: Call) -> list[tuple[slice, Call]]:
+    """The columns of V and O that a launch computes, and a call of these. What is not centred has to be promoted, for which there are no registers
+    for all columns of a wide V.
+    """
+    if call.precision is not None or call.head_dim_v <= MOST_PROMOTED:
+        return [(slice(None), call)]
+    columns = [slice(first, min(first + MOST_PROMOTED, call.head_dim_v)) for first in range(0, call.head_dim_v, MOST_PROMOTED)]
+    return [(each, replace(call, v=call.v[..., each], out=None)) for each in columns]
 
 
 def config_of(call: Call, **fields) -> Config:
@@ -75,6 +103,7 @@ def config_of(call: Call, **fields) -> Config:
         call.head_dim,
         call.head_dim_v,
         visibility.sees(call.mask),
+        long=call.seqlen_q > LONG,
         centred=call.precision is not None,
         tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
         sink=call.sink is not None,
@@ -118,11 +147,10 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     q, scale = call.q.view(torch.int8), call.scale
     if scale <= 0.0:
         q, scale = _negative(call), -scale
-    head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
     v = jit.aligned(call.v.view(torch.int8))
     shape = call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)
     transposed = torch.empty(shape, dtype=torch.int8, device=v.device)
-    jit.compiled(TRANSPOSE, transpose_arguments, QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim))(v, transposed)
+    jit.compiled(TRANSPOSE, transpose_arguments, _transposer_of(call))(v, transposed)
     made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
     groups = -(-call.seqlen_k // GROUP)
     scales = (
@@ -131,6 +159,11 @@ def given(call: Call) -> tuple[Made, Scales, float]:
         _spread(call.v_scale, call, call.heads_k, groups),
     )
     return made, Scales(*scales, None, None, None, None), scale
+
+
+def _transposer_of(call: Call) -> QuantiserConfig:
+    head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
+    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim)
 
 
 def _negative(call: Call) -> Tensor:
@@ -156,13 +189,13 @@ def _rounded_up(n: int, step: int) -> int:
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
-    config = config_of(call)
-    ahead = [rows.kernel(config)] if config.sees == "rows" else []
+    configs = list(dict.fromkeys(config_of(part) for _, part in parts(call)))
+    ahead = [rows.kernel(config) for config in configs if config.sees == "rows"]
     if call.precision is not None:
         ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
-        ahead.append((TRANSPOSE, transpose_arguments, QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=config.head_dim)))
-    return [*ahead, (LAUNCH, arguments, config)]
+        ahead.append((TRANSPOSE, transpose_arguments, _transposer_of(call)))
+    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
 
 def arguments(config: Config) -> list:

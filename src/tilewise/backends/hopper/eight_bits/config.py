@@ -13,7 +13,7 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 
 WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
 TOKENS = GROUP // WARPS  # of a warp
-CHUNKS, CHUNK = 16, 1024  # of V, at most, and tokens of one at least: what a thread block looks through at once
+CHUNKS, CHUNK = 32, 512  # of V, at most, and tokens of one at least: what a thread block looks through at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Config(ScoreChanges):
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
+    hold: bool = False  # maxima are found before the wait for P V
     dynamic: bool = True
     cluster: int = 1
     sink: bool = False
@@ -83,14 +84,27 @@ class Config(ScoreChanges):
         return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
 
 
-# (head_dim, head_dim_v): tiles. Not measured yet.
+# (head_dim, head_dim_v): tiles; and what is otherwise where there are more than LONG queries.
+# H100, driver 580.159, 2026-11-26, tools/gpu/fp8_bench.py, int8, 8k, TFLOP/s. (64, 64): pairs 527 / 503 full, 497 / 474 causal; 192 queries a tile, not
+# promoted, with turns 648 and 600, but 0.04 of O is lost at 16k keys. (128, 128): turns 884 / 850 full; pairs 861 / 802 causal. (256, 256): pairs
+# 1335 / 1302 full, 1255 / 1237 causal.
 TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
     (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
+    (256, 128): dict(tile_m=128, tile_n=128, promote=True, kv_stages=3),
     (256, 256): dict(tile_m=128, tile_n=128, promote=False),
 }
 
 
+LONG = 2048
+WHEN_LONG = {
+    (64, 64, "all"): {"cluster": 2},
+    (64, 64, "causal"): {"cluster": 2},
+    (128, 128, "all"): {"pingpong": True},
+    (128, 128, "causal"): {"cluster": 2},
+    (256, 256, "all"): {"cluster": 2},
+    (256, 256, "causal"): {"cluster": 2},
+}
 FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
 
 
@@ -100,16 +114,16 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, **fields) -> Config:
-    """The configuration for these heads; fields: of `Config`, those of the call and others in place of the usual."""
+def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, **fields) -> Config:
+    """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
-    given = {"dynamic": not shared, **TILES[dims], **fields}
+    usual = {"dynamic": not shared, **TILES[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
     if fields.get("softcap") or fields.get("alibi"):
-        given |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
+        usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
     elif sees == "runs" and dims == (128, 128):
-        given["tile_n"] = FEWER
-    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **given)
+        usual["tile_n"] = FEWER
+    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
 
 
 # Quantiser

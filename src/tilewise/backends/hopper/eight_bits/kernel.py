@@ -95,6 +95,7 @@ def kernel(
     sm = allocate(storage, tensors.O.element_type, (layout_Q, layout_K, layout_V), config)
     queue = scheduler.make_queue(storage, counter, forward.readers(config), config)
     screen = hidden.make_screen(storage, config) if const_expr(config.hides) else None
+    nowhere = storage.allocate_tensor(Float32, cute.make_layout(1), 16).iterator.toint() if const_expr(config.hold) else None
     pipes = forward.make_pipes(storage, config)
     warp = arch.make_warp_uniform(arch.warp_idx())
     if warp < THREADS // forward.WARP:
@@ -105,7 +106,7 @@ def kernel(
             hidden.screen(sm.V, tensors.O.shape[1], tensors.K.shape[1], pipes.v, queue, screen, band, config)
     else:
         arch.setmaxregister_increase(config.registers[1])
-        consume(Shared(copies, tensors, scales, found, sm, pipes, queue, screen, band, changes, mma), config)
+        consume(Shared(copies, tensors, scales, found, sm, pipes, queue, screen, nowhere, band, changes, mma), config)
     if const_expr(config.cluster > 1):
         tma.meet_cluster()  # no block leaves while another may still write into it
 
@@ -131,6 +132,7 @@ class Shared(NamedTuple):
     pipes: Pipes
     queue: Queue
     screen: Screen | None
+    nowhere: Int32 | None
     band: Band
     changes: Scores
     mma: wgmma.Mma
@@ -176,6 +178,7 @@ class Tile(NamedTuple):
     terms: Terms
     consumer: Int32
     screen: Screen | None
+    nowhere: Int32 | None  # a word of shared memory that nobody reads
 
 
 @cute.jit
@@ -199,7 +202,7 @@ def attend(
     shared: Shared, done: Int32, state: pipeline.PipelineState, block: Block, consumer: Int32, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A unit: the whole walk over the keys, then O and its log-sum-exp."""
-    copies, tensors, scales, found, sm, pipes, queue, screen, band, changes, mma = shared
+    copies, tensors, scales, found, sm, pipes, queue, screen, nowhere, band, changes, mma = shared
     once = tma.after(done, config.q_stages)
     walk = forward.walk_of(queue, done, block, tensors, band, config)
     thread = arch.thread_idx()[0] - THREADS
@@ -227,6 +230,7 @@ def attend(
         terms=scores.terms_of(changes, tScS, block, config),
         consumer=consumer,
         screen=screen,
+        nowhere=nowhere,
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
@@ -267,9 +271,10 @@ def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Bl
 
 @cute.jit
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
+    of_keys = factor_of(tile, n_block, True, config)
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
-    factors = factors_of(tile, n_block, True, config)
+    factors = factors_of(tile, of_keys, True)
     seen = forward.seen_of(tile, n_block, ref, config)
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
@@ -284,6 +289,8 @@ def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
 ):
     """S of tile n_block and P V of the tile before it, both in flight at once; softmax of the one under the other."""
+    masked = const_expr(how == How.MASKED)
+    of_keys = factor_of(tile, n_block, masked, config)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
@@ -292,14 +299,15 @@ def step(
     forward.wait_for_values(tile, pipes, before, config)
     acc_N = issue_output(tile, before, config)
     forward.pass_turn(tile.consumer, config)
-    masked = const_expr(how == How.MASKED)
-    factors = factors_of(tile, n_block, masked, config)
+    factors = factors_of(tile, of_keys, masked)
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
     rescale = weigh(tile, acc_S, n_block, factors, seen, masked, config)
     if const_expr(config.tiles_of_values):
         to_units_of(tile, n_block, rescale, config)
+    if const_expr(config.hold):
+        hold(tile)
     warpgroup.wait_group(0)
     release(pipes.v, before, config)
     join(tile, acc_N, config)
@@ -315,11 +323,16 @@ PASSES = forward.Passes(first_scores, step)
 
 
 @cute.jit
-def factors_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]) -> cute.Tensor:
+def factor_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]) -> Float32:
+    """The scale of a tile of keys; asked for ahead of its products, under which it comes."""
+    of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
+    return of_groups[n_block * config.tile_n // GROUP]
+
+
+@cute.jit
+def factors_of(tile: Tile, of_keys: Float32, masked: Constexpr[bool]) -> cute.Tensor:
     """(ROWS,) fp32: of the scores of a tile of keys, in the exponent of 2; not 0 where some are hidden, which 0 would make NaN of."""
     factors = cute.make_rmem_tensor(fragments.ROWS, Float32)
-    of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
-    of_keys = of_groups[n_block * config.tile_n // GROUP]
     for r in range_constexpr(fragments.ROWS):
         factors[r] = tile.row_factors[r] * of_keys
         if const_expr(masked):
@@ -357,6 +370,15 @@ def join(tile: Tile, acc_N: cute.Tensor, config: Constexpr[Config]):
     """O' = r O + N, where N is apart."""
     if const_expr(config.promote):
         eight_bits.add_scaled(tile.acc_O, tile.rescale, acc_N)
+
+
+@cute.jit
+def hold(tile: Tile):
+    """The maxima are found before what stands behind: ptxas takes waits for free and would sink them below the next, which is for P V. On them
+    depends a store that seldom takes place, and then does no harm, of which ptxas knows neither.
+    """
+    ptx = "{ .reg .pred p; setp.gt.f32 p, {$r1}, 0f7F7FFFFF; @p st.volatile.shared.f32 [{$r0}], {$r1}; }"
+    arch.inline_ptx(ptx, read_only_args=[tile.nowhere, tile.rows.m[0] + tile.rows.m[1]])
 
 
 @cute.jit

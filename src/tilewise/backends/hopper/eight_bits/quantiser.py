@@ -73,16 +73,14 @@ def centre(gX: cute.Tensor, s: cute.Tensor, target: cute.Tensor, config: Constex
     warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
     tokens = gX.shape[0]
     number = min(tokens, SAMPLE)
-    x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
-    raw = empty(gX, config)
+    x, raw = (cute.make_rmem_tensor((config.numbers, TOKENS), each) for each in (Float32, gX.element_type))
     for t in range_constexpr(TOKENS):
-        i = warp + WARPS * t
-        if i < number:
-            load_token(gX, raw, i * tokens // number, t, lane, config)
+        load_token(gX, raw, min(warp + WARPS * t, number - 1) * tokens // number, t, lane, config)
     x.store(raw.load().to(Float32))
     for t in range_constexpr(TOKENS):
+        there = warp + WARPS * t < number and lane * config.numbers < gX.shape[1]
         for c in range_constexpr(config.numbers):
-            x[c, t] = finite_or_0(x[c, t])
+            x[c, t] = finite_or_0(x[c, t]) if there else Float32(0.0)
     for level in range_constexpr(TOKENS.bit_length() - 1):
         half = const_expr(TOKENS >> level + 1)
         for t in range_constexpr(half):
@@ -111,12 +109,14 @@ def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32,
     least, most = cute.make_rmem_tensor(config.numbers, Float32), cute.make_rmem_tensor(config.numbers, Float32)
     least.fill(math.inf)
     most.fill(-math.inf)
+    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gV.element_type)
     for i in cutlass.range(cute.ceil_div(end - begin, GROUP), unroll=1):
         first = begin + i * GROUP + warp * TOKENS
-        x = load(gV, first, end, lane, config)
+        for t in range_constexpr(TOKENS):
+            load_token(gV, raw, min(first + t, end - 1), t, lane, config)
         for t in range_constexpr(TOKENS):
             for c in range_constexpr(config.numbers):
-                number = finite_or_nan(x[c, t]) if first + t < end else Float32(math.nan)  # which is left out
+                number = finite_or_nan(raw[c, t].to(Float32))  # NaN is left out
                 least[c], most[c] = arch.fmin(least[c], number), arch.fmax(most[c], number)
     for c in range_constexpr(config.numbers):
         s[c, lane, 0, warp], s[c, lane, 1, warp] = least[c], most[c]
@@ -132,29 +132,24 @@ def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32,
 @cute.jit
 def load(gX: cute.Tensor, first: Int32, end: Int32, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """The lane's channels of TOKENS tokens from `first` on, as (numbers, TOKENS) fp32; 0 from token `end` on and beyond the channels that exist."""
-    raw = empty(gX, config)
-    for t in range_constexpr(TOKENS):
-        if first + t < end:
-            load_token(gX, raw, first + t, t, lane, config)
+    raw, channel = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type), lane * config.numbers
+    for t in range_constexpr(TOKENS):  # without branches, so that no load waits for another
+        load_token(gX, raw, min(first + t, gX.shape[0] - 1), t, lane, config)
     x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
     x.store(raw.load().to(Float32))
+    for t in range_constexpr(TOKENS):
+        there = first + t < end and channel < gX.shape[1]
+        for c in range_constexpr(config.numbers):
+            x[c, t] = x[c, t] if there else Float32(0.0)
     return x
 
 
 @cute.jit
-def empty(gX: cute.Tensor, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type)
-    raw.fill(0.0)
-    return raw
-
-
-@cute.jit
 def load_token(gX: cute.Tensor, raw: cute.Tensor, token: Int32, t: Constexpr[int], lane: Int32, config: Constexpr[QuantiserConfig]):
-    channel = lane * config.numbers
-    if channel < gX.shape[1]:
-        place = gX[token, None].iterator + channel
-        source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
-        cute.autovec_copy(source, raw[None, t])
+    """The lane's channels, or others in place of those that do not exist."""
+    place = gX[token, None].iterator + min(lane * config.numbers, gX.shape[1] - config.numbers)
+    source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
+    cute.autovec_copy(source, raw[None, t])
 
 
 class Of(NamedTuple):
@@ -223,9 +218,9 @@ def keys(
     x = load(gK, of.first, seqlen, of.lane, config)
     middle = of_lane(channels[of.batch, of.head, CENTRE_K, None], of.lane, config)
     for t in range_constexpr(TOKENS):
-        if of.first + t < seqlen:
-            for c in range_constexpr(config.numbers):
-                x[c, t] -= middle[c]
+        there = of.first + t < seqlen
+        for c in range_constexpr(config.numbers):
+            x[c, t] = x[c, t] - middle[c] if there else Float32(0.0)
     rotate(x, of.lane, config)
     lost = Float32(0.0)  # NaN where the lane's token has a number that is not finite: the rotation brings it to all
     if const_expr(config.loses):
