@@ -131,7 +131,7 @@ QUANTISERS = list(itertools.product((torch.int8, E4M3), (64, 128, 256)))
 
 
 def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -> Kernel:
-    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, centred=centred)
+    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, long=True, centred=centred)
     return Kernel(f"8 bits {dtype} {head_dim} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
