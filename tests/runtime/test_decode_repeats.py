@@ -31,7 +31,7 @@ class Repeating(Cpu):
 def backend(monkeypatch):
     """As on a GPU: values are read where the caller or the environment asks."""
     found = Repeating()
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: found)
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: found)
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: WANTED(torch.device("cuda"), check))
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
     decode_repeats.forget()

@@ -14,6 +14,8 @@ from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode_call
 from tilewise.backends.hopper.decode import config as decoding
+from tilewise.backends.hopper.eight_bits import call as eight_bits_call
+from tilewise.backends.hopper.eight_bits import config as eight_bits
 from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.forward import rows
@@ -153,6 +155,30 @@ DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]
 
+# In 8 bits
+
+EIGHT_BITS = [  # dtype of Q and K, head_dim, sees, centred (by the quantiser)
+    *((torch.int8, 128, sees, True) for sees in ("all", "causal", "interval")),
+    *((dtype, head_dim, "causal", True) for dtype in (torch.int8, E4M3) for head_dim in (64, 256)),
+    (E4M3, 128, "all", False),
+]
+EIGHT_BITS_TOO = [
+    *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True)),
+]
+EIGHT_BITS_TOO = [case for case in EIGHT_BITS_TOO if case not in EIGHT_BITS]
+QUANTISERS = list(itertools.product((torch.int8, E4M3), (64, 128, 256)))
+
+
+def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, long=True, centred=centred)
+    return Kernel(f"8 bits {dtype} {head_dim} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_quantiser(dtype: torch.dtype, head_dim: int) -> Kernel:
+    config = eight_bits.QuantiserConfig(given=torch.bfloat16, dtype=dtype, head_dim=head_dim)
+    return Kernel(f"quantiser {dtype} {head_dim}", eight_bits_call.QUANTISE, eight_bits_call.quantiser_arguments, config)
+
+
 # Backward
 
 SEES = ("all", "causal", "interval", "rows", "runs")
@@ -253,6 +279,8 @@ def fast() -> Iterator[Kernel]:
     yield from of_intervals()
     yield from itertools.starmap(of_decode, DECODE)
     yield from map(of_append, APPEND)
+    yield from itertools.starmap(of_eight_bits, EIGHT_BITS)
+    yield from itertools.starmap(of_quantiser, QUANTISERS)
     yield from map(of_backward, shipped_backward())
     yield from REPAIRS
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)
@@ -265,3 +293,4 @@ def slow() -> Iterator[Kernel]:
     yield from REPAIRS_TOO
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
     yield from itertools.starmap(of_decode, DECODE_TOO)
+    yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)

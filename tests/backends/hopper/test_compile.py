@@ -29,6 +29,8 @@ from kernel_inventory import (
     DECODE,
     DECODE_TOO,
     DTYPES,
+    EIGHT_BITS,
+    EIGHT_BITS_TOO,
     EVERY,
     FEW,
     LONG,
@@ -36,6 +38,7 @@ from kernel_inventory import (
     OF_FEW_KEYS_TOO,
     OF_SMALLER_HEADS,
     OF_SMALLER_HEADS_TOO,
+    QUANTISERS,
     REPAIRS,
     REPAIRS_TOO,
     RUNS,
@@ -52,9 +55,11 @@ from kernel_inventory import (
     of_bias,
     of_decode,
     of_decode_rung,
+    of_eight_bits,
     of_forward,
     of_intervals,
     of_length,
+    of_quantiser,
     of_rung,
 )
 
@@ -205,6 +210,32 @@ def test_append(changes, inspect):
     found = inspect(of_append(changes))
     check_nothing_spills(found)
     assert found.counts["HGMMA"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "sees", "centred"), EIGHT_BITS + slow(EIGHT_BITS_TOO), ids=str)
+def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
+    """As the forward pass; Q K^T in the dtype, P V in e4m3, 32 numbers an instruction. P is rounded by two conversions a word, of which half take one
+    more instruction to join.
+    """
+    kernel = of_eight_bits(dtype, head_dim, sees, centred)
+    config, found = kernel.config, inspect(kernel)
+    check_nothing_spills(found)
+    check_registers(found, config)
+    check_descriptors(found)
+    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[sees], found.counts
+    scores, values = groups * head_dim // 32, groups * config.tile_n // 32
+    integers = dtype == torch.int8
+    assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
+    assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
+    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (config.tile_n // 8 + 6)
+    assert counts["UTMALDG"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [*QUANTISERS[:1], *slow(QUANTISERS[1:])], ids=str)
+def test_quantiser(dtype, head_dim, inspect):
+    found = inspect(of_quantiser(dtype, head_dim))
+    assert len(found.usage) == 2
+    check_nothing_spills(found)
 
 
 def check_shipped(kernel: Kernel, inspect):

@@ -52,6 +52,12 @@ class Translation:
 
     def lines(self) -> list[str]:
         name = self.parts[0]
+        if (
+            name in ("add", "sub") and self.parts[-2] == "f32" and self.parts[-1] in ("bf16", "f16")
+        ):  # the first operand is fp32 when it is read
+            d, a, b = self.it.operands
+            a = f"pair(zeros_u2, {self.value(a, 'u2')}).view(f4)" if self.parts[-1] == "bf16" else f"{self.value(a, 'f2')}.astype(f4)"
+            return [self.put(d, BINARY[name].format(a, self.value(b, "f4")), "f4")]
         if self.parts[-1] == "bf16" and name in (*UNARY, *BINARY):  # bits are what numpy has of it
             if name != "abs":
                 raise Unknown(str(self.it))

@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode import repeat as decoding
+from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
@@ -31,6 +32,7 @@ class Hopper(Backend):
     """The kernels of the ladder's end, for every shape that they cover."""
 
     name = "hopper"
+    eight_bits = True
     keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -50,7 +52,8 @@ class Hopper(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
-        config = forward_plan.config_of(coverage.launched(call))
+        config_of = eight_bits.config_of if call.problem.eight_bits else forward_plan.config_of
+        config = config_of(coverage.launched(call))
         return config.tile_m, config.tile_n
 
     def describe(self) -> str:
@@ -64,6 +67,8 @@ class Hopper(Backend):
             wider = widths.of_call(call)
             dims = f"{call.head_dim} and {call.head_dim_v} to {wider.head_dim} and {wider.head_dim_v}"
             return [f"padding: zeros behind head_dim and head_dim_v, from {dims}, in copies of q, k and v", *self.details(wider)]
+        if call.problem.eight_bits:
+            return [f"tile: {' x '.join(map(str, self.tile(call)))}"]
         if folded := entries.fold(call):
             return ["padding: the entries of the batch are packed documents, whose lengths stay on the GPU", *self.details(folded)]
         packed, machine = packing.pack(call), machine_for(call.q.device) or H100
@@ -80,6 +85,11 @@ class Hopper(Backend):
         if call.grad:
             backward.check(call)
         fitting = widths.of_call(call)
+        if call.problem.eight_bits:
+            if call.grad:
+                helpers.begin(*backward.ahead(replace(fitting, precision=None)))
+            o, *statistics = eight_bits.forward(fitting)
+            return (o if fitting is call else o[..., : call.head_dim_v]), *statistics
         folded = entries.fold(fitting)
         if call.grad:
             helpers.begin(*backward.ahead(folded or fitting))
@@ -116,7 +126,9 @@ class Hopper(Backend):
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
-        return forward.repeat(call, self._gradients) if coverage.launched(call) is call else None
+        if call.problem.eight_bits or coverage.launched(call) is not call:
+            return None
+        return forward.repeat(call, self._gradients)
 
     def _gradients(self, call: Call) -> Callable:
         """dQ, dK, dV, dBias and dSink of calls like this one, from (q, k, v, o, lse, dO, dLSE, `repeats.Beside`, bias_grad)."""

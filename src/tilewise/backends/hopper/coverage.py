@@ -1,6 +1,7 @@
 """What the Hopper kernels cover, on whatever machine, and which of them a call launches."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +10,7 @@ from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode.config import latent_dims
 from tilewise.backends.hopper.decode.window import window_of
+from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
 from tilewise.masks import Mask
@@ -19,6 +21,9 @@ def refused(problem: Problem) -> list[str]:
     """Sentences that say why no kernel is for the problem; empty where there are some."""
     if problem.device != "cuda":
         return [f"it computes on Hopper GPUs, the tensors are on {problem.device}"]
+    if problem.eight_bits:
+        of_gradients = backward.why_not(replace(problem, precision=None)) if problem.grad else []
+        return [*eight_bits.why_not(problem), *of_gradients]
     wrong = problem.mixed
     if problem.dtype not in (torch.bfloat16, torch.float16):
         wrong.append(f"it computes bf16 and fp16, not {problem.dtype}")
@@ -40,12 +45,17 @@ def latent(problem: Problem) -> bool:
 def launched(call: Call) -> Call:
     """The call that the kernels are given in place of this one; the same where they take it as it is."""
     fitting = widths.of_call(call)
+    if call.problem.eight_bits:
+        return fitting
     return entries.fold(fitting) or fitting
 
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
     call = launched(call)
+    if call.problem.eight_bits:
+        gradients = replace(call, precision=None)
+        return [*eight_bits.kernels(call), *(backward.kernels(gradients) if call.grad else [])]
     return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
 
 

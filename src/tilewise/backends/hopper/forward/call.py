@@ -28,44 +28,48 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
     """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by
     `config` in place of the call's own.
     """
-    o = _output(call)
-    statistics = _empty_statistics(call)
+    o = output(call)
+    statistics = empty_statistics(call)
     packed = packing.pack(call)
     if packed is None:
         _compute(call, o, *statistics, config=config)
     else:
-        of_packed = _empty_statistics(packed)
+        of_packed = empty_statistics(packed)
         _compute(packed, packing.rows_of(call, o), *of_packed, config=config)
         for of_call, each in zip(statistics, of_packed, strict=True):
             packing.put_statistic(call, of_call, each)
     return o, *statistics
 
 
-def _output(call: Call) -> Tensor:
+def output(call: Call) -> Tensor:
     """The call's own, where the kernel can write there."""
     out = call.out
     if out is not None and jit.strided(out) and out.data_ptr() % jit.BYTES == 0 and packing.pack(call) is None:
         return out
-    return torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.q.dtype, device=call.q.device)
+    return torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.out_dtype or call.q.dtype, device=call.q.device)
 
 
 def _compute(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None, *, config: Config | None) -> None:
     """Write O, LSE and, where it is given, row_max."""
     if lse.numel() == 0 or call.seqlen_k == 0:
-        o.zero_()
-        if row_max is not None:
-            row_max.fill_(-math.inf)
-        if call.sink is None:
-            lse.fill_(-math.inf)
-        else:
-            lse.copy_(call.sink[:, None].expand_as(lse))
-        return
+        return without_keys(call, o, lse, row_max)
     plan = Plan.of(call, planning.num_sms(call.q.device), config)
-    q, scale = (call.q, call.scale) if plan.config.modified else _positive_scale(call.q, call.scale)
+    q, scale = (call.q, call.scale) if plan.config.modified else positive_scale(call.q, call.scale)
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     with torch.cuda.device(q.device):
         tensors = Tensors(*(jit.aligned(x) for x in (q, call.k, call.v)), o, lse)
-        kernel(tensors, _work(plan, q.device), _band(call, plan), changes.scores(call, plan.config, scale, row_max))
+        kernel(tensors, work_of(plan, q.device), band_seen(call, plan), changes.scores(call, plan.config, scale, row_max))
+
+
+def without_keys(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None) -> None:
+    """Of rows that see nothing, or of none."""
+    o.zero_()
+    if row_max is not None:
+        row_max.fill_(-math.inf)
+    if call.sink is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(call.sink[:, None].expand_as(lse))
 
 
 def repeat(call: Call, gradients: Callable) -> Repeat | None:
@@ -78,14 +82,14 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
         return None
     device = call.q.device
     plan = Plan.of(computed, planning.num_sms(device))
-    work, kernel = lambda: _work(plan, device), jit.compiled(LAUNCH, arguments, plan.config)
+    work, kernel = lambda: work_of(plan, device), jit.compiled(LAUNCH, arguments, plan.config)
     of_documents = isinstance(call.mask, Unread)
     if of_documents and plan.config.sees != "rows":
         return None
     if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
         made = _maker(call, plan)
         return made and Repeat(call, kernel, (), work, gradients, made=made)
-    rest = _band(computed, plan), changes.scores(computed, plan.config, call.scale)
+    rest = band_seen(computed, plan), changes.scores(computed, plan.config, call.scale)
     if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
         return None
     return Repeat(call, kernel, rest, work, gradients, packed=packed)
@@ -101,7 +105,7 @@ def _maker(call: Call, plan: Plan) -> Callable | None:
     if isinstance(mask, Unread):
         find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device, current=True)
     else:
-        band = _band(call, plan)
+        band = band_seen(call, plan)
         if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
             return None
 
@@ -128,7 +132,7 @@ def kernels(call: Call) -> list[tuple]:
     return [*ahead, (LAUNCH, arguments, config)]
 
 
-def _empty_statistics(call: Call) -> list[Tensor]:
+def empty_statistics(call: Call) -> list[Tensor]:
     """LSE and, where the call wants it, row_max."""
     shape = call.batch, call.heads_q, call.seqlen_q
     return [torch.empty(shape, dtype=torch.float32, device=call.q.device) for _ in range(1 + call.row_max)]
@@ -136,18 +140,38 @@ def _empty_statistics(call: Call) -> list[Tensor]:
 
 def arguments(config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32
+    from tilewise.sm90.dsl import Float32
 
     dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, m_blocks = (jit.size() for _ in range(8))
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(7))
     q, k = (jit.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     v, o = (jit.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
-    work = Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
+    return [Tensors(q, k, v, o, lse), *stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
+
+
+def stand_ins(config, batch, seqlen_q, seqlen_k, heads_q) -> tuple[Work, Band, Scores]:
+    """What is the same for all dtypes. The lengths are symbols."""
+    from tilewise.sm90.dsl import Float32, Int32
+
     *changed, _, draw = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
     row_max = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) if config.row_max else None
+    scored = Scores(Float32(1.0), *changed, sink, row_max, Int32(0), draw)
+    return _stand_in_of_work(config), _stand_in_of_band(config, batch, heads_q, seqlen_q), scored
+
+
+def _stand_in_of_work(config) -> Work:
+    from tilewise.sm90.dsl import Float32, Int32
+
+    found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
+    return Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
+
+
+def _stand_in_of_band(config, batch, heads_q, seqlen_q) -> Band:
+    from tilewise.sm90.dsl import Int32
+
+    m_blocks = jit.size()
     shapes = {}
     if config.sees in ("rows", "runs"):
         shapes["order"] = (m_blocks if config.cluster == 1 else jit.size(),)
@@ -157,8 +181,7 @@ def arguments(config) -> list:
         shapes |= {"spans": (jit.size(), m_blocks, 3), "runs": (jit.size(), 4), "bands": (jit.size(), 6)}
         shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
     tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
-    band = Band(*(Int32(0) for _ in range(6)), tables)
-    return [Tensors(q, k, v, o, lse), work, band, Scores(Float32(1.0), *changed, sink, row_max, Int32(0), draw)]
+    return Band(*(Int32(0) for _ in range(6)), tables)
 
 
 _COUNTERS: dict[tuple, Tensor] = {}
@@ -177,7 +200,7 @@ def _counter(device: torch.device) -> Tensor:
 _PARTIALS: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 
-def _work(plan: Plan, device: torch.device) -> Work:
+def work_of(plan: Plan, device: torch.device) -> Work:
     """For the current stream: the counter and, where thread blocks share units, what they keep for each other (partials.py)."""
     if not plan.partials:
         return Work(_counter(device), None, None, plan.section, plan.blocks)
@@ -191,7 +214,7 @@ def _work(plan: Plan, device: torch.device) -> Work:
     return Work(_counter(device), *kept, plan.section, plan.blocks)
 
 
-def _band(call: Call, plan: Plan) -> Band:
+def band_seen(call: Call, plan: Plan) -> Band:
     """Which keys each row sees: by numbers, or by tables."""
     config, tables = plan.config, RowTables()
     if config.sees == "runs":
@@ -208,7 +231,7 @@ def _tables(found: rows.Rows) -> RowTables:
     return RowTables(order, None, None, None, None, None, ends, walks)
 
 
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The kernel takes maxima of unscaled scores, so its scale is positive."""
     if scale > 0.0:
         return q, scale

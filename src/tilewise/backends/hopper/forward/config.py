@@ -35,6 +35,8 @@ class Config(ScoreChanges):
     sink: bool = False
     row_max: bool = False  # each row's largest score is written, too
 
+    in_eight_bits = False
+
     @property
     def consumers(self) -> int:
         return self.tile_m // 64

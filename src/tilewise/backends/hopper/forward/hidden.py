@@ -6,6 +6,7 @@ when its O has been stored (`restore`): every row from the keys that it sees. No
 one with an infinity is infinite, and one with both signs of it is NaN.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
@@ -19,6 +20,7 @@ from tilewise.sm90.dsl import (
     BFloat16,
     Boolean,
     Constexpr,
+    Float16,
     Float32,
     Int32,
     SmemAllocator,
@@ -32,11 +34,12 @@ from tilewise.sm90.dsl import (
 
 WARP, ROWS = 32, 16  # of a tile that a warp holds
 WARPS = 3  # that screen: those of the loader's warpgroup that do not load
-WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time
+WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time; of numbers of 8 bits WIDE, too
 SLOT = 2 * WORDS  # words for a unit, of which 2 * WARPS are used
 TILES = 32  # bits of a word: tile n of the keys has bit n % TILES
 AT_ONCE = 4  # reads that do not wait for each other
 NONE = 0
+LOWEST = {16: 0x10001, 8: 0x1010101}  # bits of a word's numbers, by their width
 
 
 class Screen(NamedTuple):
@@ -60,20 +63,31 @@ def make_screen(storage: SmemAllocator, config: Constexpr) -> Screen:
     return made
 
 
-def nonfinite(dtype) -> tuple[int, int]:
-    """Of two numbers of 16 bits in a word: their exponents' bits, and what added to these sets the signs' where all of them are 1."""
-    exponent = 0x7F80 if dtype is BFloat16 else 0x7C00
-    return exponent * 0x10001, (0x8000 - exponent) * 0x10001
+class Pattern(NamedTuple):
+    """Of the numbers in a word: their exponents' bits, in e4m3 all but the sign's, which are 1 where a number is not finite; what added to these
+    sets the signs' where they are; the signs', as an int32.
+    """
+
+    exponents: int
+    carry: int
+    signs: int
+    width: int  # bits of a number
 
 
-SIGNS = 0x8000_8000 - (1 << 32)  # as an int32
+@cache
+def pattern(dtype) -> Pattern:
+    """Numbers of 8 bits are e4m3, whatever the type that they come in."""
+    exponent = {BFloat16: 0x7F80, Float16: 0x7C00}.get(dtype, 0x7F)
+    width = 16 if exponent > 0x7F else 8
+    every, low = LOWEST[width], exponent & -exponent
+    return Pattern(exponent * every, low * every, (every << width - 1) - (1 << 32), width)
 
 
 @cute.jit
 def marks_of(word: Int32, dtype: Constexpr) -> Int32:
-    """The sign bits of the word's two numbers: 1 where a number is not finite."""
-    exponents, carry = const_expr(nonfinite(dtype))
-    return ((word & exponents) + carry) & SIGNS
+    """The sign bits of the word's numbers: 1 where a number is not finite."""
+    exponents, carry, signs, _ = const_expr(pattern(dtype))
+    return ((word & exponents) + carry) & signs
 
 
 @cute.jit
@@ -130,7 +144,8 @@ def screen_tiles(
 @cute.jit
 def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> Boolean:
     """0 for all that is not finite in this warp's part of a stage of V; whether there was any."""
-    reads = const_expr(config.tile_n * config.head_dim_v // WIDE)  # of all lanes together
+    width = const_expr(pattern(dtype).width)
+    reads = const_expr(config.tile_n * config.head_dim_v * width // (8 * READ_BYTES))  # of all lanes together
     place = address + (warp * WARP + arch.lane_idx()) * READ_BYTES
     turns, rest = const_expr(divmod(reads, WARPS * WARP))
     products = (Int32(0), Int32(0))  # of what was read and 0: 0, or NaN where a number is not finite
@@ -138,13 +153,15 @@ def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> B
         products = times_zero(read(place + i * (WARPS * WARP * READ_BYTES)), products, dtype)
     if const_expr(rest > 0) and warp * WARP + arch.lane_idx() < rest:
         products = times_zero(read(place + turns * (WARPS * WARP * READ_BYTES)), products, dtype)
-    found = arch.vote_any_sync((marks_of(products[0], dtype) | marks_of(products[1], dtype)) != NONE)
+    if const_expr(width == 16):
+        products = (marks_of(products[0], dtype), marks_of(products[1], dtype))
+    found = arch.vote_any_sync(products[0] | products[1] != NONE)
     if found:
         for i in cutlass.range(-(-reads // (WARPS * WARP)), unroll=1):
             if (i * WARPS + warp) * WARP + arch.lane_idx() < reads:
                 there = place + i * (WARPS * WARP * READ_BYTES)
                 words = read(there)
-                kept = [word & ~((marks_of(word, dtype) >> 15 & 0x10001) * 0xFFFF) for word in words]
+                kept = [word & ~(((marks_of(word, dtype) >> width - 1) & LOWEST[width]) * const_expr((1 << width) - 1)) for word in words]
                 arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[there, *kept])
     return found
 
@@ -156,8 +173,13 @@ def read(address: Int32, how: str = "") -> list[Int32]:
 
 
 def times_zero(words: list[Int32], products: tuple[Int32, Int32], dtype) -> tuple[Int32, Int32]:
-    """0 times each number, added to one of two chains."""
-    kind, found = "bf16x2" if dtype is BFloat16 else "f16x2", list(products)
+    """0 times each number, added to one of two chains; of numbers of 8 bits, which are not multiplied so, what `marks_of` sees."""
+    found = list(products)
+    if pattern(dtype).width == 8:
+        for i, word in enumerate(words):
+            found[i % 2] = found[i % 2] | marks_of(word, dtype)
+        return tuple(found)
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
     for i, word in enumerate(words):
         ptx = f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{kind} {{$w0}}, {{$r0}}, zero, {{$r1}}; }}"
         found[i % 2] = arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word, found[i % 2]])
@@ -264,21 +286,26 @@ def read_key(numbers: cute.Tensor, key: Int32, column: Int32, end: Int32, mV: cu
 
 
 def wide(mX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """WIDE numbers of a row, whose 16 bytes are aligned."""
-    return cute.make_tensor((mX[row, None].iterator + column).align(READ_BYTES), cute.make_layout(WIDE))
+    """WIDE numbers of a row, whose bytes are aligned."""
+    return cute.make_tensor((mX[row, None].iterator + column).align(WIDE * mX.element_type.width // 8), cute.make_layout(WIDE))
 
 
 @cute.jit
 def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr):
     """numbers: (WIDE,), a lane's of the keys that the warp has read, from `first` on."""
-    words, infinity = cute.recast_tensor(numbers, Int32), const_expr(nonfinite(numbers.element_type)[0] & 0xFFFF)
+    words, kind = cute.recast_tensor(numbers, Int32), const_expr(pattern(numbers.element_type))
+    width, size_bits = const_expr(kind.width), const_expr((1 << kind.width - 1) - 1)
+    least = const_expr(kind.exponents & size_bits)  # of what is not finite
+    infinite = const_expr(least if not config.in_eight_bits else -1)  # e4m3 has none, only NaN
+    negative = const_expr(infinite | size_bits + 1)
     rows, lost = rows_that_see(first, end, run, unit, config)
     for i in range_constexpr(WIDE):
-        bits = (words[i // 2] >> 16 * (i % 2)) & 0xFFFF
-        size = bits & 0x7FFF
-        above = cutlass.select_((size > infinity) | (bits == infinity), rows, Int32(NONE))
-        below = cutlass.select_((size > infinity) | (bits == infinity | 0x8000), rows, Int32(NONE))
-        both = cutlass.select_(size >= infinity, lost, Int32(NONE))
+        bits = (words[i * width // 32] >> width * i % 32) & const_expr((1 << width) - 1)
+        size = bits & size_bits
+        nan = size > least if const_expr(not config.in_eight_bits) else size == least
+        above = cutlass.select_(nan | (bits == infinite), rows, Int32(NONE))
+        below = cutlass.select_(nan | (bits == negative), rows, Int32(NONE))
+        both = cutlass.select_(size >= least, lost, Int32(NONE))
         marks[i] = marks[i] | both | above | (both | below) << ROWS
 
 

@@ -11,6 +11,8 @@
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -348,10 +350,10 @@ def attend(
         state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
     if const_expr(config.sees == "runs"):
-        state = walk_runs(tile, pipes, state, walk, config)
+        state = walk_runs(tile, pipes, state, walk, PASSES, config)
     else:
         mine = agreed[None, consumer, tma.after(done, scheduler.AHEAD).index] if const_expr(config.from_zero) else None
-        state = walk_tiles(tile, pipes, state, walk, mine, config)
+        state = walk_tiles(tile, pipes, state, walk, mine, PASSES, config)
     if const_expr(config.pieces_of_O > 0):
         pipes.q.consumer_release(once)
     ends = last_product(tile, pipes, state, config)
@@ -371,29 +373,38 @@ def attend(
     return state
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What is done with the first tile of a walk, and with each of the others."""
+
+    first: Callable
+    step: Callable
+
+
 @cute.jit
 def walk_tiles(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, agreed: cute.Tensor | None, config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, agreed: cute.Tensor | None, passes: Constexpr[Passes],
+    config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
-    first_scores(tile, pipes, state, walk.last - 1, Int32(0), config)
+    passes.first(tile, pipes, state, walk.last - 1, Int32(0), config)
     last = walk.last - 1  # the first tile is done
     if const_expr(config.sees == "all"):
-        return whole_steps(tile, pipes, state, walk.first, last, agreed, config)
+        return whole_steps(tile, pipes, state, walk.first, last, agreed, passes, config)
     masked, unmasked = seams(walk, last)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
-        state = steps(tile, pipes, state, unmasked, last, How.MASKED, config)
-        state = steps(tile, pipes, state, masked, unmasked, How.WHOLE, config)
+        state = steps(tile, pipes, state, unmasked, last, How.MASKED, passes, config)
+        state = steps(tile, pipes, state, masked, unmasked, How.WHOLE, passes, config)
         if const_expr(config.sees != "causal"):
-            state = steps(tile, pipes, state, walk.first, masked, How.MASKED, config)
+            state = steps(tile, pipes, state, walk.first, masked, How.MASKED, passes, config)
         return state
     for end in cutlass.range(2, unroll=1):
         low = unmasked if end == 0 else masked
         high = unmasked
-        state = steps(tile, pipes, state, low, high, How.WHOLE, config)
+        state = steps(tile, pipes, state, low, high, How.WHOLE, passes, config)
         high = last if end == 0 else masked
         low = unmasked if end == 0 else walk.first
-        state = steps(tile, pipes, state, low, high, How.MASKED, config)
+        state = steps(tile, pipes, state, low, high, How.MASKED, passes, config)
     return state
 
 
@@ -406,14 +417,15 @@ def seams(walk: Walk, last: Int32) -> tuple[Int32, Int32]:
 
 @cute.jit
 def whole_steps(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, agreed: cute.Tensor | None, config: Constexpr[Config]
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, agreed: cute.Tensor | None,
+    passes: Constexpr[Passes], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """The tiles [first, last), seen whole; with `from_zero` by the shorter softmax, if it serves all rows of the warpgroup."""
     if const_expr(config.from_zero):
         middle = first if all_from_zero(tile, agreed) else last
-        state = steps(tile, pipes, state, middle, last, How.FROM_ZERO, config)
+        state = steps(tile, pipes, state, middle, last, How.FROM_ZERO, passes, config)
         last = middle
-    return steps(tile, pipes, state, first, last, How.WHOLE, config)
+    return steps(tile, pipes, state, first, last, How.WHOLE, passes, config)
 
 
 @cute.jit
@@ -436,29 +448,32 @@ class How(IntEnum):
 
 @cute.jit
 def steps(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, how: Constexpr[How], config: Constexpr[Config]
-) -> pipeline.PipelineState:
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, how: Constexpr[How], passes: Constexpr[Passes],
+    config: Constexpr[Config],
+) -> pipeline.PipelineState:  # fmt: skip
     """The tiles [first, last), the last one first."""
     for i in cutlass.range(last - first, unroll=1):
-        state = step(tile, pipes, state, last - 1 - i, Int32(0), how, config)
+        state = passes.step(tile, pipes, state, last - 1 - i, Int32(0), how, config)
     return state
 
 
 @cute.jit
-def walk_runs(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+def walk_runs(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, passes: Constexpr[Passes], config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
     """Run after run, each from its last tile to its first: the runs to be masked, then those that are seen whole."""
     run = visible.run_of(walk.first, tile.band)
-    first_scores(tile, pipes, state, run.last - 1, run.ref, config)
+    passes.first(tile, pipes, state, run.last - 1, run.ref, config)
     for r in cutlass.range(walk.first, walk.free_first, unroll=1):
         run = visible.run_of(r, tile.band)
         last = run.last - Int32(r == walk.first)  # the first tile is done
         for i in cutlass.range(last - run.first, unroll=1):
-            state = step(tile, pipes, state, last - 1 - i, run.ref, How.MASKED, config)
+            state = passes.step(tile, pipes, state, last - 1 - i, run.ref, How.MASKED, config)
     for r in cutlass.range(walk.free_first, walk.free_last, unroll=1):
         run = visible.run_of(r, tile.band)
         last = run.last - Int32(r == walk.first)
         for i in cutlass.range(last - run.first, unroll=1):
-            state = step(tile, pipes, state, last - 1 - i, run.ref, How.WHOLE, config)
+            state = passes.step(tile, pipes, state, last - 1 - i, run.ref, How.WHOLE, config)
     return state
 
 
@@ -556,6 +571,9 @@ def step(
     else:
         fragments.scale_rows(tile.acc_O, rescale)
     return state
+
+
+PASSES = Passes(first_scores, step)
 
 
 @cute.jit

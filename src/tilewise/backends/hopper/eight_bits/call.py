@@ -1,0 +1,250 @@
+"""The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.eight_bits import RECIPES
+from tilewise.backends.hopper import changes, visibility
+from tilewise.backends.hopper.eight_bits.config import (
+    CHUNK,
+    CHUNKS,
+    GROUP,
+    LONG,
+    TILES,
+    TOKENS,
+    Config,
+    QuantiserConfig,
+    configure,
+    tile_dims,
+)
+from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
+from tilewise.backends.hopper.forward import call as sixteen_bits
+from tilewise.backends.hopper.forward import plan as planning
+from tilewise.backends.hopper.forward import rows
+from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.errors import UnsupportedError
+from tilewise.problem import Call, Problem
+from tilewise.sm90 import jit
+
+LAUNCH = "tilewise.backends.hopper.eight_bits.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
+QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
+TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
+E4M3 = torch.float8_e4m3fn
+MOST_PROMOTED = 128  # columns of V
+MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Sentences that say why no kernel is for a problem in 8 bits; empty where there is one."""
+    wrong, dims = [], (problem.head_dim, problem.head_dim_v)
+    if tile_dims(*dims) is None:
+        wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
+    if problem.precision is not None:
+        if RECIPES[problem.precision].pv is None:
+            wrong.append(f"it does not multiply P and V in 16 bits beside Q and K in 8 (precision={problem.precision!r})")
+        return wrong
+    if (problem.v_dtype or problem.dtype) != E4M3:
+        wrong.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, not {problem.v_dtype or problem.dtype}")
+    if any(dim % MULTIPLE for dim in dims):
+        wrong.append(f"in 8 bits it takes head_dim and head_dim_v that are multiples of {MULTIPLE}, not {dims[0]} and {dims[1]}")
+    _, k, v = problem.scales or (None, None, None)
+    wrong += ["it takes no scale of k for each token"] if k == "token" else []
+    wrong += ["it takes no scale of v for each token"] if v == "token" else []
+    return wrong
+
+
+def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
+    """O (batch, seqlen_q, heads_q, head_dim_v), LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by `config` in place
+    of the call's own.
+    """
+    o = sixteen_bits.output(call)
+    lse, *row_max = sixteen_bits.empty_statistics(call)
+    if lse.numel() == 0 or call.seqlen_k == 0:
+        sixteen_bits.without_keys(call, o, lse, *row_max or [None])
+    else:
+        with torch.cuda.device(call.q.device):
+            quantised = quantise(call) if call.precision is not None else given(call)
+            attend(call, *quantised, o, lse, *row_max, config=config)
+    return o, lse, *row_max
+
+
+def attend(
+    call: Call, operands: Made, scales: Scales, scale: float, o: Tensor, lse: Tensor, row_max: Tensor | None = None, config: Config | None = None
+) -> None:  # fmt: skip
+    """Write O, LSE and, where it is given, row_max. scale: of products of the operands times their scales."""
+    if config is None and len(halves := parts(call)) > 1:
+        for columns, part in halves:
+            attend(part, operands._replace(V=operands.V[:, :, columns]), scales, scale, o[..., columns], lse, row_max)
+        return
+    plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
+    kernel = jit.compiled(LAUNCH, arguments, plan.config)
+    work, band = sixteen_bits.work_of(plan, call.q.device), sixteen_bits.band_seen(call, plan)
+    values = call.v if call.precision is not None else call.v.view(torch.int8)
+    kernel(Tensors(*operands, o, lse, jit.aligned(values)), scales, work, band, changes.scores(call, plan.config, scale, row_max))
+
+
+def parts(call: Call) -> list[tuple[slice, Call]]:
+    """The columns of V and O that a launch computes, and a call of these. What is not centred has to be promoted, for which there are no registers
+    for all columns of a wide V.
+    """
+    if call.precision is not None or call.head_dim_v <= MOST_PROMOTED:
+        return [(slice(None), call)]
+    columns = [slice(first, min(first + MOST_PROMOTED, call.head_dim_v)) for first in range(0, call.head_dim_v, MOST_PROMOTED)]
+    return [(each, replace(call, v=call.v[..., each], out=None)) for each in columns]
+
+
+def config_of(call: Call, **fields) -> Config:
+    """fields: of `Config`, in place of the usual."""
+    return configure(
+        RECIPES[call.precision].qk if call.precision is not None else call.q.dtype,
+        call.out_dtype or call.q.dtype,
+        call.head_dim,
+        call.head_dim_v,
+        visibility.sees(call.mask),
+        long=call.seqlen_q > LONG,
+        centred=call.precision is not None,
+        tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
+        sink=call.sink is not None,
+        row_max=call.row_max,
+        **changes.fields(call),
+        **fields,
+    )
+
+
+def quantiser_of(call: Call) -> QuantiserConfig:
+    head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
+    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim)
+
+
+def quantise(call: Call) -> tuple[Made, Scales, float]:
+    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth."""
+    q, scale = sixteen_bits.positive_scale(call.q, call.scale)
+    config, device = quantiser_of(call), q.device
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    sizes = (call.heads_q, call.seqlen_q), (call.heads_k, call.seqlen_k)
+    of_tokens = (empty(torch.int8, call.batch, *each, config.head_dim).transpose(1, 2) for each in sizes)
+    made = Made(*of_tokens, empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)))
+    of_rows = [empty(torch.float32, call.batch, call.heads_q, call.seqlen_q) for _ in range(2)]
+    of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) for _ in range(2)]
+    groups = -(-call.seqlen_k // GROUP)
+    of_keys = [
+        empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
+    ]
+    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
+    chunks = min(-(-call.seqlen_k // CHUNK), CHUNKS)
+    channels = empty(torch.float32, call.batch, call.heads_k, 2 + 2 * chunks, config.head_dim)
+    jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
+    return made, scales, scale / config.head_dim
+
+
+def given(call: Call) -> tuple[Made, Scales, float]:
+    """The operands of a call whose tensors have 8 bits, their scales and the softmax's."""
+    q, scale = call.q.view(torch.int8), call.scale
+    if scale <= 0.0:
+        q, scale = _negative(call), -scale
+    v = jit.aligned(call.v.view(torch.int8))
+    shape = call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)
+    transposed = torch.empty(shape, dtype=torch.int8, device=v.device)
+    jit.compiled(TRANSPOSE, transpose_arguments, _transposer_of(call))(v, transposed)
+    made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
+    groups = -(-call.seqlen_k // GROUP)
+    scales = (
+        _spread(call.q_scale, call, call.heads_q, call.seqlen_q),
+        _spread(call.k_scale, call, call.heads_k, groups),
+        _spread(call.v_scale, call, call.heads_k, groups),
+    )
+    return made, Scales(*scales, None, None, None, None), scale
+
+
+def _transposer_of(call: Call) -> QuantiserConfig:
+    head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
+    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim)
+
+
+def _negative(call: Call) -> Tensor:
+    """-q, as int8."""
+    if call.q.dtype == E4M3:
+        return call.q.view(torch.int8) ^ -128
+    raise UnsupportedError(
+        f"scale must be positive beside q in int8, whose -128 has no negative, got {call.scale}; negate q and its scale's sign"
+    )
+
+
+def _spread(scale: Tensor | None, call: Call, heads: int, last: int) -> Tensor:
+    """(batch, heads, last), without copies; 1 where there is no scale."""
+    if scale is None:
+        scale = torch.ones((), dtype=torch.float32, device=call.q.device)
+    shaped = scale if scale.dim() == 3 else scale[..., None] if scale.dim() == 2 else scale[None, None, None]
+    return shaped.expand(call.batch, heads, last)
+
+
+def _rounded_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def kernels(call: Call) -> list[tuple]:
+    """What `jit.compiled` takes, for every kernel that the call launches."""
+    configs = list(dict.fromkeys(config_of(part) for _, part in parts(call)))
+    ahead = [rows.kernel(config) for config in configs if config.sees == "rows"]
+    if call.precision is not None:
+        ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
+    else:
+        ahead.append((TRANSPOSE, transpose_arguments, _transposer_of(call)))
+    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+
+
+def arguments(config: Config) -> list:
+    """Stand-ins for the launch's operands."""
+    from tilewise.sm90.dsl import Float32, Int8
+
+    batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
+    q, k = (jit.tensor(Int8, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
+    v, o = jit.tensor(Int8, batch, heads_k, dim_v, tokens), jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
+    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
+    of_rows, of_keys = (batch, heads_q, seqlen_q), (batch, heads_k, jit.size())
+    factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
+    if config.centred:
+        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2))
+        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
+    else:
+        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, *of_keys), None, None, None, None)
+    values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
+    return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
+
+
+def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
+    """Stand-ins for the last two of `Scales`."""
+    from tilewise.sm90.dsl import Float32
+
+    if not config.loses:
+        return None, None
+    return jit.tensor(Float32, *of_keys, aligned=False), jit.tensor(Float32, *of_keys[:2], jit.size(), aligned=False)
+
+
+def quantiser_arguments(config: QuantiserConfig) -> list:
+    """Stand-ins for the quantiser's operands."""
+    from tilewise.sm90.dsl import Float32, Int8
+
+    dtype, padded = changes.dsl(config.given), config.head_dim
+    batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
+    of_inputs = (seqlen_q, heads_q, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim_v)
+    q, k = (jit.tensor(Int8, batch, *sizes, padded) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
+    of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
+    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) for _ in range(2)]
+    of_keys = batch, heads_k, jit.size()
+    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
+    channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
+    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
+    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
+
+
+def transpose_arguments(config: QuantiserConfig) -> list:
+    from tilewise.sm90.dsl import Int8
+
+    batch, seqlen_k, tokens, heads_k, dim_v = (jit.size() for _ in range(5))
+    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens)]

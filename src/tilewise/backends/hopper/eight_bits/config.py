@@ -1,0 +1,154 @@
+"""How the forward pass in 8 bits is cut: literal data, one line a case."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from tilewise.backends.eight_bits import SIGNS
+from tilewise.backends.eight_bits import TILE as GROUP
+from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
+from tilewise.backends.hopper.score_changes import ScoreChanges
+
+WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
+TOKENS = GROUP // WARPS  # of a warp
+CHUNKS, CHUNK = 32, 512  # of V, at most, and tokens of one at least: what a thread block looks through at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScoreChanges):
+    """How a problem is cut and scheduled; with the launch function, the identity of a compiled kernel. Names as in forward/config.py."""
+
+    dtype: torch.dtype  # of Q and K
+    out: torch.dtype  # of O and, of the quantiser's, of the values that V was made from
+    head_dim: int
+    head_dim_v: int
+    sees: Literal["all", "causal", "interval", "rows", "runs"]
+    tile_m: int
+    tile_n: int
+    promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
+    centred: bool = False  # K and V lack a constant, and V has a scale for each channel
+    tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
+    q_stages: int = 1
+    kv_stages: int = 2
+    pingpong: bool = False
+    hold: bool = False  # maxima are found before the wait for P V
+    dynamic: bool = True
+    cluster: int = 1
+    sink: bool = False
+    row_max: bool = False
+
+    blocks = 1  # of a multiprocessor
+    in_eight_bits = True
+    late = False
+    from_zero = False
+
+    @property
+    def loses(self) -> bool:
+        """Whether K had numbers that its own cannot say, NaN and infinities (`Scales.lost`)."""
+        return self.centred and self.dtype == torch.int8
+
+    @property
+    def hides(self) -> bool:
+        """As in forward/config.py."""
+        return self.sees != "all"
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers, self.blocks]
+
+    @property
+    def lean(self) -> bool:
+        """Whether products read descriptors of `fragments.lean_slice`."""
+        return self.head_dim > 128
+
+    @property
+    def pieces_of_O(self) -> int:
+        """In how many pieces, a part of the columns each, O leaves through shared memory."""
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
+        return next(n for n in sizes if operands + 2 * self.tile_m * self.head_dim_v // n <= SHARED_BYTES - 2048)
+
+    @property
+    def shares(self) -> bool:
+        """As in forward/config.py."""
+        return self.sees == "all" and not (self.dynamic or self.modified or self.sink)
+
+    @property
+    def partial_elements(self) -> int:
+        return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
+
+
+# (head_dim, head_dim_v): tiles; and what is otherwise where there are more than LONG queries.
+# H100, driver 580.159, 2026-11-26, tools/gpu/fp8_bench.py, int8, 8k, TFLOP/s. (64, 64): pairs 527 / 503 full, 497 / 474 causal; 192 queries a tile,
+# not promoted, with turns 648 and 600, but 0.04 of O is lost at 16k keys. (128, 128): turns 884 / 850 full; pairs 861 / 802 causal. (256, 256):
+# pairs 1335 / 1302 full, 1255 / 1237 causal.
+TILES = {
+    (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
+    (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
+    (256, 128): dict(tile_m=128, tile_n=128, promote=True, kv_stages=3),
+    (256, 256): dict(tile_m=128, tile_n=128, promote=False),
+}
+
+
+LONG = 2048
+WHEN_LONG = {
+    (64, 64, "all"): {"cluster": 2},
+    (64, 64, "causal"): {"cluster": 2},
+    (128, 128, "all"): {"pingpong": True},
+    (128, 128, "causal"): {"cluster": 2},
+    (256, 256, "all"): {"cluster": 2},
+    (256, 256, "causal"): {"cluster": 2},
+}
+FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
+
+
+def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tile that holds the heads; None where there is none."""
+    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+
+
+@lru_cache(maxsize=4096)
+def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, **fields) -> Config:
+    """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
+    dims = tile_dims(head_dim, head_dim_v)
+    shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
+    usual = {"dynamic": not shared, **TILES[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
+    if fields.get("softcap") or fields.get("alibi"):
+        usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
+    elif sees == "runs" and dims == (128, 128):
+        usual["tile_n"] = FEWER
+    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
+
+
+# Quantiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantiserConfig:
+    given: torch.dtype
+    dtype: torch.dtype  # of Q and K
+    head_dim: int  # as `Config` has it
+
+    @property
+    def loses(self) -> bool:
+        """As in `Config`."""
+        return self.dtype == torch.int8
+
+    @property
+    def numbers(self) -> int:
+        """Channels of a lane."""
+        return self.head_dim // WARP
+
+
+@lru_cache
+def sign_words(head_dim: int) -> tuple[int, ...]:
+    """Which of a lane's numbers change their sign before the rotation: for each number a word with a bit for each lane."""
+    numbers = head_dim // WARP
+    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
+    return tuple(sum(negative[lane * numbers + c] << lane for lane in range(WARP)) for c in range(numbers))

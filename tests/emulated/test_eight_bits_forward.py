@@ -1,0 +1,168 @@
+"""The forward pass in 8 bits, carried out without a GPU: the quantiser's bits are the contract's, the results the emulation's, at any pace.
+
+Compiling a configuration takes longer than carrying it out: a quick test has few, and the others are slow.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from eight_bits_problems import E4M3, Quantised, held, made
+from emulator.backend import NEEDED, Emulated
+from emulator.machine import PACES
+
+from tilewise.backends import eight_bits as arithmetic
+from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.sm90 import key_order
+
+pytestmark = NEEDED
+
+QUICK = [
+    Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
+    Quantised("given", 70, 40, per=("token", "tile", "head"), mask=Causal()),
+]
+WIDE = [
+    *(
+        Quantised(way, 140, 150, dims=(d, d), mask=mask)
+        for d in (64, 128, 256)
+        for way in ("int8", "fp8", "given")
+        for mask in (Full(), Causal())
+    ),
+    *(Quantised("int8", n, k, heads=(1, 1)) for n, k in ((1, 1), (3, 15), (2, 16), (40, 17), (10, 127), (10, 129), (130, 400))),
+    Quantised("fp8", 200, 30, mask=Causal()),  # rows that see nothing
+    Quantised("int8", 130, 300, mask=SlidingWindow(40, 3), dims=(72, 40)),
+    Quantised("fp8", 130, 300, batch=2, heads=(4, 2), dtype=torch.float16, scale=-0.2),
+    Quantised("given", 130, 300, batch=2, heads=(4, 2), per=("head", "head", "head"), scale=-0.2),
+    Quantised("given", 130, 400, per=("tensor", "tile", "tile"), mask=Causal()),
+    Quantised("given", 130, 400, per=("head", "tensor", "tile"), dims=(256, 256)),
+    Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "tile", "tensor")),
+    Quantised("int8", 130, 300, row_max=True, mask=Causal()),
+]
+
+
+def run(call, pace: str = "random", seed: int = 0, **tuning):
+    with Emulated(pace, seed).on_gpu():
+        return eight_bits.forward(call, eight_bits.config_of(call, **tuning))
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
+def test_cases(case):
+    call = made(case)
+    results = [run(call, pace, seed) for seed, pace in enumerate(PACES)]
+    held(call, *results[0])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields", [{"cluster": 2}, {"pingpong": True}, {"promote": False}, {"tile_m": 192, "promote": False}, {"kv_stages": 2}]
+)
+@pytest.mark.parametrize("mask", [Full(), Causal()])
+def test_schedules(fields, mask):
+    call = made(Quantised(seqlen_q=300, seqlen_k=400, mask=mask))
+    results = [run(call, pace, seed, **fields) for seed, pace in enumerate(PACES)]
+    held(call, *results[0])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1, 0.5]]), "softcap": 2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["sink"], ["softcap"], ["alibi_slopes"], [*CHANGES]], ids="-".join)
+@pytest.mark.parametrize("case", [Quantised("given", 70, 150), Quantised("fp8", 70, 150, mask=Causal(), row_max=True)], ids=str)
+def test_changed_scores(case, names):
+    call = replace(made(case), **{name: CHANGES[name] for name in names})
+    held(call, *run(call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Documents((0, 20, 100), (0, 30, 130), inner=Causal()), PrefixLM(30)], ids=repr)
+def test_masks_of_tables(mask):
+    call = made(Quantised(seqlen_q=100, seqlen_k=130, mask=mask))
+    held(call, *run(call))
+
+
+SPOILED = [
+    Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
+    Quantised("given", 150, 150, mask=SlidingWindow(40, 3)),
+    Quantised("fp8", 150, 150, dtype=torch.float16, mask=PrefixLM(30)),
+    Quantised(seqlen_q=150, seqlen_k=300),
+]
+
+
+@pytest.mark.parametrize("case", [SPOILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SPOILED[1:])], ids=str)
+def test_numbers_that_are_not_finite(case):
+    """They reach the rows that see them, as NaN, and no others."""
+    call = made(case)
+    tensors = {name: getattr(call, name).clone() for name in "qkv"}
+    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -10, 6, math.inf)
+    for name, token, channel, number in bad:
+        x = tensors[name]
+        if x.dtype == E4M3:
+            x, number = x.view(torch.uint8), 0x7F
+        x[0, token, 0, channel] = number
+    call = replace(call, **tensors)
+    o, lse = run(call)
+    held(call, o, lse)
+    assert o.isnan().any() and (case.mask == Full() or not lse.isnan().all())
+
+
+def of_quantiser(call):
+    with Emulated().on_gpu():
+        return eight_bits.quantise(call)
+
+
+BITS = [
+    Quantised(),
+    Quantised("fp8", 5, 15),
+    Quantised(seqlen_k=1500, dims=(72, 40)),
+    Quantised(dims=(256, 256), dtype=torch.float16),
+    Quantised("fp8", 130, 300, batch=2, heads=(4, 2), dims=(128, 128)),
+]
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("case", [BITS[0], *(pytest.param(case, marks=pytest.mark.slow) for case in BITS[1:])], ids=str)
+def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
+    call = made(case)
+    call.k[:, -9:] = 0.0
+    if spoiled:
+        call.q[0, 3, 0, 1], call.k[0, 7, 0, 3], call.v[0, 9, 0, 1] = math.inf, math.nan, -math.inf
+        call.q[0, 4], call.v[..., 2] = 0.0, 5.0
+    found, scales, factor = of_quantiser(call)
+    want = arithmetic.operands_of(call)
+    assert torch.equal(found.Q, want.q.view(torch.int8)) and torch.equal(found.K, want.k.view(torch.int8))
+    assert torch.equal(found.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8))
+    for got, expected in ((scales.q, want.q_scale), (scales.k, want.k_scale), (scales.v, want.v_channel), (scales.centre, want.v_centre)):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(scales.shift, want.shift, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert factor == want.factor
+
+
+@pytest.mark.parametrize(
+    "dim, seqlen", [(64, 17), pytest.param(256, 300, marks=pytest.mark.slow), pytest.param(112, 128, marks=pytest.mark.slow)]
+)
+def test_values_that_are_given_are_transposed(dim, seqlen):
+    call = made(Quantised("given", 3, seqlen, dims=(dim, dim), heads=(2, 2), batch=2))
+    with Emulated().on_gpu():
+        operands, *_ = eight_bits.given(call)
+    assert torch.equal(operands.V, key_order.transposed(call.v.transpose(1, 2)).view(torch.int8))
+
+
+def test_what_is_exact_in_e4m3_is_exact():
+    """One key seen by each row: O is its value, LSE its score."""
+    call = made(Quantised("given", 70, 70, mask=SlidingWindow(0, 0)))
+    ones = {f"{name}_scale": None for name in "qkv"}
+    q, k = (
+        torch.randint(-4, 5, x.shape, generator=torch.Generator().manual_seed(i)).float().to(E4M3) for i, x in enumerate((call.q, call.k))
+    )
+    call = replace(call, q=q, k=k, **ones)
+    o, lse = run(call)
+    assert torch.equal(o, call.v.float().expand(-1, -1, 2, -1).to(o.dtype))
+    scores = torch.einsum("bqhd,bqgd->bhq", q.double(), k.double()) * call.scale
+    torch.testing.assert_close(lse, scores.float(), rtol=1e-6, atol=1e-5)

@@ -1,0 +1,85 @@
+"""Calls in 8 bits for tests of kernels, and what they are held to: the emulation in torch, and its error against fp64."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import eight_bits
+from tilewise.backends.reference import Reference
+from tilewise.backends.tiled import Tiled
+from tilewise.masks import Full, Mask
+from tilewise.problem import Call
+
+E4M3, FULL = torch.float8_e4m3fn, Full()
+MOST_ERROR = 1.1  # over the emulation's: P lies on the other side of a boundary between two numbers of e4m3 now and then
+MOST_OF_LSE = 1e-3  # in powers of e: with integers, the constant that leaves the exponent is rounded
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """way: a recipe, or "given": e4m3, or "given int8", with scales for what `per` says."""
+
+    way: str = "int8"
+    seqlen_q: int = 130
+    seqlen_k: int = 150
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (64, 64)
+    batch: int = 1
+    mask: Mask = FULL
+    dtype: torch.dtype = torch.bfloat16
+    per: tuple[str, str, str] = ("tensor", "tensor", "tensor")
+    scale: float | None = None
+    row_max: bool = False
+
+    def __str__(self) -> str:
+        per = f" {'/'.join(self.per)}" if self.way.startswith("given") else ""
+        return f"{self.way}{per} {self.seqlen_q}x{self.seqlen_k} {self.heads} {self.dims} {self.mask} {self.dtype}".replace("torch.", "")
+
+
+def made(case: Quantised, device: str = "cpu", seed: int = 0) -> Call:
+    """K and V have means, some channels of K large ones."""
+    source = torch.Generator().manual_seed(seed)
+    (heads_q, heads_k), (dim, dim_v) = case.heads, case.dims
+    shapes = (case.seqlen_q, heads_q, dim), (case.seqlen_k, heads_k, dim), (case.seqlen_k, heads_k, dim_v)
+    q, k, v = (torch.randn(case.batch, *shape, generator=source, dtype=torch.float32) for shape in shapes)
+    k += 3.0 * torch.randn(dim, generator=source, dtype=torch.float32)
+    v += torch.randn(dim_v, generator=source, dtype=torch.float32)
+    q, k, v = (x.to(device=device, dtype=case.dtype) for x in (q, k, v))
+    scale = dim**-0.5 if case.scale is None else case.scale
+    call = Call(q=q, k=k, v=v, mask=case.mask, scale=scale, row_max=case.row_max)
+    if not case.way.startswith("given"):
+        return replace(call, precision=case.way)
+    dtypes = (torch.int8,) * 2 if case.way.endswith("int8") else (E4M3, E4M3)
+    fields: dict = {"out_dtype": case.dtype}
+    for name, x, dtype, per in zip("qkv", (q, k, v), (*dtypes, E4M3), case.per, strict=True):
+        fields[name], fields[f"{name}_scale"] = eight_bits.quantised(x.float(), dtype, per)
+    return replace(call, **fields)
+
+
+def held(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None) -> None:
+    """That results are the emulation's, but for rounding."""
+    want, of_want, *largest = Tiled().forward(call)
+    if call.precision is not None:
+        exact, _, *_ = Reference().forward(replace(call, precision=None, out_dtype=torch.float64))
+    else:
+        exact, _, *_ = Reference().forward(replace(call, out_dtype=torch.float64))
+    assert o.dtype == want.dtype and o.shape == want.shape
+    assert (
+        torch.equal(o.isnan(), want.isnan())
+        and torch.equal(lse.isfinite(), of_want.isfinite())
+        and torch.equal(lse.isnan(), of_want.isnan())
+    )
+    there = o.isfinite() & exact.isfinite()
+    error, usual = (rms((x.double() - exact)[there]) for x in (o, want))
+    assert error <= MOST_ERROR * usual + 1e-6, f"{error:.3g} from fp64; the emulation's error is {usual:.3g}"
+    most = (usual + 1e-6) * 12.0  # of one number
+    apart = (o.double() - want.double())[there].abs().max().item() if there.any() else 0.0
+    assert apart <= most, f"{apart:.3g} from the emulation, whose error is {usual:.3g}"
+    for name, got, expected in (("lse", lse, of_want), *((("row_max", row_max, largest[0]),) if row_max is not None else ())):
+        close = (got - expected)[expected.isfinite()].abs()
+        assert not close.numel() or close.max() <= MOST_OF_LSE, f"{name} is {close.max():.3g} from the emulation's"
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0

@@ -1,0 +1,337 @@
+"""Measures the forward pass in 8 bits on one Hopper GPU: checked first, then its errors on four distributions, then its speed beside bf16's.
+
+    python tools/gpu/fp8_bench.py OUT.jsonl [--only check,accumulator,errors,speed,tuning] [--seconds 300]
+
+check: against the emulation in torch (backends/tiled/eight_bits.py) and, by the root of the mean square, against fp64; odd lengths, every head_dim.
+accumulator: values with a mean of 10, without centring and promoted or not: what the tensor cores' sums of 13 bits lose.
+errors: against fp64, pooled over 16 heads of 8,192 keys; `gain` is over e4m3 with one scale a tensor.
+speed: the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s on visible pairs, all in one process, interleaved: the kernel alone, on
+operands that are there, and with quantising (or, of e4m3 that is given, transposing V).
+tuning: the kernel alone with other tiles and schedules.
+
+Kernels are compiled ahead, on all cores. Every row is printed and written to OUT.jsonl as soon as it is there.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import eight_bits as arithmetic
+from tilewise.backends.hopper import warmup
+from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.backends.hopper.forward import call as sixteen_bits
+from tilewise.backends.reference import Reference
+from tilewise.backends.tiled import Tiled
+from tilewise.bench import provenance
+from tilewise.bench.timing import interleave
+from tilewise.masks import Causal, Full, Mask, SlidingWindow
+from tilewise.problem import Call
+
+E4M3, TOKENS, HIDDEN = torch.float8_e4m3fn, 16384, 2048
+START, DEVICE = time.monotonic(), "cuda"
+SECONDS = 0.06  # for each figure
+MASKS = {"full": Full(), "causal": Causal()}
+GIVEN = "given"  # e4m3 with a scale for each tensor
+WAYS = ("int8", "fp8", GIVEN)
+CELLS = [(d, s, name) for s in (8192, 16384, 2048) for d in (128, 64, 256) for name in MASKS]
+LENGTHS = [(1, 1), (3, 15), (130, 16), (129, 17), (300, 127), (256, 128), (257, 129), (70, 1000), (1000, 1900)]  # queries and keys
+TUNINGS = {
+    128: [
+        {"cluster": 1, "pingpong": False},
+        {"kv_stages": 2},
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": False},
+        {"cluster": 2, "pingpong": True},
+        {"hold": True},
+        {"hold": True, "pingpong": True},
+        {"hold": True, "cluster": 2},
+        {"hold": True, "cluster": 2, "pingpong": True},
+        {"promote": False, "pingpong": True},
+    ],
+    64: [
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": True},
+        {"hold": True},
+        {"hold": True, "pingpong": True},
+        {"tile_m": 192, "promote": False, "pingpong": True},
+        {"tile_m": 192, "tile_n": 64, "cluster": 1, "hold": True},
+    ],
+    256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
+}
+
+
+class Rows:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, **row) -> None:
+        row["at_s"] = round(time.monotonic() - START, 1)
+        print(json.dumps(row), flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def draw(batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], dim: int, device: str, seed: int = 0) -> list[Tensor]:
+    """q, k and v, bf16, N(0, 1)."""
+    shapes = (seqlen_q, heads[0]), (seqlen_k, heads[1]), (seqlen_k, heads[1])
+    if device == "meta":
+        return [torch.empty(batch, *shape, dim, dtype=torch.bfloat16, device=device) for shape in shapes]
+    source = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(batch, *shape, dim, dtype=torch.bfloat16, device=device, generator=source) for shape in shapes]
+
+
+def call_of(way: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Call:
+    """way: of WAYS; others are the tensors as they are."""
+    call = Call(q=q, k=k, v=v, mask=mask, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    if way in arithmetic.RECIPES:
+        return replace(call, precision=way)
+    if way != GIVEN:
+        return call
+    fields: dict = {"out_dtype": q.dtype}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.is_meta:
+            fields |= {name: torch.empty(x.shape, dtype=E4M3, device=x.device), f"{name}_scale": torch.empty((), device=x.device)}
+        else:
+            fields[name], fields[f"{name}_scale"] = arithmetic.quantised(x.float(), E4M3, "tensor")
+    return replace(call, **fields)
+
+
+def kernel_of(call: Call, **tuning) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The kernel alone, on operands that are made here."""
+    with torch.cuda.device(call.q.device):
+        operands = eight_bits.quantise(call) if call.precision is not None else eight_bits.given(call)
+    o = torch.full((*call.q.shape[:3], call.head_dim_v), torch.nan, dtype=call.out_dtype or call.q.dtype, device=call.q.device)
+    lse = torch.full((call.batch, call.heads_q, call.seqlen_q), torch.nan, dtype=torch.float32, device=call.q.device)
+    config = eight_bits.config_of(call, **tuning) if tuning else None
+
+    def run() -> tuple[Tensor, Tensor]:
+        eight_bits.attend(call, *operands, o, lse, config=config)
+        return o, lse
+
+    return run
+
+
+def cell_of(way: str, dim: int, seqlen: int, mask: str, device: str = "") -> Call:
+    heads = HIDDEN // dim
+    return call_of(way, *draw(TOKENS // seqlen, seqlen, seqlen, (heads, heads), dim, device or DEVICE), MASKS[mask])
+
+
+def compile_ahead(rows: Rows, only: set[str]) -> None:
+    todo = []
+    for dim, seqlen, mask in CELLS:
+        for way in WAYS:
+            call = cell_of(way, dim, seqlen, mask, "meta")
+            todo += eight_bits.kernels(call)
+            if "tuning" in only and (way == "int8" or dim == 128) and seqlen == CELLS[0][1]:
+                todo += [(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **each)) for each in TUNINGS[dim]]
+        if "speed" in only:
+            todo += sixteen_bits.kernels(cell_of("bf16", dim, seqlen, mask, "meta"))
+        todo.append(
+            (eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(cell_of(GIVEN, dim, seqlen, mask, "meta"), promote=False))
+        )
+    if "check" in only:
+        todo += eight_bits.kernels(call_of("int8", *draw(1, 256, 256, (2, 1), 128, "meta"), SlidingWindow(90, 3)))
+    outcomes = list(warmup.warm(dict.fromkeys(warmup.Kernel(*each) for each in todo)))
+    states = [each.state for each in outcomes]
+    failures = [f"{each.kernel.config}: {each.reason[:300]}" for each in outcomes if each.state == "failed"]
+    rows.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))}, failures=failures)
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def check(rows: Rows) -> None:
+    emulated = Tiled()
+    cases = [(d, q, k, mask, way) for d in (128, 64, 256) for mask in MASKS.values() for way in WAYS for q, k in LENGTHS]
+    cases += [(128, q, k, SlidingWindow(90, 3), "int8") for q, k in LENGTHS]
+    worst: dict[tuple, dict] = {}
+    for dim, seqlen_q, seqlen_k, mask, way in cases:
+        q, k, v = draw(2, seqlen_q, seqlen_k, (4, 2), dim, DEVICE, seqlen_q + seqlen_k)
+        k, v = k + 3.0, v + 2.0
+        call = call_of(way, q, k, v, mask)
+        o, lse = eight_bits.forward(call)
+        again, _ = eight_bits.forward(call)
+        want, of_want = emulated.forward(call)
+        exact, _ = Reference().forward(call_of("bf16", q, k, v, mask))
+        there = of_want.isfinite()
+        row = {
+            "difference": (o.float() - want.float()).abs().max().item(),
+            "lse": (lse - of_want)[there].abs().max().item() if there.any() else 0.0,
+            "rms": rms(o.double() - exact.double()) / max(rms(want.double() - exact.double()), 1e-9),
+            "other bits": int(not torch.equal(o, again)),
+            "nan": int(o.isnan().sum().item() + lse.isnan().sum().item()),
+            "empty rows": int(not torch.equal(lse.isfinite(), there)),
+        }
+        have = worst.setdefault((dim, way, str(mask)), dict(row, at=[]))
+        bad = row["rms"] > 1.1 or row["lse"] > 0.02 or row["other bits"] or row["nan"] or row["empty rows"]
+        for name, x in row.items():
+            have[name] = max(have[name], x)
+        if bad:
+            have["at"].append([seqlen_q, seqlen_k])
+    for (dim, way, mask), row in worst.items():
+        shown = {name: float(f"{x:.3g}") if isinstance(x, float) else x for name, x in row.items()}
+        rows.note(kind="check", d=dim, way=way, mask=mask, told="wrong" if row["at"] else "ok", **shown)
+
+
+def accumulator(rows: Rows) -> None:
+    """Sums of positive numbers show what is cut off at every addition."""
+    for dim in (64, 128, 256):
+        for keys in (2048, 16384, 65536):
+            q, k, v = draw(1, 256, keys, (2, 2), dim, DEVICE)
+            call = call_of(GIVEN, q, k * 0.1, v + 10.0, Full())
+            exact, _ = Reference().forward(replace(call, out_dtype=torch.float64))
+            found = {}
+            for promote in (True, False):
+                if promote and dim == 256:
+                    continue
+                o, _ = kernel_of(call, promote=promote)()
+                found["promoted" if promote else "not promoted"] = float(f"{rms(o.double() - exact) / rms(exact):.3g}")
+            rows.note(kind="accumulator", d=dim, keys=keys, relative_rms=found)
+
+
+def distributions(dim: int, keys: int) -> dict[str, tuple[Tensor, Tensor, Tensor, float]]:
+    """q, k, v and the scale of 16 heads."""
+    queries = 256
+    q, k, v = (x.float() for x in draw(1, queries, keys, (16, 16), dim, DEVICE))
+    source = torch.Generator(DEVICE).manual_seed(7)
+
+    def outliers(x: Tensor) -> Tensor:
+        rare = torch.rand(x.shape, device=DEVICE, generator=source) < 1e-3
+        return x + 10.0 * torch.randn(x.shape, device=DEVICE, generator=source) * rare
+
+    uneven = torch.exp(0.5 * torch.randn(dim, device=DEVICE, generator=source))
+    mean = torch.zeros(dim, device=DEVICE)
+    mean[torch.randperm(dim, generator=torch.Generator().manual_seed(3))[:4].to(DEVICE)] = 12.0
+    of_values = torch.randn(dim, device=DEVICE, generator=source)
+    usual = dim**-0.5
+    return {
+        "outlier": (outliers(q), outliers(k), outliers(v), usual),
+        "normal": (q, k, v, usual),
+        "llm": (q * uneven, k * uneven + mean, v + of_values, usual),
+        "peaky": (q, k, v, 4.0 * usual),
+    }
+
+
+def errors(rows: Rows) -> None:
+    for dim in (128, 64, 256):
+        for keys in (8192, 2048):
+            for name, (q, k, v, scale) in distributions(dim, keys).items():
+                tensors = [x.bfloat16() for x in (q, k, v)]
+                exact, _ = Reference().forward(replace(call_of("bf16", *tensors, Full(), scale), out_dtype=torch.float64))
+                found = {way: rms(eight_bits.forward(call_of(way, *tensors, Full(), scale))[0].double() - exact) for way in WAYS}
+                if dim == 128:
+                    found["int8, not promoted"] = rms(
+                        kernel_of(call_of("int8", *tensors, Full(), scale), promote=False)()[0].double() - exact
+                    )
+                found["bf16"] = rms(sixteen_bits.forward(call_of("bf16", *tensors, Full(), scale))[0].double() - exact)
+                gains = {way: round(found[GIVEN] / max(x, 1e-12), 2) for way, x in found.items()}
+                rows.note(kind="errors", d=dim, keys=keys, of=name, rms={way: float(f"{x:.3g}") for way, x in found.items()}, gain=gains)
+
+
+def tflops(dim: int, seqlen: int, mask: str, seconds: float) -> float:
+    pairs = seqlen * (seqlen + 1) / 2 if mask == "causal" else seqlen**2
+    return round(4 * pairs * (TOKENS // seqlen) * HIDDEN / seconds / 1e12, 1)
+
+
+def contenders_of(calls: dict[str, Call], bf16: Call) -> dict[str, Callable]:
+    alone = {way: kernel_of(call) for way, call in calls.items()}
+    whole = {f"{way}, all": partial(eight_bits.forward, call) for way, call in calls.items()}
+    ahead = {"quantiser": partial(eight_bits.quantise, calls["int8"]), "transposing": partial(eight_bits.given, calls[GIVEN])}
+    return {**alone, **whole, "bf16": partial(sixteen_bits.forward, bf16), **ahead}
+
+
+def speed(rows: Rows) -> None:
+    for dim, seqlen, mask in CELLS:
+        contenders = contenders_of({way: cell_of(way, dim, seqlen, mask) for way in WAYS}, cell_of("bf16", dim, seqlen, mask))
+        found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
+        times = {name: each.median for name, each in found.items()}
+        us = {name: round(1e6 * seconds, 1) for name, seconds in times.items()}
+        rates = {name: tflops(dim, seqlen, mask, seconds) for name, seconds in times.items() if name not in ("quantiser", "transposing")}
+        rows.note(kind="speed", d=dim, s=seqlen, mask=mask, tflops=rates, us=us)
+
+
+def tuning(rows: Rows) -> None:
+    seqlen = CELLS[0][1]
+    for (dim, each), mask, way in itertools.product(TUNINGS.items(), MASKS, WAYS):
+        if dim == 128 or way == "int8":
+            call, contenders = cell_of(way, dim, seqlen, mask), {}
+            for fields in ({}, *each):
+                try:
+                    run = kernel_of(call, **fields)
+                    run()
+                    contenders[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = run
+                except (RuntimeError, StopIteration, ValueError) as failure:
+                    rows.note(
+                        kind="tuning", d=dim, way=way, mask=mask, fields=fields, failed=f"{type(failure).__name__}: {str(failure)[:200]}"
+                    )
+            found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
+            rates = {name: tflops(dim, seqlen, mask, stats.median) for name, stats in found.items()}
+            rows.note(kind="tuning", d=dim, way=way, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])))
+
+
+def graph(rows: Rows) -> None:
+    """A call without waiting for the GPU, captured and replayed on other numbers, gives the bits of one that was not."""
+    for way in WAYS:
+        call, other = (call_of(way, *draw(2, 500, 700, (4, 2), 128, DEVICE, seed), Causal()) for seed in (0, 1))
+        eight_bits.forward(call)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eight_bits.forward(call)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            o, lse = eight_bits.forward(call)
+        for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
+            if (target := getattr(call, name)) is not None:
+                target.copy_(getattr(other, name))
+        captured.replay()
+        want = eight_bits.forward(other)
+        rows.note(kind="graph", way=way, told="ok" if torch.equal(o, want[0]) and torch.equal(lse, want[1]) else "other bits")
+
+
+PARTS = {"check": check, "graph": graph, "accumulator": accumulator, "errors": errors, "speed": speed, "tuning": tuning}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=300.0)
+    given = parser.parse_args()
+    only, rows = set(given.only.split(",")), Rows(given.out)
+    rows.note(kind="machine", **provenance.provenance(DEVICE))
+    compile_ahead(rows, only)
+    ready = time.monotonic()
+    for name, part in PARTS.items():
+        if name not in only:
+            continue
+        if time.monotonic() - ready > given.seconds:
+            rows.note(kind=name, failed="no time was left")
+            continue
+        begin = time.monotonic()
+        try:
+            part(rows)
+        except (
+            RuntimeError,
+            AssertionError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as failure:  # so that the others are measured all the same
+            rows.note(kind=name, failed=f"{type(failure).__name__}: {str(failure)[:500]}")
+        rows.note(kind="seconds", of=name, seconds=round(time.monotonic() - begin, 1))
+
+
+if __name__ == "__main__":
+    main()
