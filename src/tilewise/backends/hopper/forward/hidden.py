@@ -266,7 +266,7 @@ def mark_tiles(marks: cute.Tensor, first: Int32, last: Int32, tiles: Int32, run:
                 left = Int32(NONE)  # a bit for each read that has something
                 for t in range_constexpr(AT_ONCE):
                     found = Int32(NONE)
-                    for w in range_constexpr(WORDS):
+                    for w in range_constexpr(WIDE * pattern(unit.V.element_type).width // 32):
                         found = found | marks_of(cute.recast_tensor(numbers[None, t], Int32)[w], unit.V.element_type)
                     left = left | cutlass.select_(found != NONE, Int32(1 << t), Int32(NONE))
                 left = arch.warp_redux_sync(left, "or")
@@ -296,13 +296,14 @@ def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: In
     words, kind = cute.recast_tensor(numbers, Int32), const_expr(pattern(numbers.element_type))
     width, size_bits = const_expr(kind.width), const_expr((1 << kind.width - 1) - 1)
     least = const_expr(kind.exponents & size_bits)  # of what is not finite
-    infinite = const_expr(least if not config.in_eight_bits else -1)  # e4m3 has none, only NaN
+    most = const_expr(least - config.in_eight_bits)  # of what is no NaN: infinity, which e4m3 does not have
+    infinite = const_expr(-1 if config.in_eight_bits else least)
     negative = const_expr(infinite | size_bits + 1)
     rows, lost = rows_that_see(first, end, run, unit, config)
     for i in range_constexpr(WIDE):
         bits = (words[i * width // 32] >> width * i % 32) & const_expr((1 << width) - 1)
         size = bits & size_bits
-        nan = size > least if const_expr(not config.in_eight_bits) else size == least
+        nan = size > most
         above = cutlass.select_(nan | (bits == infinite), rows, Int32(NONE))
         below = cutlass.select_(nan | (bits == negative), rows, Int32(NONE))
         both = cutlass.select_(size >= least, lost, Int32(NONE))
