@@ -3,6 +3,8 @@
 runtime/decode_operator.py and runtime/append_operator.py do the work. Nothing here reads a tensor's values.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -172,9 +174,8 @@ def decode(
             raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
         seqlens = _as_tensor(seqlens, length, batch, k_cache)
         cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
-        places = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens": cu_seqlens}
-        turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": interleaved}
-        ends = _append(*caches, k, v, cache_seqlens=seqlens, **places, **turn, check=check)
+        places, turn = Places(page_table, cache_batch_idx, cu_seqlens), Turn(rotary_cos, rotary_sin, None, interleaved)
+        ends = _append(*caches, k, v, seqlens, places, turn, check)
         seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()) if ends is None else ends, None
         if caches[0].dtype != k_cache.dtype:  # autocast's copies are of the caches as they were
             _, k_cache, v_cache, _ = autocast(q, *caches)
@@ -246,28 +247,33 @@ def append(
     Raises:
         ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
     """
-    places = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens": cu_seqlens}
-    turn = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_first": rotary_first, "interleaved": interleaved}
-    _append(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **places, **turn, check=check)
+    turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
+    _append(k_cache, v_cache, k, v, cache_seqlens, Places(page_table, cache_batch_idx, cu_seqlens), turn, check)
+
+
+class Places(NamedTuple):
+    """Where new tokens go, as `append` has it."""
+
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class Turn(NamedTuple):
+    """How new keys are rotated, as `append` has it."""
+
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_first: Tensor | None
+    interleaved: bool
 
 
 def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cache_seqlens: Tensor | int,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    interleaved: bool,
-    check: bool,
-    rotary_first: Tensor | None = None,
-) -> Tensor | None:
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: Turn, check: bool
+) -> Tensor | None:  # fmt: skip
     """`append`, and what `append_operator.run` returns."""
+    page_table, cache_batch_idx, cu_seqlens = places
+    rotary_cos, rotary_sin, rotary_first, interleaved = turn
     for name, flag in (("interleaved", interleaved), ("check", check)):
         check_flag(name, flag)
     _check_caches(k_cache, v_cache, paged=page_table is not None)
@@ -295,8 +301,7 @@ def _append(
     if cache_seqlens is None:
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
-    tensors = page_table, cache_batch_idx, cu_seqlens, rotary_cos, rotary_sin, rotary_first
-    return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *tensors, interleaved, check))
+    return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check))
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:

@@ -50,16 +50,16 @@ def widen(
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
-            come, go = widen_piece(tensors, raw, wide, filled, ready, told, come, go, b, piece, sequence, shape, config)
+            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, b, piece, sequence, shape, config)
             at = piece.next
 
 
 @cute.jit
 def widen_piece(
-    tensors: Tensors, raw: tuple, wide: tuple, filled: tuple, ready: tuple, told: cute.Tensor, come: pipeline.PipelineState,
+    tensors: Tensors, raw: tuple, wide: tuple, pipes: tuple, told: cute.Tensor, come: pipeline.PipelineState,
     go: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config],
 ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:  # fmt: skip
-    scales, ahead = (tensors.k_scale, tensors.v_scale), cute.make_rmem_tensor(2, Float32)
+    (filled, ready), scales, ahead = pipes, (tensors.k_scale, tensors.v_scale), cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
         if const_expr(by_token(scales[i])):
             ahead[i] = scale_of(scales[i], b, piece.first, piece, sequence, shape, config)

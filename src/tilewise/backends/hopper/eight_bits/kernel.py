@@ -72,13 +72,23 @@ def launch(
     if const_expr(not config.shares):
         clusters = min(units.count, clusters)
     found = Partials(work.sums, work.arrivals)
-    kernel(copies, tensors, scales, work.counter, found, units, band, changes, eight_bits.products(config, dtype), *layouts, config).launch(
+    kernel(
+        copies, tensors, scales, work.counter, found, units, band, changes, eight_bits.products(config, dtype), Layouts(*layouts), config
+    ).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=1,
         stream=stream,
     )
+
+
+class Layouts(NamedTuple):
+    """In shared memory."""
+
+    Q: cute.ComposedLayout
+    K: cute.ComposedLayout
+    V: cute.ComposedLayout
 
 
 def dtype_of(config):
@@ -89,10 +99,10 @@ def dtype_of(config):
 @cute.kernel
 def kernel(
     copies: Copies, tensors: Tensors, scales: Scales, counter: cute.Tensor, found: Partials, units: Units, band: Band, changes: Scores,
-    mma: wgmma.Mma, layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
+    mma: wgmma.Mma, layouts: Layouts, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
-    sm = allocate(storage, tensors.O.element_type, (layout_Q, layout_K, layout_V), config)
+    sm = allocate(storage, tensors.O.element_type, layouts, config)
     queue = scheduler.make_queue(storage, counter, forward.readers(config), config)
     screen = hidden.make_screen(storage, config) if const_expr(config.hides) else None
     nowhere = storage.allocate_tensor(Float32, cute.make_layout(1), 16).iterator.toint() if const_expr(config.hold) else None
