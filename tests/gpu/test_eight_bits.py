@@ -33,8 +33,11 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1) -> None:
-    """The errors are those of the emulation, but for one in ten of them; and O is that of the emulation within a third of them."""
+def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 1 / 3) -> None:
+    """The errors are those of the emulation, but for one in ten of them; and O is that of the emulation within `apart` of them.
+
+    Where a unit's keys are shared by thread blocks (full masks), each begins with a maximum of its own, and P is rounded otherwise, though no worse.
+    """
     same, same_lse = Tiled().forward(call)
     exact, exact_lse = Reference().forward(Call(**{**vars(call), "out_dtype": torch.float64}))
     o, lse, size = o.cpu(), lse.cpu(), rms(exact)
@@ -43,7 +46,7 @@ def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1) -> None:
     error, least = rms(o - exact), rms(same - exact)
     assert error <= slack * least + ROUNDED * size, (error / size, least / size)
     assert rms((lse - exact_lse)[seen]) <= slack * rms((same_lse - exact_lse)[seen]) + 1e-4
-    assert rms(o.double() - same.double()) <= least / 3 + 2 * ROUNDED * size
+    assert rms(o.double() - same.double()) <= apart * least + 2 * ROUNDED * size
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -68,12 +71,14 @@ def test_given_tensors(dim, per):
     hold(o, lse, call)
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("precision", RECIPES)
-def test_kinds_of_inputs(precision, kind):
+def test_kinds_of_inputs(precision, kind, mask):
     q, k, v = inputs(kind, 2048, 128, 16, 128)
-    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), precision=precision, return_lse=True)
-    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Full(), scale=128**-0.5, precision=precision))
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
+    call = Call(q=q, k=k, v=v, mask=MASKS[mask], scale=128**-0.5, precision=precision)
+    hold(o, lse, call, apart=1.0 if mask == "full" else 1 / 3)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 15), (17, 16), (127, 129), (129, 127), (5, 128)])
