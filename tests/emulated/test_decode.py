@@ -249,7 +249,7 @@ def test_repeated_calls(on_gpu):
 
 def test_public_calls_like_one_before(on_gpu, monkeypatch):
     """Straight to the decoder that the first one made."""
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name: Emulated())
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
     decode_repeats.forget()
     call = made(QUICK[0])

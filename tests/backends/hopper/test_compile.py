@@ -64,6 +64,7 @@ from kernel_inventory import (
 )
 
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import hidden
 from tilewise.ladder import DECODE_RUNGS, RUNGS
 from tilewise.sm90.jit import why_no_compiler
 
@@ -227,7 +228,8 @@ def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
     integers = dtype == torch.int8
     assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
-    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (config.tile_n // 8 + 6)
+    bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
+    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (config.tile_n // 8 + 6) + bytes_of_hidden
     assert counts["UTMALDG"] > 0
 
 
