@@ -124,6 +124,13 @@ def test_pages_of_packed_sequences():
     assert torch.equal(o, expected)
     for got, wanted in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, expected)), strict=True):
         torch.testing.assert_close(got, wanted)
+    with torch.no_grad():  # read where they lie, as `decode` does
+        read, alone = (
+            flash_attn.flash_attn_varlen_func(q, *kv, CU_Q, CU_K, 13, 28, causal=True, return_attn_probs=True, block_table=where)
+            for kv, where in (((k, v), table), (flat, None))
+        )
+    for got, wanted in zip(read[:2], alone[:2], strict=True):
+        torch.testing.assert_close(got, wanted)
     with pytest.raises(RuntimeError, match=r"block_table\[3\] names pages \[9, 2, 4, 6\], but k_cache has pages 0..8"):
         flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, block_table=table + 1)
 

@@ -18,6 +18,7 @@ Errors: ArgumentError, which is a ShapeError and a RuntimeError; UnsupportedErro
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.compat import _kvcache, bert_padding, rotary
@@ -127,7 +128,10 @@ def flash_attn_varlen_func(
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     if block_table is not None:
-        k, v, cu_seqlens_k = unpaged(k, v, cu_seqlens_k, block_table)
+        cache = paged(k, v, cu_seqlens_k, block_table)
+        if not how["dropout_p"] and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+            return _results(_kvcache.attend(q, cache, None, None, given, cu_seqlens_q=cu_seqlens_q), how["with_lse"])
+        k, v, cu_seqlens_k = cache.packed()
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
     found = translate.attend_packed(q, k, v, *lengths, given, **how)
     return _results(found)
@@ -225,10 +229,10 @@ def flash_attn_with_kvcache(
     return (out, translate.positive_infinity(lse)) if return_softmax_lse else out
 
 
-def unpaged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed k, v and their cu_seqlens, from pages (pages, page_size, heads_k, head_dim) and sequences as long as cu_seqlens_k says."""
+def paged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> _kvcache.Cache:
+    """Pages (pages, page_size, heads_k, head_dim) with sequences as long as cu_seqlens_k says."""
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",), _kvcache.INDEX_DTYPES)
-    return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table).packed()
+    return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table)
 
 
 def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:
@@ -240,6 +244,6 @@ def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:
     return {"dropout_p": dropout_p, "deterministic": bool(deterministic), "with_lse": bool(return_attn_probs)}
 
 
-def _results(found: tuple[Tensor, Tensor | None]) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+def _results(found: tuple[Tensor, Tensor | None], with_lse: bool = True) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     out, lse = found
-    return out if lse is None else (out, translate.positive_infinity(lse), out.new_empty(0))
+    return out if lse is None or not with_lse else (out, translate.positive_infinity(lse), out.new_empty(0))
