@@ -185,6 +185,7 @@ def test_demo_serve_says_by_its_exit_code_whether_texts_agree(monkeypatch):
     assert given[0] == serve.ServeOptions(device=torch.device("cpu"), seed=7)
 
 
+@pytest.mark.slow
 def test_demo_that_disagrees_is_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "TIMING_BUDGET_S", 0.01)
     ours = job.ATTENTIONS["tilewise"]

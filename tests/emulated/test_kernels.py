@@ -28,9 +28,7 @@ CASES = [
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True, dtype="fp16")),
     Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
-    Case(**SMALL | dict(mask=Causal(), seqlen_q=30, seqlen_k=140, bias="q", bias_hides=True, lse_grad=True)),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
-    Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
     Case(**ONE_HEAD | dict(head_dim=72, head_dim_v=40, mask=SlidingWindow(40, 3))),
     Case(**ONE_HEAD | dict(batch=2, mask=Padding((130, 60)) & Causal())),  # packed documents: entries.py
 ]
@@ -55,6 +53,8 @@ MORE = [
     ),
     *(Case(**SMALL | dict(mask=mask, seqlen_q=m, seqlen_k=n, head_dim=d)) for d in (64, 128) for mask, m, n in MOVED),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
+    Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
+    Case(**SMALL | dict(mask=Causal(), seqlen_q=30, seqlen_k=140, bias="q", bias_hides=True, lse_grad=True)),
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=140, bias="h", lse_grad=True)),
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True)),
     Case(**ONE_HEAD | dict(head_dim=40, mask=SlidingWindow(40, 3))),
@@ -205,6 +205,7 @@ def test_numbers_of_dO_that_are_not_finite(mask, dims, dtype):
     tolerance.check_gradients(call, grads, d_o, d_lse, tolerance.expected(call, d_o, d_lse))
 
 
+@pytest.mark.slow
 def test_infinities_of_dO_far_from_what_is_hidden():
     """What is NaN in most gradients is so by right, as nothing hidden in their tiles is; of both signs in one column, of one in another."""
     case = Case(**ONE_HEAD | dict(seqlen_q=300, seqlen_k=300, mask=SlidingWindow(160, 0)))
@@ -221,7 +222,7 @@ def test_infinities_of_dO_far_from_what_is_hidden():
     ("seqlens", "mask"),
     [
         ((31, 400), SlidingWindow(50, 0)),
-        ((129, 65), Causal()),  # one block of keys; half a tile of queries sees nothing
+        pytest.param((129, 65), Causal(), marks=pytest.mark.slow),  # one block of keys; half a tile of queries sees nothing
         pytest.param((130, 257), Causal("top_left"), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -232,7 +233,7 @@ def test_keys_that_nobody_sees(seqlens, mask):
         run(Emulated(), Case(**ONE_HEAD | dict(batch=2, seqlen_q=seqlens[0], seqlen_k=seqlens[1], mask=mask)))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_scores_below_zero(dtype):
     """In all rows, in some, and in none; growing from tile to tile, so that maxima move, which are compared as integers only above 0."""
     call = make(Case(**ONE_HEAD | dict(mask=Full(), seqlen_q=130, seqlen_k=400, dtype=dtype)), 0)
