@@ -170,6 +170,31 @@ def test_what_differs_goes_the_long_way(name, backend):
     assert backend.short == 2
 
 
+def latent(seed=0):
+    """A cache whose values are its keys' first columns."""
+    k = drawn(2, 12, 1, 12, seed=seed + 1)
+    return [drawn(2, 3, 4, 12, seed=seed), k, k[..., :8]], {"cache_seqlens": ints(5, 12 - seed)}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("shared_first", [True, False])
+def test_values_in_the_keys_memory_are_another_call(shared_first, guarded, backend, monkeypatch):
+    """Of equal sizes and strides; a backend may read such memory once."""
+    if not guarded:
+        monkeypatch.setattr(repeats, "guard", lambda *_: None)
+    (q, k, shared), given = latent()
+    apart = drawn(2, 12, 1, 12, seed=9)[..., :8]
+    first, then = (shared, apart) if shared_first else (apart, shared)
+    wanted = tw.decode(q, k, then, **given)
+    decode_repeats.forget()
+    for _ in range(2):
+        tw.decode(q, k, first, **given)
+    assert backend.short == 1
+    assert torch.equal(tw.decode(q, k, then, **given), wanted) and backend.short == 1
+    tw.decode(q, k, then, **given)
+    assert backend.short == 2 and len(decode_repeats._KNOWN) == 2
+
+
 def test_a_call_that_returns_lse_is_another(backend):
     tensors, given = paged()
     for _ in range(2):

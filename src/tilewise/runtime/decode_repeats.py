@@ -1,7 +1,8 @@
 """Calls of `decode` like one before: their checks, choice of backend and kernel are remembered (repeats.py has the same for `attention`).
 
-A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, and all options are equal. What tensors
-hold and where they lie may differ. Only plain calls are remembered, whose index tensors are int32, and none whose values are to be checked.
+A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, all options are equal, and values begin
+where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are remembered, whose index tensors
+are int32, and none whose values are to be checked.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class Known:
 
     def __init__(self, run: Callable[[DecodeCall], tuple[Tensor, Tensor]], like: DecodeCall, given: tuple, options: tuple) -> None:
         self.run, self.options, self.types = run, options, list(map(type, options))
-        self.missing = [x is None for x in given]
+        self.form = _form(given)
         self.names = [name for name, x in zip(Given._fields, given, strict=True) if x is not None]
         self.slopes = "alibi_slopes" in self.names
         self.like = with_tensors(like, dict.fromkeys(self.names))
@@ -90,10 +91,10 @@ def find(given: tuple, options: tuple) -> Known | None:
         for x in tensors:
             if x.is_nested or not x.data_ptr():  # torch's check aborts the process on one; memory that was given back
                 return None
-        missing, types = [x is None for x in given], list(map(type, options))
+        form, types = _form(given), list(map(type, options))
         for known in _recent:
             if (
-                known.missing == missing
+                known.form == form
                 and known.types == types
                 and known.options == options
                 and known.guard(*tensors)
@@ -154,9 +155,14 @@ def _same_memory(x: Tensor, operand: Tensor) -> bool:
     return x is operand or (x.data_ptr() == operand.data_ptr() and x.shape == operand.shape and x.stride() == operand.stride())
 
 
+def _form(given: tuple) -> list[bool]:
+    """Which tensors are missing; and whether values begin where keys do, as in a latent cache, which a backend reads once."""
+    return [*[x is None for x in given], given[1].data_ptr() == given[2].data_ptr()]
+
+
 def _there(given: tuple) -> list[Tensor]:
     return [x for x in given if x is not None]
 
 
 def _signature(given: tuple, options: tuple) -> tuple:
-    return repeats.signature(tuple(_there(given)), tuple([x is None for x in given]), options)
+    return repeats.signature(tuple(_there(given)), tuple(_form(given)), options)
