@@ -262,6 +262,23 @@ def test_public_calls_like_one_before(on_gpu, monkeypatch):
     decode_repeats.forget()
 
 
+def test_public_calls_over_caches_of_eight_bits_like_one_before(on_gpu, monkeypatch):
+    """Straight to the decoder, which reads the scales of each call."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    decode_repeats.forget()
+    call = made(DecodeCase(lengths=(70, 1, 130, 0), heads=(4, 2), dims=(64, 64)))
+    for seed in range(3):
+        eight, exact = with_eight_bits(call, (torch.float8_e4m3fn, torch.float8_e4m3fn), ("head", "sequence"), seed)
+        fields = "q", "k_cache", "v_cache", "k_scale", "v_scale"
+        given = {name: getattr(eight, name) for name in fields} | {"cache_seqlens": eight.seqlens, "causal": True}
+        held(exact, *tilewise.decode(**given, return_lse=True))
+        monkeypatch.setattr(decode_operator, "run", None)
+        monkeypatch.setattr(repeat, "_key", None)
+    assert len(decode_repeats._KNOWN) == 1
+    decode_repeats.forget()
+
+
 @pytest.mark.slow
 def test_repeated_calls_with_a_prefix_and_tensors_of_their_own(on_gpu, monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
