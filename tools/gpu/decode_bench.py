@@ -1,13 +1,10 @@
-"""Measures the decode kernel on one Hopper GPU: a sample checked first, then the grid of batches, lengths, heads and pages, and what tuning is best.
+"""Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,grid,merge,fp8,latent,features,ragged,sweep]
-        [--peers ROWS.json]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,merge,fp8,latent,features,sweep]
 
-Times are medians of CUDA-graph replays; a graph holds calls on so many different caches that they do not fit the L2 cache, so every byte comes from
-memory. TB/s counts K and V once, a latent cache once for both. cuDNN and FlashAttention-2 are measured through torch beside it where caches are
-contiguous; --peers takes rows that somebody else measured (a list of objects with kind, b, s, hq, hk, page, q and <name>_us), and prints the best of
-them beside ours. Every row is printed and written to OUT.jsonl as soon as it is there. The order is such that a run that is cut short has told the
-most.
+How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
+calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once, a latent cache once
+for both. Every row is printed and written to OUT.jsonl as soon as it is there.
 """
 
 import argparse
@@ -24,21 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
 
 import torch
 from decode_problems import DecodeCase, held, made
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import repeat
+from tilewise.bench import decode_cells
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
 from tilewise.testing import tolerance
 
-COLD, POOL, POOL_EIGHT = 160e6, 8.8e9, 1.2e9  # bytes of distinct caches that a graph reads; numbers of the pool of K, and of V
-HEADS, PAGES, DIM = ((32, 8), (64, 8), (32, 32), (32, 1)), (0, 64, 16, 256), 128
-SHAPES = [(1, 1024), (1, 8192), (16, 8192), (1, 32768), (16, 1024), (64, 8192), (1, 131072), (4, 8192), (64, 1024), (256, 8192)]
-MORE = [(4, 1024), (256, 1024), (4, 32768), (16, 32768), (64, 32768)]
+DIM = 128
 SWEPT = [(1, 8192), (1, 32768), (16, 1024), (4, 8192), (16, 8192), (64, 8192)]
 LATENT, LATENT_HEADS = (576, 512), (16, 128)
 LATENT_SHAPES = [(b, s) for s in (4096, 16384) for b in (1, 16, 64, 128)]
@@ -57,9 +50,9 @@ class Cell:
 
 
 class Bench:
-    def __init__(self, path: Path, peers: list[dict]) -> None:
-        self.path, self.pool, self.eight = path, None, None
-        self.peers = {tuple(row[name] for name in ("kind", "b", "s", "hq", "hk", "page", "q")): row for row in peers if "b" in row}
+    def __init__(self, path: Path) -> None:
+        self.path, self.pool = path, decode_cells.Pool(DEVICE)
+        self.halves = decode_cells.Pool(DEVICE, 2 * decode_cells.COLD_BYTES)  # of caches that take half of what the set's would
 
     def note(self, **row) -> None:
         row["at_s"] = round(time.monotonic() - START, 1)
@@ -67,87 +60,42 @@ class Bench:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def best_peer(self, kind: str, cell: Cell) -> dict:
-        """The fastest of the rows that were given for a cell, if there are any."""
-        row = self.peers.get((kind, cell.b, cell.s, cell.hq, cell.hk, cell.page, cell.q), {})
-        times = {name[:-3]: us for name, us in row.items() if name.endswith("_us") and not name.startswith("tilewise")}
-        name = min(times, key=lambda each: times[each], default=None)
-        return {"peer": name, "peer_us": times[name]} if name else {}
-
-    def pool_of(self, eight: bool) -> list[Tensor]:
-        """Numbers of K and of V, in bf16 or in e4m3 with a scale of 1."""
-        if self.pool is None:
-            self.pool = [torch.empty(int(POOL), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-            for x in self.pool:
-                for part in x.split(1 << 29):
-                    part.normal_()
-        if eight and self.eight is None:
-            self.eight = [torch.cat([part.to(torch.float8_e4m3fn) for part in x[: int(POOL_EIGHT)].split(1 << 28)]) for x in self.pool]
-        return self.eight if eight and self.eight else self.pool
-
-    def caches(self, cell: Cell, lengths: list[int], eight: bool = False, latent: bool = False) -> list[DecodeCall]:
-        """Calls on as many different caches as it takes to be cold."""
-        pool, dim = self.pool_of(eight), LATENT[0] if latent else DIM
-        tokens = sum(-(-n // cell.page) * cell.page for n in lengths) if cell.page else cell.b * cell.s
-        numel = tokens * cell.hk * dim
-        size = (1 if latent else 2) * pool[0].itemsize * sum(lengths) * cell.hk * dim
-        copies = int(max(1, min(320, -(-COLD // size), pool[0].numel() // numel)))
-        table = None
-        if cell.page:
-            order = torch.randperm(tokens // cell.page, generator=torch.Generator().manual_seed(1)).int()
-            table, at = torch.zeros(cell.b, -(-max(lengths) // cell.page), dtype=torch.int32), 0
-            for b, n in enumerate(lengths):
-                needed = -(-n // cell.page)
-                table[b, :needed] = order[at : at + needed]
-                at += needed
-            table = table.to(DEVICE)
-        shape = (tokens // cell.page, cell.page) if cell.page else (cell.b, cell.s)
-        whole = DecodeCall(
-            q=torch.randn(cell.b, cell.q, cell.hq, dim, dtype=torch.bfloat16, device=DEVICE),
-            k_cache=pool[0][:numel].view(*shape, cell.hk, dim),
-            v_cache=pool[1][:numel].view(*shape, cell.hk, dim),
-            seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-            page_table=table,
-            cu_seqlens_q=None,
-            max_seqlen_q=cell.q,
-            cache_batch_idx=None,
-            leftpad=None,
-            tree=None,
-            shared_prefix=0,
-            split=None,
-            mask=Causal(),
-            scale=dim**-0.5,
-        )
-
-        def placed(x: Tensor, pool: Tensor, i: int) -> Tensor:
-            return pool[i * numel : (i + 1) * numel].view(x.shape)
-
-        k, v = whole.k_cache, whole.v_cache
-        found = [replace(whole, k_cache=placed(k, pool[0], i), v_cache=placed(v, pool[1], i)) for i in range(copies)]
-        return [replace(each, v_cache=each.k_cache[..., : LATENT[1]]) for each in found] if latent else found
+    def caches(self, cell: Cell, eight: bool = False, latent: bool = False) -> list[DecodeCall]:
+        """Calls on as many different caches as it takes to be cold. eight: in e4m3, without scales."""
+        dim = LATENT[0] if latent else DIM
+        sizes = {"heads_q": cell.hq, "heads_k": cell.hk, "page": cell.page, "new": cell.q, "head_dim": dim}
+        made = (self.halves if eight or latent else self.pool).caches(decode_cells.Cell(lengths=(cell.s,) * cell.b, **sizes))
+        copies = made.copies
+        if eight:
+            copies = [tuple(x.to(torch.float8_e4m3fn) for x in copy) for copy in copies]
+        if latent:
+            copies = [(k, k[..., : LATENT[1]]) for k, _ in copies]
+        return [
+            DecodeCall(
+                q=made.q,
+                k_cache=k,
+                v_cache=v,
+                seqlens=made.seqlens,
+                page_table=made.table,
+                cu_seqlens_q=None,
+                max_seqlen_q=cell.q,
+                cache_batch_idx=None,
+                leftpad=None,
+                tree=None,
+                shared_prefix=0,
+                split=None,
+                mask=Causal(),
+                scale=dim**-0.5,
+            )
+            for k, v in copies
+        ]
 
     def ours(self, calls: list[DecodeCall], **tuning) -> float:
         return replayed_us([lambda call=call: decoding.decode(call, **tuning) for call in calls])
 
-    def cell(self, kind: str, cell: Cell, lengths: list[int] | None = None, others: bool = False) -> None:
-        given = lengths or [cell.s] * cell.b
-        size = 4 * sum(given) * cell.hk * DIM
-        try:
-            calls = self.caches(cell, given)
-            us = self.ours(calls)
-            row = {"us": round(us, 2), "TBps": round(size / us / 1e6, 3), "caches": len(calls), **self.best_peer(kind, cell)}
-            if "peer_us" in row:
-                row["ahead"] = round(row["peer_us"] / us, 3)
-            row["error"] = spot_check(calls[0], given)
-            if others and not cell.page:
-                row |= {name: round(replayed_us(fns), 2) for name, fns in torch_peers(calls, cell).items()}
-        except (RuntimeError, AssertionError) as failure:
-            row = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
-        self.note(kind=kind, **vars(cell), MB=round(size / 1e6, 1), tokens=sum(given), **row)
-
     def sweep(self, kind: str, cell: Cell, tunings: dict[str, dict]) -> None:
         """Every tuning, best first."""
-        calls = self.caches(cell, [cell.s] * cell.b)
+        calls = self.caches(cell)
         size, found = 4 * cell.b * cell.s * cell.hk * DIM, {}
         for name, tuning in tunings.items():
             try:
@@ -156,14 +104,13 @@ class Bench:
                 found[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
         ranked = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
         best = next(iter(ranked.values()))
-        peer = self.best_peer("decode", cell)
-        self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, **peer, us=ranked)
+        self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
 
     def compile(self, cells: list[Cell], tunings: dict[str, dict]) -> None:
         """What a sweep of the cells needs, on all cores at once."""
         todo = []
         for cell in cells:
-            call, *_ = self.caches(cell, [cell.s] * cell.b)
+            call, *_ = self.caches(cell)
             fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
             todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
         states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
@@ -173,7 +120,7 @@ class Bench:
 def features(bench: Bench) -> None:
     """What a fixed split, small pages, a tree, changes of the scores and a common prefix cost or save."""
     for cell in (Cell(1, 8192, 32, 8, 64), Cell(16, 8192, 32, 8, 64)):
-        calls = bench.caches(cell, [cell.s] * cell.b)
+        calls = bench.caches(cell)
         us = {"plain": bench.ours(calls)}
         for split in (512, 2048):
             us[f"split {split}"] = bench.ours([replace(call, split=split) for call in calls])
@@ -181,15 +128,15 @@ def features(bench: Bench) -> None:
         us["window 1024"] = bench.ours([replace(call, mask=SlidingWindow(1023, 0)) for call in calls])
         slopes = torch.linspace(0.1, 1.0, cell.hq, device=DEVICE)[None]
         us["alibi, sink"] = bench.ours([replace(call, alibi_slopes=slopes, sink=slopes[0]) for call in calls])
-        more = bench.caches(replace(cell, q=8), [cell.s] * cell.b)
+        more = bench.caches(replace(cell, q=8))
         us["8 queries"] = bench.ours(more)
         tree = torch.ones(1, 8, 8, dtype=torch.bool, device=DEVICE).tril()
         us["8 queries, tree"] = bench.ours([replace(call, tree=tree) for call in more])
         for page in (1, 4, 8):
-            us[f"pages of {page}"] = bench.ours(bench.caches(replace(cell, page=page), [cell.s] * cell.b))
+            us[f"pages of {page}"] = bench.ours(bench.caches(replace(cell, page=page)))
         bench.note(kind="features", **vars(cell), us={name: round(each, 2) for name, each in us.items()})
     cell, prefix = Cell(64, 8192 + 1024, 32, 8, 64), 8192
-    calls = bench.caches(cell, [cell.s] * cell.b)
+    calls = bench.caches(cell)
     for call in calls:
         call.page_table[:, : prefix // cell.page] = call.page_table[:1, : prefix // cell.page]
     apart, joint = bench.ours(calls), bench.ours([replace(call, shared_prefix=prefix) for call in calls])
@@ -227,37 +174,17 @@ MERGED += [Cell(1, 1024, 32, 8, 64), Cell(4, 1024, 32, 8, 64), Cell(1, 1024, 64,
 MERGED += [Cell(1, s, hq, 8, 64, 4) for s in (1024, 8192) for hq in (32, 64)]
 
 
-def torch_peers(calls: list[DecodeCall], cell: Cell) -> dict[str, list[Callable]]:
-    if cell.q > 1:
-        return {}
-
-    def attend(call: DecodeCall, backend: SDPBackend):
-        with sdpa_kernel([backend]):
-            q, k, v = (x.transpose(1, 2) for x in (call.q, call.k_cache, call.v_cache))
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=cell.hq != cell.hk)
-
-    named = {"cudnn_us": SDPBackend.CUDNN_ATTENTION, "fa2_us": SDPBackend.FLASH_ATTENTION}
-    usable = {}
-    for name, backend in named.items():
-        try:
-            attend(calls[0], backend)
-            usable[name] = [lambda call=call, backend=backend: attend(call, backend) for call in calls]
-        except RuntimeError:
-            continue
-    return usable
-
-
-def spot_check(call: DecodeCall, lengths: list[int]) -> float:
+def spot_check(call: DecodeCall, length: int) -> float:
     """The largest difference from fp64 of the first and the last sequence, four heads each."""
     o, _ = decoding.decode(call)
     worst = 0.0
-    for b in {0, len(lengths) - 1}:
+    for b in {0, len(call.seqlens) - 1}:
         k, v = (x.bfloat16() for x in (call.k_cache, call.v_cache))  # those of 8 bits have a scale of 1
         if call.page_table is not None:
-            pages = call.page_table[b, : -(-lengths[b] // k.shape[1])].long()
-            k, v = (x[pages].flatten(0, 1)[: lengths[b]] for x in (k, v))
+            pages = call.page_table[b, : -(-length // k.shape[1])].long()
+            k, v = (x[pages].flatten(0, 1)[:length] for x in (k, v))
         else:
-            k, v = (x[b, : lengths[b]] for x in (k, v))
+            k, v = (x[b, :length] for x in (k, v))
         for head in torch.linspace(0, call.q.shape[2] - 1, 4).long().tolist():
             of = head // (call.q.shape[2] // k.shape[1])
             q, keys, values = call.q[b, :, head].double(), k[:, of].double(), v[:, of].double()
@@ -337,8 +264,13 @@ def check(bench: Bench) -> None:
 def host(bench: Bench) -> None:
     """What a call costs on the host, beside a kernel that takes next to no time: rounds of 100 calls, of which a process's first may cost more."""
     cell = Cell(1, 64, 8, 8, 0)
-    (call, *_) = bench.caches(cell, [64])
-    for name, run in (("repeated", lambda: repeat.decode(call, decoding.decoder)), ("first", lambda: decoding.decode(call))):
+    (call, *_) = bench.caches(cell)
+    ways = {
+        "public": lambda: tw.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=call.seqlens),
+        "repeated": lambda: repeat.decode(call, decoding.decoder),
+        "first": lambda: decoding.decode(call),
+    }
+    for name, run in ways.items():
         run()
         rounds = []
         for _ in range(30):
@@ -360,7 +292,7 @@ def appending(bench: Bench) -> None:
         Cell(16, 8192, 32, 8, 64),
         Cell(256, 1024, 32, 8, 64),
     ):
-        calls = bench.caches(cell, [cell.s] * cell.b)
+        calls = bench.caches(cell)
         k, v = (torch.randn(cell.b, 1, cell.hk, DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         angles = torch.randn(cell.s, DIM // 2, dtype=torch.float32, device=DEVICE)
         rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
@@ -402,8 +334,8 @@ def eight_bits(bench: Bench) -> None:
     for cell in EIGHT_BITS:
         size = 2 * cell.b * cell.s * cell.hk * DIM
         try:
-            calls = bench.caches(cell, [cell.s] * cell.b, eight=True)
-            bf16 = bench.ours(bench.caches(cell, [cell.s] * cell.b))
+            calls = bench.caches(cell, eight=True)
+            bf16 = bench.ours(bench.caches(cell))
             found = {}
             for name, tuning in tunings.items():
                 try:
@@ -415,12 +347,11 @@ def eight_bits(bench: Bench) -> None:
                 "us": found["usual"],
                 "TBps": round(size / found["usual"] / 1e6, 3),
                 "bf16_us": round(bf16, 2),
-                **bench.best_peer("fp8kv", cell),
             }
             row |= {
                 "k_scale_of_tokens_us": round(bench.ours(tokens), 2),
                 "caches": len(calls),
-                "error": spot_check(calls[0], [cell.s] * cell.b),
+                "error": spot_check(calls[0], cell.s),
             }
             row["tunings"] = dict(sorted(found.items(), key=lambda each: each[1] if isinstance(each[1], float) else 1e9))
         except (RuntimeError, AssertionError) as failure:
@@ -438,18 +369,18 @@ def latent(bench: Bench) -> None:
         held(call, *decoding.decode(call))
     cells = [Cell(b, s, heads, 1, page, q) for q, page in ((1, 0), (1, 64), (4, 64)) for heads in LATENT_HEADS for b, s in LATENT_SHAPES]
     for cell in cells:
-        calls, tokens = bench.caches(cell, [cell.s] * cell.b, latent=True), cell.b * cell.s
+        calls, tokens = bench.caches(cell, latent=True), cell.b * cell.s
         us = bench.ours(calls)
         rates = {
             "TBps": round(2 * tokens * LATENT[0] / us / 1e6, 3),
             "TFps": round(2 * tokens * cell.q * cell.hq * sum(LATENT) / us / 1e6, 1),
         }
-        bench.note(kind="latent", **vars(cell), us=round(us, 2), **rates, caches=len(calls), error=spot_check(calls[0], [cell.s] * cell.b))
+        bench.note(kind="latent", **vars(cell), us=round(us, 2), **rates, caches=len(calls), error=spot_check(calls[0], cell.s))
     others = {f"numbers {n}": {"cut": decoding.Cut(numbers=n)} for n in (512, 1024, 4096, 1 << 30)}
     others |= {"one row": {"cut": decoding.Cut(aligned=False)}, "kept in the L2 cache": {"evict_first": False}}
     others |= {f"groups of {n} from {most} on": {"most_pieces": most, "group": n} for most, n in ((8, 6), (16, 8), (40, 12))}
     for cell in (Cell(b, s, heads, 1, 64) for heads in LATENT_HEADS for b, s in ((1, 4096), (1, 16384), (16, 4096), (64, 4096))):
-        calls = bench.caches(cell, [cell.s] * cell.b, latent=True)
+        calls = bench.caches(cell, latent=True)
         bench.note(
             kind="latent sweep",
             **vars(cell),
@@ -465,24 +396,14 @@ def guarded(bench: Bench, run: Callable[[Bench], None]) -> None:
         bench.note(kind=run.__name__, failed=f"{type(failure).__name__}: {str(failure)[:300]}")
 
 
-def ragged(bench: Bench) -> None:
-    draw = torch.Generator().manual_seed(0)
-    for b, mean in ((64, 8192), (16, 8192), (256, 2048)):
-        z = torch.exp(torch.randn(b, generator=draw))
-        lengths = (z / z.mean() * mean).clamp(1, 65536).long().tolist()
-        for page in (16, 64):
-            bench.cell("ragged", Cell(b, max(lengths), 32, 8, page), lengths)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,grid,merge,fp8,latent,features,ragged,sweep")
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--only", default="check,host,append,merge,fp8,latent,features,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
-    bench = Bench(given.out, json.loads(given.peers.read_text()) if given.peers else [])
+    bench = Bench(given.out)
     bench.note(kind="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__, tolerance=tolerance.__name__)
 
     def left() -> bool:
@@ -494,11 +415,6 @@ def main() -> None:
         guarded(bench, host)
     if "append" in only:
         guarded(bench, appending)
-    if "grid" in only:
-        for page in PAGES:
-            for b, s in SHAPES:
-                if left():
-                    bench.cell("decode", Cell(b, s, 32, 8, page), others=b * s <= 1 << 17)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
         bench.compile(cells, tunings())
@@ -516,19 +432,6 @@ def main() -> None:
         guarded(bench, latent)
     if "features" in only and left():
         guarded(bench, features)
-    if "ragged" in only and left():
-        ragged(bench)
-    if "grid" in only:
-        rest = [Cell(b, s, 32, 8, page, 4) for page in (64, 0) for b, s in SHAPES]
-        rest += [Cell(b, s, *heads, page) for heads in HEADS[1:] for page in (64, 0) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
-        rest += [Cell(b, s, 32, 8, page) for page in PAGES for b, s in MORE]
-        rest += [
-            Cell(b, s, *heads, page, 1) for heads in HEADS[1:] for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL
-        ]
-        rest += [Cell(b, s, *heads, page, 4) for heads in HEADS for page in (16, 256) for b, s in SHAPES if b * s * heads[1] * DIM <= POOL]
-        for cell in rest:
-            if left():
-                bench.cell("decode", cell)
 
 
 if __name__ == "__main__":
