@@ -108,21 +108,8 @@ def decode(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
     """
-    tensors = (
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        page_table,
-        cu_seqlens_q,
-        cache_batch_idx,
-        leftpad,
-        tree,
-        alibi_slopes,
-        sink,
-        k_scale,
-        v_scale,
-    )
+    where = cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree
+    tensors = q, k_cache, v_cache, *where, alibi_slopes, sink, k_scale, v_scale
     options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check
     usual = k is v is rotary_cos is rotary_sin is out is None
     if usual and (known := decode_repeats.find(tensors, options)) is not None:
