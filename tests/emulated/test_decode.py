@@ -28,6 +28,19 @@ QUICK = [
     DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
     DecodeCase(lengths=(70, 0, 140), queries=5, page=4),
 ]
+CHUNKS = [  # several units a key head, of which later ones see later keys; two warpgroups, but for the last two
+    DecodeCase(lengths=(170, 20, 100), queries=(100, 1, 40), heads=(4, 1), page=16),
+]
+CHUNKS_TOO = [
+    DecodeCase(lengths=(300, 170, 20), queries=70, heads=(2, 1)),
+    DecodeCase(lengths=(400, 100, 500, 9), queries=(130, 1, 90, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
+    DecodeCase(lengths=(350, 100), queries=200, heads=(3, 1), mask=Causal(offset=-2), page=5),
+    DecodeCase(lengths=(350, 300), queries=(300, 1), heads=(2, 2), dims=(128, 128), page=64, mask=SlidingWindow(80, 30)),
+    DecodeCase(lengths=(350, 300), queries=(200, 1), heads=(1, 1), mask=Full(), dims=(192, 128), page=64),
+    DecodeCase(lengths=(70, 300), queries=90, tree=20, leftpad=(0, 100), dims=(96, 96)),
+    DecodeCase(lengths=(350, 100), queries=70, heads=(3, 1), dims=(256, 256)),
+    DecodeCase(lengths=(400, 130), queries=(150, 0), heads=(8, 2), dims=(256, 256), mask=SlidingWindow(100, 0), page=16),
+]
 WIDE = [
     DecodeCase(lengths=(300, 17, 0), page=16),
     DecodeCase(lengths=(2, 40, 300), queries=3, heads=(8, 2), mask=Full()),
@@ -50,7 +63,7 @@ def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = US
     return found
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *CHUNKS, *(pytest.param(case, marks=pytest.mark.slow) for case in (*CHUNKS_TOO, *WIDE))], ids=str)
 def test_cases(case):
     call = made(case)
     results = [run(call, pace, seed) for seed, pace in enumerate(PACES)]
@@ -142,6 +155,36 @@ def test_pieces_of_a_fixed_size():
     for slots in (1, 7):
         alone, of_alone = run(replace(call, **entry), slots=slots, **grouped)
         assert torch.equal(alone, o[1:2]) and torch.equal(of_alone, lse[1:2])
+
+
+@pytest.mark.parametrize("mask", [Causal(), pytest.param(SlidingWindow(60, 0), marks=pytest.mark.slow)], ids=str)
+def test_pieces_of_a_fixed_size_of_chunks(mask):
+    """Bits depend neither on how rows are cut nor on the batch; one unit may have one piece, and another so many that groups come first."""
+    call = made(DecodeCase(lengths=(420, 130), queries=(80, 2), heads=(2, 1), split=64, mask=mask, page=16))
+    grouped = {"most_pieces": 3, "group": 2}
+    found = run(call, **grouped)
+    held(call, *found)
+    narrow = {"consumers": 1} | grouped
+    for others in (narrow, narrow | {"rising": False}):
+        assert all(map(torch.equal, found, run(call, slots=7, **others)))
+    alone = replace(
+        call,
+        q=call.q[80:82],
+        cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
+        max_seqlen_q=2,
+        **{name: getattr(call, name)[1:] for name in ("seqlens", "page_table")},
+    )
+    o, lse = run(alone, **grouped)
+    assert torch.equal(o, found[0][80:82]) and torch.equal(lse, found[1][:, 80:82])
+
+
+def test_keys_that_only_later_units_see():
+    """May hold anything: they do not reach the rows of earlier ones."""
+    call = made(DecodeCase(lengths=(300,), queries=200, heads=(2, 1)))
+    spoiled = replace(call, v_cache=call.v_cache.index_fill(1, torch.tensor([299]), torch.nan))
+    (o, lse), (o_spoiled, lse_spoiled) = run(call), run(spoiled)
+    assert torch.equal(lse, lse_spoiled)
+    assert torch.equal(o[:, :192], o_spoiled[:, :192]) and o_spoiled[:, 199].isnan().all()
 
 
 def test_columns_of_key_heads():

@@ -10,7 +10,7 @@ import torch
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
 WARPGROUP = 128  # threads
-TILE_M = 64  # rows of a unit: query tokens times heads of a group
+TILE_M = 64  # rows of a warpgroup: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
@@ -38,6 +38,8 @@ class Config(ScoreChanges):
     kv_stages: int
     box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
     blocks: int = 1  # thread blocks of a multiprocessor
+    consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
+    rising: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False
     leftpad: bool = False
@@ -61,12 +63,13 @@ class Config(ScoreChanges):
 
     @property
     def tile_m(self) -> int:
-        return TILE_M
+        """Rows of a unit."""
+        return TILE_M * self.consumers
 
     @property
     def threads(self) -> int:
         """Of the warpgroups that compute."""
-        return WARPGROUP * (2 if self.latent else 1)
+        return WARPGROUP * (2 if self.latent else self.consumers)
 
     @property
     def columns_of_O(self) -> int:
@@ -91,7 +94,7 @@ class Config(ScoreChanges):
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
-        return 248, 104, 152
+        return (248, 104, 152) if self.widens else (208, 96, 0)
 
     @property
     def loaders(self) -> int:
@@ -105,6 +108,8 @@ class Config(ScoreChanges):
 
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
+WIDE = (64, 64), (96, 96), (128, 128), (192, 128)  # of which two warpgroups' registers hold enough
+MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which two warpgroups are taken
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
 # Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
@@ -112,6 +117,7 @@ LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
 LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
 
 
+@lru_cache(maxsize=256)
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)

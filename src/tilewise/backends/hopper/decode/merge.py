@@ -48,8 +48,8 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
     """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory. column0: the first of O that this
     warpgroup has.
     """
-    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0)
-    grouped = piece.count > config.most_pieces
+    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0, config)
+    grouped = piece.most > config.most_pieces
     group = piece.number // config.group * config.group if grouped else Int32(0)
     count = min(Int32(config.group), piece.count - group) if grouped else piece.count
     level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
@@ -64,10 +64,11 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
 
 
 @cute.jit
-def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int]):
+def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int],
+         config: Constexpr[Config]):  # fmt: skip
     O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             first = work.sums[slot, row, None].iterator + column
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
@@ -232,7 +233,7 @@ def store(
     O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
     found.fill(0.0)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             token, head = rows.place_of(row, unit)
             whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)
