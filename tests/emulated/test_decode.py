@@ -221,6 +221,26 @@ def test_many_pieces(group):
         assert all(map(torch.equal, results[i % 2], found))
 
 
+@pytest.mark.parametrize("length", [900, pytest.param(1900, marks=pytest.mark.slow)])
+def test_many_pieces_of_few_rows(length):
+    """A row a warp: its pieces are added up in halves, one of which may have none."""
+    call = made(DecodeCase(lengths=(length, 3, 0), heads=(3, 1), dims=(64, 40), queries=(1, 1, 0), sink=True))
+    results = [run(call, pace, seed, slots, Cut(numbers=1 << 20)) for seed, pace in enumerate(PACES) for slots in (32, 5)]
+    for found in results[:2]:
+        held(call, *found)
+    for i, found in enumerate(results[2:]):
+        assert all(map(torch.equal, results[i % 2], found))
+
+
+@pytest.mark.parametrize("rows", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_units_of_few_rows(rows):
+    """Several of a key head, where a tile would hold all rows; and registers left for another launch."""
+    call = made(DecodeCase(lengths=(200, 3, 70), queries=(3, 1, 0), heads=(8, 2), page=16))
+    found = run(call, slots=12, unit_rows=rows, room=True)
+    held(call, *found)
+    assert all(map(torch.equal, found, run(call, "lazy", slots=12, unit_rows=rows, room=True)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

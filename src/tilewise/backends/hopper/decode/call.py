@@ -252,21 +252,21 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     if config.latent:  # tiles of rows that every sequence has; of ragged queries it may have one
         abreast = -(-(group if config.ragged else rows) // TILE_M)
     side_by_side = columns(abreast, blocks) if cut.aligned else 1
-    grid, kept = (side_by_side, blocks // side_by_side), min(config.tile_m, rows)
+    grid, kept = (side_by_side, blocks // side_by_side), min(config.rows, rows)
     stairs = stairs_of(group, config)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
         return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
     split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     most = -(-capacity // (split * config.tile_n))
-    units = call.seqlens.shape[0] * heads_k * -(-rows // config.tile_m)
+    units = call.seqlens.shape[0] * heads_k * -(-rows // config.rows)
     return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs)
 
 
 def stairs_of(group: int, config: Config) -> tuple[int, int]:
     """(tiles of rows, logarithm of tiles of keys): under a diagonal so many tiles of rows further, keys end so many tiles later."""
-    common = gcd(group * config.tile_n, config.tile_m)
-    return group * config.tile_n // common, (config.tile_m // common).bit_length() - 1
+    common = gcd(group * config.tile_n, config.rows)
+    return group * config.tile_n // common, (config.rows // common).bit_length() - 1
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

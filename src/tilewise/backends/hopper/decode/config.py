@@ -58,13 +58,22 @@ class Config(ScoreChanges):
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
     group: int = 12
+    halves: bool = True  # a row's pieces are added up twice as many at a time, where a unit has few rows; not with a fixed split
+    touch: bool = True  # the page table is asked for while lengths are on their way
+    room: bool = False  # registers are left for a block of the next launch, which may then begin before this one ends
+    unit_rows: int = 0  # rows of a unit, at most; 0: as many as a tile has
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
     row_max: bool = False
 
     @property
     def tile_m(self) -> int:
-        """Rows of a unit."""
+        """Rows of a product."""
         return TILE_M * self.consumers
+
+    @property
+    def rows(self) -> int:
+        """Of a unit, at most."""
+        return self.unit_rows or self.tile_m
 
     @property
     def threads(self) -> int:
@@ -109,12 +118,13 @@ class Config(ScoreChanges):
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 WIDE = (64, 64), (96, 96), (128, 128), (192, 128)  # of which two warpgroups' registers hold enough
+CHUNK = {"kv_stages": 4, "evict_first": False}  # where units read the same keys
 MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which two warpgroups are taken
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
 # Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
-LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
+LATENT_PIECES = {"most_pieces": 16, "halves": False}  # each is up to 128 KB, which one thread block adds up
 
 
 @lru_cache(maxsize=256)
@@ -141,6 +151,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
+    if fields.get("split"):  # bits may not depend on how many rows a unit has
+        fields["halves"] = False
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 

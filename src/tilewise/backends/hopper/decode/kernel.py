@@ -88,8 +88,8 @@ def launch(
            config).launch(
         grid=(work.columns, work.blocks, 1),
         block=(3 * THREADS if config.widens or config.consumers > 1 else THREADS + 2 * config.loaders * WARP, 1, 1),
-        min_blocks_per_mp=config.blocks,
-        preferred_smem_carveout=100 if config.blocks > 1 else None,
+        min_blocks_per_mp=max(config.blocks, 1 + config.room),
+        preferred_smem_carveout=100 if config.blocks > 1 or config.room else None,
         stream=stream,
         use_pdl=True,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import FEW_KEYS, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
+from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.tables.keeping import hold
@@ -139,12 +139,13 @@ def rows_of(call: DecodeCall) -> dict:
     dims = tile_dims(call.q.shape[-1], call.v_cache.shape[3])
     if dims is None or window is None or call.q.numel() == 0:
         return {}
-    rows = group * (call.q.shape[1] if call.cu_seqlens_q is None else call.max_seqlen_q)
-    found: dict[str, int] = {}
+    rows, found = group * (call.q.shape[1] if call.cu_seqlens_q is None else call.max_seqlen_q), {}
     if dims in WIDE and call.k_cache.dtype == call.q.dtype:
         batch, total = call.seqlens.shape[0], group * call.q.shape[0]
         wide = rows > TILE_M if call.cu_seqlens_q is None else total > batch * TILE_M or total - batch * group >= MANY_ROWS
         found = {"consumers": 2} if wide and rows > TILE_M else {}
+        if found and rows > 2 * TILE_M:
+            found |= CHUNK
     if rows > TILE_M * found.get("consumers", 1) and (window.lo > -FAR or window.hi < FAR):
         found["rising"] = True
     return found
@@ -202,7 +203,7 @@ def _key(call: DecodeCall) -> tuple:
         rotary,
         *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
         few_keys(call),
-        tuple(rows_of(call)),
+        tuple(rows_of(call).items()),
         counts,
         *options,
     )

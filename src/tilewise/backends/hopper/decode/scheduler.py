@@ -153,7 +153,7 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     begin = min(begin, end)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
-    row_tiles = cute.ceil_div(queries * shape.group, config.tile_m)
+    row_tiles = cute.ceil_div(queries * shape.group, config.rows)
     if const_expr(config.latent):
         column, _, _ = arch.block_idx()
         row_tiles = cute.ceil_div(max(row_tiles - column, 0), shape.columns)
@@ -311,9 +311,13 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         of_unit, end_of_unit = tiles_at(row_tile // shape.step, sequence, shape, config)
         each = end_of_unit - of_unit + shares.fixed
     else:
-        unit = (place.at - place.start) // each
+        unit = Int32(0)
+        if shape.heads * sequence.row_tiles > 1:  # divisions take time, and this is what the first load waits for
+            unit = (place.at - place.start) // each
         begin = place.start + unit * each
-        head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+        head_k, row_tile = unit, Int32(0)
+        if sequence.row_tiles > 1:
+            head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
@@ -325,7 +329,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         head_k += column * shape.heads
     if const_expr(config.split):
         first, last = (begin_of_piece(x, of_unit, end_of_unit, shape) for x in (first, last))
-        low, row_tiles = of_unit // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        low, row_tiles = of_unit // shape.split, cute.ceil_div(shape.queries * shape.group, config.rows)
         number, count, most = (x // shape.split - low for x in (first, end_of_unit - 1, sequence.first + sequence.tiles - 1))
         count, most = count + 1, most + 1
         origin = (place.sequence * shape.heads_k + head_k) * row_tiles + row_tile
@@ -334,9 +338,9 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         number, count = g - of_first, block_of(begin + each - 1, shares) - of_first + 1
         most = count
         origin = column * shape.by_blocks.divisor + of_first
-    row0, (begin_of_keys, end_of_keys) = row_tile * config.tile_m, (sequence.begin, sequence.end)
+    row0, (begin_of_keys, end_of_keys) = row_tile * config.rows, (sequence.begin, sequence.end)
     if const_expr(config.rising):
-        oldest, rows = sequence.length - sequence.queries, min(row0 + config.tile_m, sequence.queries * shape.group)
+        oldest, rows = sequence.length - sequence.queries, min(row0 + config.rows, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
     return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each)
@@ -380,7 +384,7 @@ def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, confi
     """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
     if const_expr(config.split):
         groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
-        units = units * cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        units = units * cute.ceil_div(shape.queries * shape.group, config.rows)
         return units + piece.origin * groups + group // config.group if grouped else piece.origin
     columns, blocks, _ = arch.grid_dim()
     return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin
