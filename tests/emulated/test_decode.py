@@ -13,11 +13,11 @@ from emulator.machine import PACES
 
 import tilewise
 from tilewise.backends.hopper import short
+from tilewise.backends.hopper.decode import append_call, prefix, repeat, workspace
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
-from tilewise.runtime import cache_values, decode_operator, decode_repeats
+from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats
 
 pytestmark = NEEDED
 
@@ -322,6 +322,30 @@ def test_public_calls_like_one_before(on_gpu, monkeypatch):
     monkeypatch.setattr(repeat, "_key", None)
     for lengths in (call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
         held(replace(call, seqlens=lengths), *tilewise.decode(**given, cache_seqlens=lengths))
+    decode_repeats.forget()
+
+
+def test_public_calls_with_new_tokens_like_one_before(on_gpu, monkeypatch):
+    """They are written by the appending kernel that the first one found, where each sequence ends now."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+    monkeypatch.setattr(append_operator, "_backend", lambda _: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    monkeypatch.setattr(append_call, "_KNOWN", {})
+    decode_repeats.forget()
+    call = made(DecodeCase(lengths=(1, 63, 64, 65, 300)))
+    for first in (1, 2):
+        lengths = torch.where(call.seqlens > first, call.seqlens - first, 0)
+        k, v = (torch.stack([x[b, n : n + 1] for b, n in enumerate(lengths.tolist())]) for x in (call.k_cache, call.v_cache))
+        grown = replace(call, seqlens=lengths + 1)
+        spoiled = [x.clone() for x in (call.k_cache, call.v_cache)]
+        for x in spoiled:
+            for b, n in enumerate(lengths.tolist()):
+                x[b, n:] = torch.nan
+        given = {"q": call.q, "k_cache": spoiled[0], "v_cache": spoiled[1], "k": k, "v": v, "return_lse": True}
+        held(grown, *tilewise.decode(**given, cache_seqlens=lengths))
+        monkeypatch.setattr(decode_operator, "run", None)
+        monkeypatch.setattr(append_operator, "run", None)
+    assert len(decode_repeats._KNOWN) == 1
     decode_repeats.forget()
 
 

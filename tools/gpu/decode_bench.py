@@ -320,7 +320,10 @@ def host(bench: Bench) -> None:
     """What a call costs on the host, beside a kernel that takes next to no time: rounds of 100 calls, of which a process's first may cost more."""
     cell = Cell(1, 64, 8, 8, 0)
     (call, *_) = bench.caches(cell)
+    new = {name: torch.randn(1, 1, cell.hk, DIM, dtype=torch.bfloat16, device=DEVICE) for name in "kv"}
+    shorter = call.seqlens - 1
     ways = {
+        "public, new tokens": lambda: tw.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=shorter, **new),
         "public": lambda: tw.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=call.seqlens),
         "repeated": lambda: repeat.decode(call, decoding.decoder),
         "first": lambda: decoding.decode(call),
