@@ -1,5 +1,6 @@
 """How the decode kernel is cut: literal data, one line a case."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -14,6 +15,7 @@ TILE_M = 64  # rows of a warpgroup: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
+SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
@@ -180,6 +182,35 @@ def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:
-    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`."""
-    found = (configure(dtype, head_dim, head_dim_v, page_size, few, **fields) for few in (False, True) for page_size in PAGES)
+    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`. Where there are none, also the
+    most usual of `kinds`.
+    """
+    todo = [(fields, PAGES), *([] if fields else kinds(dtype, head_dim, head_dim_v))]
+    found = (
+        configure(dtype, head_dim, head_dim_v, page_size, few, **each)
+        for each, pages in todo
+        for few in (False, *([] if each.keys() & {"rising", "rotary"} else [True]))
+        for page_size in pages
+    )
     return list(dict.fromkeys(found))
+
+
+def kinds(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Iterator[tuple[dict, tuple]]:
+    """What calls of servers are like beside the plain ones, as fields of `Config`, and their pages: packed queries, chunks of many tokens, rotary
+    tables for the whole head, caches in e4m3. Of those with many rows and those that are rotated without a thought for small caches.
+    """
+    yield {"ragged": True}, SERVED[1:]
+    dims = tile_dims(head_dim, head_dim_v)
+    if dims in (None, (96, 96)):
+        return
+    chunk = {"rising": True} | ({"consumers": 2, **CHUNK} if dims in WIDE else {})
+    yield chunk, SERVED
+    for rising in ({"rising": True}, chunk):
+        yield {"ragged": True, **rising}, SERVED[1:]
+    if dims[0] == dims[1] and head_dim % 16 == 0:
+        for table in (dtype, torch.float32):
+            yield {"rotary": Rotary(head_dim // 2, False, table)}, SERVED
+    eight = {"cached": (torch.float8_e4m3fn, torch.float8_e4m3fn), "scales": ("head", "head")}
+    yield eight, SERVED
+    for rising in ({}, {"rising": True}):
+        yield {**eight, "ragged": True, **rising}, SERVED[1:]
