@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
+from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, LEAST_BOX, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.tables.keeping import hold
@@ -135,12 +135,13 @@ def rows_of(call: DecodeCall) -> dict:
     With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: it may be a chunk's beside single
     tokens, or all sequences may have few. Bits do not depend on it.
     """
-    group, window = call.q.shape[-2] // call.k_cache.shape[2], window_of(call.mask)
-    dims = tile_dims(call.q.shape[-1], call.v_cache.shape[3])
-    if dims is None or window is None or call.q.numel() == 0:
+    dims, window = tile_dims(call.q.shape[-1], call.v_cache.shape[3]), window_of(call.mask)
+    if dims is None or window is None or call.q.numel() == 0 or 0 in call.k_cache.shape:
         return {}
+    group = call.q.shape[-2] // call.k_cache.shape[2]
     rows, found = group * (call.q.shape[1] if call.cu_seqlens_q is None else call.max_seqlen_q), {}
-    if dims in WIDE and call.k_cache.dtype == call.q.dtype:
+    gathers = call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX  # which takes registers
+    if dims in WIDE and call.k_cache.dtype == call.q.dtype and not gathers:
         batch, total = call.seqlens.shape[0], group * call.q.shape[0]
         wide = rows > TILE_M if call.cu_seqlens_q is None else total > batch * TILE_M or total - batch * group >= MANY_ROWS
         found = {"consumers": 2} if wide and rows > TILE_M else {}
