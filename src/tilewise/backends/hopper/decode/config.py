@@ -14,6 +14,7 @@ WARPGROUP = 128  # threads
 TILE_M = 64  # rows of a warpgroup: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+LAUNCHED = 3 * 168  # registers that a thread of each of three warpgroups has together, which come in multiples of 8
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
@@ -83,6 +84,16 @@ class Config(ScoreChanges):
         return WARPGROUP * (2 if self.latent else self.consumers)
 
     @property
+    def three(self) -> bool:
+        """Whether a block has three warpgroups, which share out the registers that their launch gets."""
+        return self.widens or self.consumers > 1
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which a multiprocessor should have registers."""
+        return max(self.blocks, 2 if self.room and not self.three else 1)
+
+    @property
     def columns_of_O(self) -> int:
         """That a warpgroup has."""
         return self.head_dim_v // 2 if self.latent else self.head_dim_v
@@ -104,8 +115,10 @@ class Config(ScoreChanges):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
-        return (248, 104, 152) if self.widens else (208, 96, 0)
+        """Of a thread of each of three warpgroups, where there are so many: that multiply and load and widen, or two that multiply and one that loads.
+        Together no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
+        """
+        return (248, 104, 152) if self.widens else (208, 208, 88)
 
     @property
     def loaders(self) -> int:

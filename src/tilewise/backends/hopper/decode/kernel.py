@@ -87,9 +87,9 @@ def launch(
     kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
         grid=(work.columns, work.blocks, 1),
-        block=(3 * THREADS if config.widens or config.consumers > 1 else THREADS + 2 * config.loaders * WARP, 1, 1),
-        min_blocks_per_mp=max(config.blocks, 1 + config.room),
-        preferred_smem_carveout=100 if config.blocks > 1 or config.room else None,
+        block=(3 * THREADS if config.three else THREADS + 2 * config.loaders * WARP, 1, 1),
+        min_blocks_per_mp=config.resident,
+        preferred_smem_carveout=100 if config.resident > 1 else None,
         stream=stream,
         use_pdl=True,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def kernel(
         consume(attend, shared, config)
     else:
         if const_expr(config.consumers > 1):
-            arch.setmaxregister_decrease(config.registers[1])
+            arch.setmaxregister_decrease(config.registers[-1])
         load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, warp - config.threads // WARP, config)
 
 
