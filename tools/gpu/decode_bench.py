@@ -106,13 +106,10 @@ class Bench:
         best = next(iter(ranked.values()))
         self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
 
-    def compile(self, cells: list[Cell], tunings: dict[str, dict]) -> None:
-        """What a sweep of the cells needs, on all cores at once."""
-        todo = []
-        for cell in cells:
-            call, *_ = self.caches(cell)
-            fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
-            todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
+    def compile(self, calls: list[DecodeCall], tunings: dict[str, dict]) -> None:
+        """What a sweep of such calls needs, on all cores at once."""
+        fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
+        todo = [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for call in calls for each in fields]
         states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
         self.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))})
 
@@ -196,14 +193,26 @@ CHUNKS = [Cell(1, 16384 + q, 32, 8, page, q) for q in (128, 512, 2048, 4096) for
 CHUNKS += [Cell(1, 2048, 32, 8, 64, 2048), Cell(4, 16384, 32, 8, 64, 16)]
 
 
+MIXED = (2048, 0), (1920, 128), (512, 128), (1, 255)  # tokens of one sequence, and of how many others one each
+
+
+def tokens_of(bench: Bench, new: int, others: int) -> list[DecodeCall]:
+    """Packed, over caches of 4,096 tokens."""
+    cell, rows = Cell(1 + others, 4096, 32, 8, 64), new + others
+    cu = torch.tensor([0, *range(new, rows + 1)], dtype=torch.int32, device=DEVICE)
+    q = torch.randn(rows, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE)
+    return [replace(call, q=q, cu_seqlens_q=cu, max_seqlen_q=rows) for call in bench.caches(cell)[:2]]
+
+
 def chunks(bench: Bench) -> None:
     """Many new tokens of a sequence, behind those that it has: products a second, beside the forward pass of contiguous keys; then one chunk among
     single tokens of other sequences.
     """
-    tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}, "all keys": {"rising": False}}
+    tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}}
     tunings["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "kv_stages": 2, "evict_first": True}
     tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {"evict first": {"evict_first": True}}
-    bench.compile(CHUNKS[:2], tunings)
+    tokens = [tokens_of(bench, *each) for each in MIXED]
+    bench.compile([bench.caches(cell)[0] for cell in (*CHUNKS[:2], CHUNKS[-1])] + [calls[0] for calls in tokens], tunings)
     for cell in CHUNKS:
         calls, found = bench.caches(cell), {}
         for name, tuning in tunings.items():
@@ -218,15 +227,9 @@ def chunks(bench: Bench) -> None:
             q, k, v = calls[0].q, calls[0].k_cache, calls[0].v_cache
             row["forward_us"] = round(replayed_us([lambda q=q, k=k, v=v: tw.attention(q, k, v, causal=True)]), 2)
         bench.note(kind="chunk", **vars(cell), **row)
-    for new, others in ((2048, 0), (1920, 128), (512, 128), (1, 255)):
-        cell, rows = Cell(1 + others, 4096, 32, 8, 64), new + others
-        cu = torch.tensor([0, *range(new, rows + 1)], dtype=torch.int32, device=DEVICE)
-        calls = []
-        for call in bench.caches(cell)[:2]:
-            q = torch.randn(rows, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE)
-            calls.append(replace(call, q=q, cu_seqlens_q=cu, max_seqlen_q=rows))
+    for (new, others), calls in zip(MIXED, tokens, strict=True):
         found = {name: round(bench.ours(calls, **tuning), 2) for name, tuning in tunings.items()}
-        bench.note(kind="chunk among tokens", new=new, others=others, s=cell.s, us=found)
+        bench.note(kind="chunk among tokens", new=new, others=others, us=found)
 
 
 def spot_check(call: DecodeCall, length: int) -> float:
@@ -474,7 +477,7 @@ def main() -> None:
     if "append" in only:
         guarded(bench, appending)
     if "short" in only:
-        bench.compile(SHORT[:2] + SHORT[-3:-2], shorts())
+        bench.compile([bench.caches(cell)[0] for cell in SHORT[:2]], shorts())
         for cell in SHORT:
             if left():
                 bench.sweep("short", cell, shorts())
@@ -482,12 +485,12 @@ def main() -> None:
         guarded(bench, chunks)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
-        bench.compile(cells, tunings())
+        bench.compile([bench.caches(cell)[0] for cell in cells], tunings())
         for cell in cells:
             if left():
                 bench.sweep("sweep", cell, tunings())
     if "merge" in only:
-        bench.compile(MERGED[:1], merges())
+        bench.compile(bench.caches(MERGED[0])[:1], merges())
         for cell in MERGED:
             if left():
                 bench.sweep("merge", cell, merges())

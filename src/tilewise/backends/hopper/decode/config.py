@@ -115,8 +115,8 @@ class Config(ScoreChanges):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread of each of three warpgroups, where there are so many: that multiply and load and widen, or two that multiply and one that loads.
-        Together no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
+        """Of a thread of each of three warpgroups, where there are so many: which multiply, load and widen, or multiply, multiply and load. Together
+        no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
         """
         return (248, 104, 152) if self.widens else (208, 208, 88)
 
