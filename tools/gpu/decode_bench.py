@@ -210,7 +210,10 @@ def chunks(bench: Bench) -> None:
     """
     tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}}
     tunings["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "kv_stages": 2, "evict_first": True}
-    tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {"evict first": {"evict_first": True}}
+    tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {
+        "evict first": {"evict_first": True},
+        "one row": {"cut": decoding.Cut(aligned=False)},
+    }
     tokens = [tokens_of(bench, *each) for each in MIXED]
     bench.compile([bench.caches(cell)[0] for cell in (*CHUNKS[:2], CHUNKS[-1])] + [calls[0] for calls in tokens], tunings)
     for cell in CHUNKS:
