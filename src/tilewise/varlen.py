@@ -83,10 +83,11 @@ def attention_varlen(
         where = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
         scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         return decode(q, k, v, **where, **scores, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
-    options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
+    options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
     tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
+    if not q_scale is k_scale is v_scale is None:
+        beside = *beside, q_scale, k_scale, v_scale
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
-    usual = usual and precision is q_scale is k_scale is v_scale is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         if known.draws:
             beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
