@@ -26,8 +26,8 @@ RECENT = 4  # calls that are tried first
 
 
 class Beside(NamedTuple):
-    """The tensors of a call beside q, k and v, as its caller gave them. A plain tuple of these does as well, and is made in less time; it may leave out
-    the last three.
+    """The tensors of a call beside q, k and v, as its caller gave them. A plain tuple of these does as well, with or without the last three, and is
+    made in less time.
     """
 
     bias: Tensor | None = None

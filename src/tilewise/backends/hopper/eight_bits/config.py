@@ -42,6 +42,7 @@ class Config(ScoreChanges):
     blocks = 1  # of a multiprocessor
     in_eight_bits = True
     late = False
+    bias_pairs = False
     from_zero = False
 
     @property

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
@@ -79,7 +78,10 @@ def _with_scales(call: Call, made: Callable | None) -> Callable:
 
     def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
         found = () if made is None else made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k)
-        given = [short.part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip(scales or (None,) * 3, layouts, strict=True)]
+        given = [
+            short.part(eight_bits.one(device) if x is None else x, *layout)
+            for x, layout in zip(scales or (None,) * 3, layouts, strict=True)
+        ]
         return *found, (*given, None, None, None, None)
 
     return all_made
