@@ -22,7 +22,9 @@ from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
+from tilewise.masks import Documents, Unread
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
 
@@ -113,7 +115,7 @@ def config_of(call: Call, **fields) -> Config:
 
 def quantiser_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim)
+    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, ends=_ends_ahead(call))
 
 
 def quantise(call: Call) -> tuple[Made, Scales, float]:
@@ -121,8 +123,23 @@ def quantise(call: Call) -> tuple[Made, Scales, float]:
     q, scale = sixteen_bits.positive_scale(call.q, call.scale)
     config = quantiser_of(call)
     made, scales, channels = scratch.of_quantiser(call, config)()
-    jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
+    given = Given(*map(jit.aligned, (q, call.k, call.v)), _ends(call) if config.ends else None)
+    jit.compiled(QUANTISE, quantiser_arguments, config)(given, made, scales, channels, scale)
     return made, scales, scale / config.head_dim
+
+
+def _ends_ahead(call: Call) -> bool:
+    """Whether keys that count may end before the tensors do, behind the last of packed documents."""
+    mask = call.mask
+    return isinstance(mask, Unread) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
+
+
+def _ends(call: Call) -> Tensor:
+    """As `Given` has it."""
+    mask, device = call.mask, call.k.device
+    if isinstance(mask, Unread):
+        return documents.on_device(mask.ends()[1], device)
+    return torch.full((1,), mask.cu_seqlens_k[-1], dtype=torch.int32, device=device)
 
 
 def given(call: Call) -> tuple[Made, Scales, float]:
@@ -219,7 +236,7 @@ def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
 
 def quantiser_arguments(config: QuantiserConfig) -> list:
     """Stand-ins for the quantiser's operands."""
-    from tilewise.sm90.dsl import Float32, Int8
+    from tilewise.sm90.dsl import Float32, Int8, Int32
 
     dtype, padded = changes.dsl(config.given), config.head_dim
     batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -231,7 +248,8 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
-    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
+    ends = jit.tensor(Int32, jit.size(), aligned=False) if config.ends else None
+    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs), ends), made, scales, channels, Float32(1.0)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:

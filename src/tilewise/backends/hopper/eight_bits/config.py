@@ -135,6 +135,7 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
+    ends: bool = False  # keys that count may end before the tensors do (`Given.ends`)
 
     @property
     def loses(self) -> bool:
