@@ -1,9 +1,11 @@
 """8 bits: what quantise promises, the arithmetic of each recipe against the formula and against itself written out, NaN, gradients, bad arguments."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from eight_bits_problems import NEEDLE_WAYS, QUERIES, attend_by, needles, not_found
 from torch import Tensor
 
 import tilewise as tw
@@ -574,6 +576,28 @@ class TestCaches:
     def test_bad_arguments(self, changes, message):
         with pytest.raises(ShapeError, match=message):
             tw.decode(**({"q": Q, "k_cache": K8, "v_cache": V8} | changes))
+
+
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_a_needle_is_found(way):
+    problem = needles(2048, 128)
+    assert not not_found(attend_by(way, problem), problem)
+
+
+def test_a_needle_that_is_not_there_is_not_found():
+    """A V of other channels, and scores that no longer stand out."""
+    problem = needles(2048, 128)
+    shifted = problem.v.roll(1, 1)
+    assert len(not_found(attend_by("int8", replace(problem, v=shifted)), problem)) == QUERIES
+    flat = attend_by("int8", replace(problem, q=0.4 * problem.q))
+    assert len(not_found(flat, problem)) == QUERIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_a_needle_is_found_among_many(way):
+    problem = needles(1 << 15, 128, seed=1)
+    assert not not_found(attend_by(way, problem), problem)
 
 
 # How much less wrong than e4m3 with a scale a tensor, for keys by length: what the design expects, less what chance does over 16 heads.

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from eight_bits_problems import NEEDLE_WAYS, attend_by, needles, not_found
 from torch import Tensor
 
 import tilewise as tw
@@ -107,6 +108,15 @@ def test_sums_do_not_stop_growing(dim):
         assert (o - 10.0).abs().max() < 0.05 and (lse - want).abs().max() < 0.02
     given = tw.attention(q.to(E4M3), k.to(E4M3), v.to(E4M3))
     assert (given - 10.0).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_one_key_of_many_is_found(way, dim, seed):
+    """131,072 keys, of which each of 128 queries looks for another one: all are found, and exactly where they are (`not_found`)."""
+    problem = needles(1 << 17, dim, seed, DEVICE)
+    assert not not_found(attend_by(way, problem), problem)
 
 
 @pytest.mark.parametrize("precision", RECIPES)
