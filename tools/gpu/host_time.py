@@ -55,6 +55,7 @@ def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, 
     yield "attention_varlen", "attention", lambda: tw.attention_varlen(*packed, cu, cu, causal=True), packed
     if not grad:
         yield from decoding(new, device)
+        yield from in_eight_bits([y.detach() for y in x], [y.detach() for y in packed], cu)
     yield "flash_attn_func", "attention", lambda: flash_attn.flash_attn_func(q, k, v, causal=True), x
     yield "flash_attn_func, window", "window", lambda: flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(31, 0)), x
     yield (
@@ -95,6 +96,17 @@ def decoding(new: Callable, device: str) -> Iterator[tuple[str, str | None, Call
     table = torch.arange(4 * SEQLEN // 16, dtype=torch.int32, device=device).view(4, SEQLEN // 16)
     yield "decode", None, lambda: tw.decode(q, k, v, cache_seqlens=lengths), [q, k, v]
     yield "decode, paged", "decode", lambda: tw.decode(q, *pages, cache_seqlens=lengths, page_table=table), [q, k, v]
+
+
+def in_eight_bits(x: list[torch.Tensor], packed: list[torch.Tensor], cu: torch.Tensor) -> Iterator[tuple[str, str | None, Callable, list]]:
+    """Quantised on the way, and given with scales: two or three launches each."""
+    (q, a), (k, b), (v, c) = (tw.quantise(y, per="head") for y in x)
+    scales = {"q_scale": a, "k_scale": b, "v_scale": c}
+    for precision in ("int8", "fp8"):
+        yield precision, "attention", lambda precision=precision: tw.attention(*x, causal=True, precision=precision), x
+    yield "e4m3 with scales", "attention", lambda: tw.attention(q, k, v, causal=True, **scales), [q, k, v]
+    yield "e4m3", "attention", lambda: tw.attention(q, k, v, causal=True), [q, k, v]
+    yield "int8, packed", "attention_varlen", lambda: tw.attention_varlen(*packed, cu, cu, causal=True, precision="int8"), packed
 
 
 def torch_call(q, k, v, is_causal: bool):
