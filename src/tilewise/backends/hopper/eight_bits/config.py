@@ -42,6 +42,7 @@ class Config(ScoreChanges):
     blocks = 1  # of a multiprocessor
     in_eight_bits = True
     late = False
+    bias_pairs = False
     from_zero = False
 
     @property
@@ -134,6 +135,7 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
+    ends: bool = False  # keys that count may end before the tensors do (`Given.ends`)
 
     @property
     def loses(self) -> bool:

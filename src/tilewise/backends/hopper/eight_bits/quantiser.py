@@ -42,36 +42,46 @@ def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
     """channels: (batch, heads_k, EXTREMES + 2 * chunks, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
-    mQ, mK, mV = given
+    mQ, mK, _, _ = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
     threads = (WARPS * WARP, 1, 1)
     chunks = (channels.shape[2] - EXTREMES) // 2
-    survey(mK, mV, channels, config).launch(grid=(EXTREMES + chunks, heads_k, batch), block=threads, stream=stream)
+    survey(given, channels, config).launch(grid=(EXTREMES + chunks, heads_k, batch), block=threads, stream=stream)
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
     quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads_q + 2 * heads_k, batch), block=threads, stream=stream)
 
 
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
+def survey(given: Given, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
     """What all tokens of a head decide: a centre, or the extremes of a chunk of V."""
     row, head, batch = arch.block_idx()
+    gK, gV = given.K[batch, None, head, None], given.V[batch, None, head, None]
+    last = counted(given)
     storage = SmemAllocator()
     s = storage.allocate_tensor(Float32, cute.make_layout((config.numbers, WARP, 2, WARPS)), 16)
     target = channels[batch, head, None, None]
     if row < EXTREMES:
         if row == CENTRE_K:
-            centre(mK[batch, None, head, None], s, target[row, None], config)
+            centre(gK, last, s, target[row, None], config)
         else:
-            centre(mV[batch, None, head, None], s, target[row, None], config)
+            centre(gV, last, s, target[row, None], config)
     else:
-        extremes(mV[batch, None, head, None], s, target, row - EXTREMES, config)
+        extremes(gV, last, s, target, row - EXTREMES, config)
 
 
 @cute.jit
-def centre(gX: cute.Tensor, s: cute.Tensor, target: cute.Tensor, config: Constexpr[QuantiserConfig]):
+def counted(given: Given) -> Int32:
+    """How many keys are scaled and centred, one at least; the others are 0."""
+    count = given.K.shape[1]
+    if const_expr(given.ends is not None):
+        count = min(max(given.ends[given.ends.shape[0] - 1], 1), count)
+    return count
+
+
+@cute.jit
+def centre(gX: cute.Tensor, tokens: Int32, s: cute.Tensor, target: cute.Tensor, config: Constexpr[QuantiserConfig]):
     """The mean of a sample, its tokens added up by halves: a warp has every eighth."""
     warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
-    tokens = gX.shape[0]
     number = min(tokens, SAMPLE)
     x, raw = (cute.make_rmem_tensor((config.numbers, TOKENS), each) for each in (Float32, gX.element_type))
     for t in range_constexpr(TOKENS):
@@ -101,11 +111,11 @@ def added_by_halves(parts: list[Float32]) -> Float32:
 
 
 @cute.jit
-def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32, config: Constexpr[QuantiserConfig]):
+def extremes(gV: cute.Tensor, last: Int32, s: cute.Tensor, target: cute.Tensor, chunk: Int32, config: Constexpr[QuantiserConfig]):
     warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
     tokens = cute.ceil_div(gV.shape[0], (target.shape[0] - EXTREMES) // 2)
     begin = chunk * tokens
-    end = min(begin + tokens, gV.shape[0])
+    end = min(begin + tokens, last)
     least, most = cute.make_rmem_tensor(config.numbers, Float32), cute.make_rmem_tensor(config.numbers, Float32)
     least.fill(math.inf)
     most.fill(-math.inf)
@@ -214,11 +224,11 @@ def keys(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, of_warps: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     gK, target = given.K[of.batch, None, of.head, None], made.K[of.batch, None, of.head, None]
-    seqlen = gK.shape[0]
+    seqlen, last = gK.shape[0], counted(given)
     x = load(gK, of.first, seqlen, of.lane, config)
     middle = of_lane(channels[of.batch, of.head, CENTRE_K, None], of.lane, config)
     for t in range_constexpr(TOKENS):
-        there = of.first + t < seqlen
+        there = of.first + t < last
         for c in range_constexpr(config.numbers):
             x[c, t] = x[c, t] - middle[c] if there else Float32(0.0)
     rotate(x, of.lane, config)
@@ -256,14 +266,14 @@ def values(
 ):  # fmt: skip
     """sV: (words, warps, channels), the warps of a channel in an order of its own, so that neighbouring lanes write to other banks."""
     gV, target = given.V[of.batch, None, of.head, None], made.V[of.batch, of.head, None, None]
-    seqlen, numbers = gV.shape[0], config.numbers
-    x = load(gV, of.first, seqlen, of.lane, config)
+    last, numbers = counted(given), config.numbers
+    x = load(gV, of.first, last, of.lane, config)
     middle, factor, inverse = scales_of_values(channels[of.batch, of.head, None, None], of.lane, config)
     warp = arch.warp_idx()
     words = cute.make_rmem_tensor(4, Int32)
     for c in range_constexpr(numbers):
         for t in range_constexpr(TOKENS):
-            x[c, t] = (finite_or_nan(x[c, t]) - middle[c]) * inverse[c] if of.first + t < seqlen else 0.0
+            x[c, t] = (finite_or_nan(x[c, t]) - middle[c]) * inverse[c] if of.first + t < last else 0.0
         for w in range_constexpr(4):
             words[w] = eight_bits.e4m3_of_four(*(x[c, t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
         cute.autovec_copy(words, sV[None, warp ^ (of.lane % WARPS), of.lane * numbers + c])
