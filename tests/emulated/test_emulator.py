@@ -46,6 +46,24 @@ def run(body, threads=32, blocks=1, n=0, pace="random", seed=0, x=None, end=STOR
     return x.tolist()
 
 
+@pytest.mark.parametrize("more", [208, 216])
+def test_warps_share_out_the_registers_of_their_launch(more):
+    """Three warpgroups of 168 a thread each, of which the first gives 80 back and the others take 40, or more than there are."""
+    body = f"""
+    setp.lt.u32 %p1, %r2, 128;
+    @%p1 bra LESS;
+    setmaxnreg.inc.sync.aligned.u32 {more};
+    bra.uni OUT;
+    LESS: setmaxnreg.dec.sync.aligned.u32 88;
+    OUT: mov.u32 %r9, 1;
+    """
+    if more == 208:
+        assert run(body, threads=384) == [1] * 384
+    else:
+        with pytest.raises(Fault, match="and their launch has 168 each: one waits for ever"):
+            run(body, threads=384)
+
+
 def test_threads_go_ways_of_their_own():
     """A loop that lane i leaves after i rounds, an inner branch, and labels of two blocks with the same names."""
     count = """

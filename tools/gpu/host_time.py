@@ -95,7 +95,19 @@ def decoding(new: Callable, device: str) -> Iterator[tuple[str, str | None, Call
     pages = [x.view(4 * SEQLEN // 16, 16, HEADS, HEAD_DIM) for x in (k, v)]
     table = torch.arange(4 * SEQLEN // 16, dtype=torch.int32, device=device).view(4, SEQLEN // 16)
     yield "decode", None, lambda: tw.decode(q, k, v, cache_seqlens=lengths), [q, k, v]
-    yield "decode, paged", "decode", lambda: tw.decode(q, *pages, cache_seqlens=lengths, page_table=table), [q, k, v]
+    where = {"cache_seqlens": lengths, "page_table": table}
+    yield "decode, paged", "decode", lambda: tw.decode(q, *pages, **where), [q, k, v]
+    more = {name: new(4, 1, HEADS, HEAD_DIM) for name in "kv"}
+    angles = torch.rand(SEQLEN, HEAD_DIM // 2, device=device)
+    out, rotary = torch.empty_like(q), {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    yield "decode, paged, new tokens", "decode", lambda: tw.decode(q, *pages, **where, **more), [q, k, v]
+    yield "decode, paged, new tokens rotated", "decode", lambda: tw.decode(q, *pages, **where, **more, **rotary), [q, k, v]
+    yield (
+        "decode, paged, new tokens, out",
+        "decode",
+        lambda: tw.decode(q, *pages, **where, **more, out=out),
+        [q, k, v],
+    )
 
 
 def in_eight_bits(x: list[torch.Tensor], packed: list[torch.Tensor], cu: torch.Tensor) -> Iterator[tuple[str, str | None, Callable, list]]:

@@ -18,7 +18,7 @@ SPECIAL = {
 }
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}
-NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")
+NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "prefetch.", "wgmma.fence")
 
 UNARY = {"not": "~{}", "neg": "-{}", "abs": "absolute({})", "clz": "leading_zeros({})", "popc": "ones({})", "ex2": "power_of_two({})"}
 UNARY |= {"lg2": "log2({})", "rcp": "1 / {}", "tanh": "tanh({})"}
@@ -107,6 +107,9 @@ class Translation:
     def _computed(self, expression: str) -> Iterator[str]:
         d, *sources = self.it.operands
         yield self.put(d, expression.format(*(self.value(x, self.kind) for x in sources)), self.kind)
+
+    def of_setmaxnreg(self, n):
+        yield f"w.block.registers[w] = {int(n)}"
 
     # Arithmetic
 

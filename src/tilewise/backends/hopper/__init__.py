@@ -122,6 +122,9 @@ class Hopper(Backend):
         """By one launch; None where the kernel does not cover the call."""
         return append_call.append(call)
 
+    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+        return append_call.known(call)
+
     def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
         return decoding.known(call, decode.decoder)
 
