@@ -8,8 +8,6 @@ from torch import Tensor
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.eight_bits.config import (
-    CHUNK,
-    CHUNKS,
     GROUP,
     LONG,
     TILES,
@@ -136,8 +134,7 @@ def quantise(call: Call) -> tuple[Made, Scales, float]:
         empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
     ]
     scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
-    chunks = min(-(-call.seqlen_k // CHUNK), CHUNKS)
-    channels = empty(torch.float32, call.batch, call.heads_k, 2 + 2 * chunks, config.head_dim)
+    channels = empty(torch.float32, call.batch, call.heads_k, 3, config.head_dim)
     jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
     return made, scales, scale / config.head_dim
 

@@ -11,9 +11,8 @@ from tilewise.backends.eight_bits import TILE as GROUP
 from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
-WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
-TOKENS = GROUP // WARPS  # of a warp
-CHUNKS, CHUNK = 32, 512  # of V, at most, and tokens of one at least: what a thread block looks through at once
+WARP = 32  # threads
+TOKENS = 16  # whose values lie in the order of P's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +127,9 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
 
 # Quantiser
 
+NUMBERS = 32  # of a thread
+RANKS, SURVEYORS = 8, 512  # thread blocks that look through a head of keys, and their threads
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantiserConfig:
@@ -141,14 +143,32 @@ class QuantiserConfig:
         return self.dtype == torch.int8
 
     @property
-    def numbers(self) -> int:
-        """Channels of a lane."""
-        return self.head_dim // WARP
+    def threads(self) -> int:
+        """Of a block, for GROUP tokens."""
+        return GROUP * self.head_dim // NUMBERS
+
+    @property
+    def sharers(self) -> int:
+        """Threads that have a token of Q or K together."""
+        return self.head_dim // NUMBERS
+
+    @property
+    def kind(self) -> str:
+        """PTX's name of what is given."""
+        return "bf16" if self.given == torch.bfloat16 else "f16"
+
+    @property
+    def infinities(self) -> int:
+        """A pair's bits."""
+        return 0x7F807F80 if self.given == torch.bfloat16 else 0x7C007C00
 
 
 @lru_cache
 def sign_words(head_dim: int) -> tuple[int, ...]:
-    """Which of a lane's numbers change their sign before the rotation: for each number a word with a bit for each lane."""
-    numbers = head_dim // WARP
+    """Which of a token's numbers change their sign before the rotation: for each of its sharers a word, where bit k is for the first and bit 16 + k
+    for the second of the k-th pair that the thread has.
+    """
+    sharers = head_dim // NUMBERS
     negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
-    return tuple(sum(negative[lane * numbers + c] << lane for lane in range(WARP)) for c in range(numbers))
+    channel = [[8 * (sharers * (k // 4) + sharer) + 2 * (k % 4) for k in range(NUMBERS // 2)] for sharer in range(sharers)]
+    return tuple(sum(negative[first + i] << (16 * i + k) for k, first in enumerate(each) for i in range(2)) for each in channel)

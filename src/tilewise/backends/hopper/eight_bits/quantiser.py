@@ -1,21 +1,26 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
-The first finds what all tokens decide, of each channel: the centres of K and V, and in chunks of tokens the least and the largest number of V. The
-second has a thread block for GROUP tokens of a head, of which a warp has 16 and a lane head_dim / 32 neighbouring channels:
+The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and V's scale. A cluster of RANKS thread blocks has a head
+of keys. The second has a thread block for GROUP tokens of a head, and a thread NUMBERS numbers of them:
 
+- of Q and K a thread has one token, and chunks of 8 channels that lie as far apart as the threads that share the token are together wide. The
+  rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
 - K loses its centre, and Q says by how much that shifts its scores;
-- Q and K are rotated: channels in a lane are added and subtracted first, then those of lanes ever further apart;
 - Q gets a scale for each token, K one for each GROUP tokens, and both are rounded to int8 or e4m3;
 - V loses its centre, is divided by its channels' scales, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P has in
-  registers (sm90/key_order.py): those of a warp, so that a lane has all of them.
+  registers (sm90/key_order.py); a thread has four channels of eight of them.
+
+Both are bound by memory: of Q's, K's and V's numbers each costs 2 bytes to read, V's again 2, and 1 to write. So they compute little a number: D's
+signs change bits of numbers that are still packed, and what is not finite is looked for in the maxima that are found anyway. (The sign of a zero is
+then that of the sum of what is left: where the first channel of a key is -0 and its centre 0, a zero of e4m3 may have the other.)
 """
 
 import math
 from typing import NamedTuple
 
-from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE
+from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE, SIGNS
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
+from tilewise.backends.hopper.eight_bits.config import GROUP, NUMBERS, RANKS, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
@@ -23,7 +28,6 @@ from tilewise.sm90.dsl import (
     Constexpr,
     CUstream,
     Float32,
-    Int16,
     Int32,
     SmemAllocator,
     Uint32,
@@ -34,262 +38,326 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-CENTRE_K, CENTRE_V, EXTREMES = range(3)  # rows of `channels`; from EXTREMES on two for each chunk, the least and the largest number of V
+CENTRE_K, CENTRE_V, INVERSE_V, ROWS = range(4)  # of `channels`
+PARTS = GROUP // TOKENS
+AT_ONCE = 8  # loads of a thread that surveys
 
 
 @cute.jit
 def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
-    """channels: (batch, heads_k, EXTREMES + 2 * chunks, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+    """channels: (batch, heads_k, ROWS, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
-    threads = (WARPS * WARP, 1, 1)
-    chunks = (channels.shape[2] - EXTREMES) // 2
-    survey(mK, mV, channels, config).launch(grid=(EXTREMES + chunks, heads_k, batch), block=threads, stream=stream)
+    survey(mK, mV, channels, scales, config).launch(
+        grid=(RANKS, batch, heads_k), block=(SURVEYORS, 1, 1), cluster=(RANKS, 1, 1), stream=stream
+    )
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
-    quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads_q + 2 * heads_k, batch), block=threads, stream=stream)
+    quantise(given, made, scales, channels, scale, config).launch(
+        grid=(blocks, batch, heads_q + 2 * heads_k),
+        block=(config.threads, 1, 1),
+        min_blocks_per_mp=1024 // config.threads,
+        preferred_smem_carveout=25,  # per cent: 33 KB are used
+        stream=stream,
+        use_pdl=True,
+    )
+
+
+# What all tokens decide
+
+
+class Found(NamedTuple):
+    """By the blocks of a cluster, in the shared memory of its first."""
+
+    extremes: cute.Tensor  # (2, RANKS, head_dim / 2) pairs: V's least and largest
+    centres: cute.Tensor  # (2, RANKS, head_dim) fp32: sums of K's and V's samples
 
 
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """What all tokens of a head decide: a centre, or the extremes of a chunk of V."""
-    row, head, batch = arch.block_idx()
+def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scales, config: Constexpr[QuantiserConfig]):
+    """A head of keys. Tokens go round the blocks of its cluster."""
+    arch.griddepcontrol_launch_dependents()
+    arch.cluster_arrive()
+    rank, batch, head = arch.block_idx()
     storage = SmemAllocator()
-    s = storage.allocate_tensor(Float32, cute.make_layout((config.numbers, WARP, 2, WARPS)), 16)
-    target = channels[batch, head, None, None]
-    if row < EXTREMES:
-        if row == CENTRE_K:
-            centre(mK[batch, None, head, None], s, target[row, None], config)
+    pairs = const_expr(config.head_dim // 2)
+    of_warps = storage.allocate_tensor(Uint32, cute.make_layout((pairs, 2, SURVEYORS // WARP), stride=(1, pairs, 2 * pairs)), 16)
+    found = Found(
+        storage.allocate_tensor(Uint32, cute.make_layout((2, RANKS, pairs), stride=(RANKS * pairs, pairs, 1)), 16),
+        storage.allocate_tensor(Float32, cute.make_layout((2, RANKS, config.head_dim), stride=(RANKS * 2 * pairs, 2 * pairs, 1)), 16),
+    )
+    thread = arch.thread_idx()[0]
+    gK, gV = mK[batch, None, head, None], mV[batch, None, head, None]
+    samples = cute.make_rmem_tensor(2, Float32)
+    samples.fill(0.0)
+    if thread < pairs:
+        sample(gK, 2 * thread, rank, samples)
+    elif thread < 2 * pairs:
+        sample(gV, 2 * thread - config.head_dim, rank, samples)
+    extremes(gV, of_warps, rank, config)
+    arch.sync_threads()
+    arch.cluster_wait()  # the first block is there
+    if thread < 2 * pairs:
+        x, pair = thread // pairs, thread % pairs
+        for i in range_constexpr(2):
+            to_first(found.centres.iterator + (x * RANKS + rank) * config.head_dim + 2 * pair + i, samples[i])
+        if x == 0:
+            to_first(
+                found.extremes.iterator + rank * pairs + pair,
+                extreme_of([of_warps[pair, 0, w] for w in range(SURVEYORS // WARP)], "min", config),
+            )
         else:
-            centre(mV[batch, None, head, None], s, target[row, None], config)
-    else:
-        extremes(mV[batch, None, head, None], s, target, row - EXTREMES, config)
+            to_first(
+                found.extremes.iterator + (RANKS + rank) * pairs + pair,
+                extreme_of([of_warps[pair, 1, w] for w in range(SURVEYORS // WARP)], "max", config),
+            )
+    arch.cluster_arrive()
+    arch.cluster_wait()  # the others have written
+    if rank == 0 and thread < config.head_dim:
+        of_head = channels[batch, head, None, None]
+        number = 1.0 / min(mK.shape[1], SAMPLE).to(Float32)
+        middle_k, middle_v = (finite_or_0(added_by_halves([found.centres[x, r, thread] for r in range(RANKS)]) * number) for x in range(2))
+        low, high = (
+            numbers_of(extreme_of([found.extremes[x, r, thread // 2] for r in range(RANKS)], name, config), config)
+            for x, name in enumerate(("min", "max"))
+        )
+        least, most = (numbers[1] if thread % 2 == 1 else numbers[0] for numbers in (low, high))
+        factor, inverse = scale_of(arch.fmax(arch.fmax(most - middle_v, middle_v - least), 0.0), MOST[E4M3])
+        of_head[CENTRE_K, thread] = middle_k * sign_of(thread, config)
+        of_head[CENTRE_V, thread], of_head[INVERSE_V, thread] = middle_v, inverse
+        if thread < scales.v.shape[2]:
+            scales.v[batch, head, thread] = factor
+            scales.centre[batch, head, thread] = middle_v
 
 
 @cute.jit
-def centre(gX: cute.Tensor, s: cute.Tensor, target: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """The mean of a sample, its tokens added up by halves: a warp has every eighth."""
-    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
-    tokens = gX.shape[0]
-    number = min(tokens, SAMPLE)
-    x, raw = (cute.make_rmem_tensor((config.numbers, TOKENS), each) for each in (Float32, gX.element_type))
-    for t in range_constexpr(TOKENS):
-        load_token(gX, raw, min(warp + WARPS * t, number - 1) * tokens // number, t, lane, config)
-    x.store(raw.load().to(Float32))
-    for t in range_constexpr(TOKENS):
-        there = warp + WARPS * t < number and lane * config.numbers < gX.shape[1]
-        for c in range_constexpr(config.numbers):
-            x[c, t] = finite_or_0(x[c, t]) if there else Float32(0.0)
-    for level in range_constexpr(TOKENS.bit_length() - 1):
-        half = const_expr(TOKENS >> level + 1)
-        for t in range_constexpr(half):
-            for c in range_constexpr(config.numbers):
-                x[c, t] += x[c, t + half]
-    for c in range_constexpr(config.numbers):
-        s[c, lane, 0, warp] = x[c, 0]
-    arch.sync_threads()
-    if thread < config.head_dim:
-        parts = [s[thread % config.numbers, thread // config.numbers, 0, w] for w in range(WARPS)]
-        target[thread] = finite_or_0(added_by_halves(parts) * (1.0 / number.to(Float32)))
+def sample(gX: cute.Tensor, channel: Int32, rank: Int32, sums: cute.Tensor):
+    """Of two neighbouring channels: every RANKS-th token of the sample added up by halves, as all of them are."""
+    tokens, each = gX.shape[0], const_expr(SAMPLE // RANKS)
+    raw = cute.make_rmem_tensor((2, each), gX.element_type)
+    for t in range_constexpr(each):
+        i = rank + t * RANKS
+        token = i * tokens // SAMPLE if tokens > SAMPLE else min(i, tokens - 1)
+        place = gX[token, None].iterator + min(channel, gX.shape[1] - 2)
+        cute.autovec_copy(cute.make_tensor(place.align(4), cute.make_layout(2)), raw[None, t])
+    for c in range_constexpr(2):
+        terms = []
+        for t in range_constexpr(each):
+            there = rank + t * RANKS < tokens and channel < gX.shape[1]
+            terms.append(finite_or_0(raw[c, t].to(Float32)) if there else Float32(0.0))
+        sums[c] = added_by_halves(terms)
 
 
-def added_by_halves(parts: list[Float32]) -> Float32:
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)]
-    return parts[0]
+def added_by_halves(terms: list[Float32]) -> Float32:
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
 
 
 @cute.jit
-def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32, config: Constexpr[QuantiserConfig]):
-    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
-    tokens = cute.ceil_div(gV.shape[0], (target.shape[0] - EXTREMES) // 2)
-    begin = chunk * tokens
-    end = min(begin + tokens, gV.shape[0])
-    least, most = cute.make_rmem_tensor(config.numbers, Float32), cute.make_rmem_tensor(config.numbers, Float32)
-    least.fill(math.inf)
-    most.fill(-math.inf)
-    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gV.element_type)
-    for i in cutlass.range(cute.ceil_div(end - begin, GROUP), unroll=1):
-        first = begin + i * GROUP + warp * TOKENS
-        for t in range_constexpr(TOKENS):
-            load_token(gV, raw, min(first + t, end - 1), t, lane, config)
-        for t in range_constexpr(TOKENS):
-            for c in range_constexpr(config.numbers):
-                number = finite_or_nan(raw[c, t].to(Float32))  # NaN is left out
-                least[c], most[c] = arch.fmin(least[c], number), arch.fmax(most[c], number)
-    for c in range_constexpr(config.numbers):
-        s[c, lane, 0, warp], s[c, lane, 1, warp] = least[c], most[c]
-    arch.sync_threads()
-    if thread < config.head_dim:
-        of_warps = s[thread % config.numbers, thread // config.numbers, None, None]
-        low, high = of_warps[0, 0], of_warps[1, 0]
-        for w in range_constexpr(1, WARPS):
-            low, high = arch.fmin(low, of_warps[0, w]), arch.fmax(high, of_warps[1, w])
-        target[EXTREMES + 2 * chunk, thread], target[EXTREMES + 2 * chunk + 1, thread] = low, high
+def extremes(gV: cute.Tensor, of_warps: cute.Tensor, rank: Int32, config: Constexpr[QuantiserConfig]):
+    """Pairs of the least and of the largest finite numbers of the block's tokens, a warp's each: of_warps (head_dim / 2, 2, warps)."""
+    thread, lane, tokens = arch.thread_idx()[0], arch.lane_idx(), gV.shape[0]
+    columns = const_expr(config.head_dim // 8)
+    rows = const_expr(SURVEYORS // columns)
+    row, column = thread // columns, thread % columns
+    channel = min(8 * column, gV.shape[1] - 8)
+    found = [[Uint32(config.infinities | sign)] * 4 for sign in (0, 0x80008000)]
+    raw = cute.make_rmem_tensor((4, AT_ONCE), Uint32)
+    extreme = cute.make_rmem_tensor((4, 2), Uint32)
+    for w in range_constexpr(4):
+        for k in range_constexpr(2):
+            extreme[w, k] = found[k][w]
+    for i in cutlass.range(cute.ceil_div(tokens, RANKS * rows * AT_ONCE), unroll=1):
+        for u in range_constexpr(AT_ONCE):
+            token = min(((i * AT_ONCE + u) * RANKS + rank) * rows + row, tokens - 1)
+            place = cute.recast_ptr((gV[token, None].iterator + channel).align(16), dtype=Uint32)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), raw[None, u])
+        for u in range_constexpr(AT_ONCE):
+            for w in range_constexpr(4):
+                pair = finite_pair(raw[w, u], config)
+                extreme[w, 0], extreme[w, 1] = (
+                    extreme_of([extreme[w, 0], pair], "min", config),
+                    extreme_of([extreme[w, 1], pair], "max", config),
+                )
+    for k, name in enumerate(("min", "max")):
+        for w in range_constexpr(4):
+            pair = extreme[w, k]
+            for level in range_constexpr((WARP // columns).bit_length() - 1):
+                pair = extreme_of([pair, arch.shuffle_sync_bfly(pair, columns << level)], name, config)
+            if lane < columns:
+                of_warps[4 * column + w, k, thread // WARP] = pair
 
 
-@cute.jit
-def load(gX: cute.Tensor, first: Int32, end: Int32, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """The lane's channels of TOKENS tokens from `first` on, as (numbers, TOKENS) fp32; 0 from token `end` on and beyond the channels that exist."""
-    raw, channel = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type), lane * config.numbers
-    for t in range_constexpr(TOKENS):  # without branches, so that no load waits for another
-        load_token(gX, raw, min(first + t, gX.shape[0] - 1), t, lane, config)
-    x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
-    x.store(raw.load().to(Float32))
-    for t in range_constexpr(TOKENS):
-        there = first + t < end and channel < gX.shape[1]
-        for c in range_constexpr(config.numbers):
-            x[c, t] = x[c, t] if there else Float32(0.0)
-    return x
-
-
-@cute.jit
-def load_token(gX: cute.Tensor, raw: cute.Tensor, token: Int32, t: Constexpr[int], lane: Int32, config: Constexpr[QuantiserConfig]):
-    """The lane's channels, or others in place of those that do not exist."""
-    place = gX[token, None].iterator + min(lane * config.numbers, gX.shape[1] - config.numbers)
-    source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
-    cute.autovec_copy(source, raw[None, t])
+# Numbers of 8 bits
 
 
 class Of(NamedTuple):
-    """A thread block's tokens of a head, and a warp's of these."""
+    """A thread block's tokens of a head."""
 
     batch: Int32
     head: Int32
-    first: Int32  # the warp's first token
-    lane: Int32
+    group: Int32
 
 
 @cute.kernel
 def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of a head of Q, K or V."""
-    block, head, batch = arch.block_idx()
+    """GROUP tokens of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
+    group, batch, head = arch.block_idx()
+    groups, batches, _ = arch.grid_dim()
     storage = SmemAllocator()
-    of_warps = storage.allocate_tensor(Int32, cute.make_layout((2, WARPS)), 16)
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
-    lane = arch.lane_idx()
-    first = block * GROUP + arch.warp_idx() * TOKENS
-    heads_q, heads_k = given.Q.shape[2], given.K.shape[2]
-    if head < heads_q:
-        queries(given, made, scales, channels, scale, Of(batch, head, first, lane), config)
-    elif head < heads_q + heads_k:
-        keys(given, made, scales, channels, of_warps, Of(batch, head - heads_q, first, lane), config)
+    middle = storage.allocate_tensor(Float32, cute.make_layout(config.head_dim), 16)
+    of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.threads // WARP), 16)
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, PARTS, config.head_dim)), 16)
+    heads_k = given.K.shape[2]
+    if head < heads_k:
+        values(given.V, made.V, channels, sV, Of(batches - 1 - batch, heads_k - 1 - head, groups - 1 - group), config)
+    elif head < 2 * heads_k:
+        keys(given.K, made.K, scales, channels, middle, of_warps, Of(batch, head - heads_k, group), config)
     else:
-        values(given, made, scales, channels, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
+        queries(given, made.Q, scales, channels, scale, middle, Of(batch, head - 2 * heads_k, group), config)
 
 
 @cute.jit
 def queries(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, scale: Float32, middle: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gQ, target = given.Q[of.batch, None, of.head, None], made.Q[of.batch, None, of.head, None]
+    gQ, target = given.Q[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    token, sharer = place_of_thread(of.group, config)
     seqlen = gQ.shape[0]
-    x = load(gQ, of.first, seqlen, of.lane, config)
-    head_k = of.head // (given.Q.shape[2] // given.K.shape[2])
-    middle = of_lane(channels[of.batch, head_k, CENTRE_K, None], of.lane, config)
-    mine = Float32(0.0)  # of the lane's token
-    for t in range_constexpr(TOKENS):
+    if of.group * GROUP < seqlen:
+        raw = load(gQ, token, sharer, config)
+        read_middle(channels[of.batch, of.head // (given.Q.shape[2] // given.K.shape[2]), CENTRE_K, None], middle)
+        x = cute.make_rmem_tensor(NUMBERS, Float32)
         dot = Float32(0.0)
-        for c in range_constexpr(config.numbers):
-            dot += x[c, t] * middle[c]
-        dot = arch.warp_reduction_sum(dot)
-        mine = dot if of.lane == t else mine
-    rotate(x, of.lane, config)
-    of_token = Float32(1.0)
-    for t in range_constexpr(TOKENS):
-        factor, inverse = scale_of(largest_of_warp(largest(x, t, 1, config)), MOST[config.dtype])
+        widen(raw, x, sharer, config)
+        for i in range_constexpr(NUMBERS // 4):
+            four = of_chunk(middle, i, sharer, config)
+            for c in range_constexpr(4):
+                dot += x[4 * i + c] * four[c]
+        rotate(x, config)
+        most = of_sharers(largest(x), config)
+        spoiled = not is_finite(most)
+        if arch.vote_any_sync(spoiled):
+            most = of_sharers(without_spoiled(x, config), config)
+        factor, inverse = scale_of(most, MOST[config.dtype])
         if const_expr(not config.dtype.is_floating_point):  # which has no NaN
-            factor = factor if is_finite(x[0, t]) else Float32(math.nan)
-        of_token = factor if of.lane == t else of_token
-        if of.first + t < seqlen:
-            store(target, of.first + t, x, t, inverse, of.lane, config)
-    if of.lane < TOKENS and of.first + of.lane < seqlen:
-        scales.q[of.batch, of.head, of.first + of.lane] = of_token
-        scales.shift[of.batch, of.head, of.first + of.lane] = mine * scale
+            factor = Float32(math.nan) if spoiled else factor
+        for level in range_constexpr(config.sharers.bit_length() - 1):
+            dot += arch.shuffle_sync_bfly(dot, 1 << level)
+        if token < seqlen:
+            store(target, token, x, inverse, sharer, config)
+            if sharer == 0:
+                scales.q[of.batch, of.head, token] = factor
+                scales.shift[of.batch, of.head, token] = dot * scale
 
 
 @cute.jit
 def keys(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, of_warps: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
+    mK: cute.Tensor, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, middle: cute.Tensor, of_warps: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gK, target = given.K[of.batch, None, of.head, None], made.K[of.batch, None, of.head, None]
+    gK, target = mK[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    token, sharer = place_of_thread(of.group, config)
     seqlen = gK.shape[0]
-    x = load(gK, of.first, seqlen, of.lane, config)
-    middle = of_lane(channels[of.batch, of.head, CENTRE_K, None], of.lane, config)
-    for t in range_constexpr(TOKENS):
-        there = of.first + t < seqlen
-        for c in range_constexpr(config.numbers):
-            x[c, t] = x[c, t] - middle[c] if there else Float32(0.0)
-    rotate(x, of.lane, config)
-    lost = Float32(0.0)  # NaN where the lane's token has a number that is not finite: the rotation brings it to all
-    if const_expr(config.loses):
-        for t in range_constexpr(TOKENS):
-            lost = x[0, t] * 0.0 if of.lane == t else lost
-            for c in range_constexpr(config.numbers):
-                x[c, t] = finite_or_0(x[c, t])
-    warp = arch.warp_idx()
-    found, any_lost = largest_of_warp(largest(x, 0, TOKENS, config)), Int32(arch.vote_any_sync(lost != 0.0))
-    if of.lane == 0:
-        of_warps[0, warp], of_warps[1, warp] = found, any_lost
-    arch.sync_threads()
-    for w in range_constexpr(WARPS):
-        found, any_lost = max(found, of_warps[0, w]), any_lost | of_warps[1, w]
-    factor, inverse = scale_of(found, MOST[config.dtype])
-    group = arch.block_idx()[0]
-    if group < scales.k.shape[2]:
-        if arch.thread_idx()[0] == 0:
-            scales.k[of.batch, of.head, group] = factor
+    if of.group * GROUP < seqlen:
+        raw = load(gK, token, sharer, config)
+        read_middle(channels[of.batch, of.head, CENTRE_K, None], middle)
+        x = cute.make_rmem_tensor(NUMBERS, Float32)
+        widen(raw, x, sharer, config)
+        for i in range_constexpr(NUMBERS // 4):
+            four = of_chunk(middle, i, sharer, config)
+            for c in range_constexpr(4):
+                x[4 * i + c] -= four[c]
+        rotate(x, config)
+        most = largest(x)
+        lost = not is_finite(of_sharers(most, config))
+        if arch.vote_any_sync(lost):
+            most = without_spoiled(x, config)
+        most = most if token < seqlen else Float32(0.0)
+        lost = lost and token < seqlen
+        thread = arch.thread_idx()[0]
+        word = largest_of_warp(bits_of(most))
+        if const_expr(config.loses):  # a bit that no number above 0 has says so
+            word |= Int32(arch.vote_any_sync(lost)) << 31
+        if thread % WARP == 0:
+            of_warps[thread // WARP] = word
+        arch.sync_threads()
+        word = of_warps[thread % (config.threads // WARP)]
+        any_lost = False
         if const_expr(config.loses):
-            if arch.thread_idx()[0] == 0:
-                scales.whole[of.batch, of.head, group] = factor if any_lost == 0 else Float32(math.nan)
-            if of.lane < TOKENS:
-                scales.lost[of.batch, of.head, of.first + of.lane] = lost
-    for t in range_constexpr(TOKENS):
-        if of.first + t < seqlen:
-            store(target, of.first + t, x, t, inverse, of.lane, config)
+            any_lost = arch.vote_any_sync(word < 0)
+        factor, inverse = scale_of(number_of(largest_of_warp(word & 0x7FFFFFFF)), MOST[config.dtype])
+        if thread == 0:
+            scales.k[of.batch, of.head, of.group] = factor
+        if const_expr(config.loses):
+            if thread == 0:
+                scales.whole[of.batch, of.head, of.group] = Float32(math.nan) if any_lost else factor
+            if sharer == 0:
+                scales.lost[of.batch, of.head, token] = Float32(math.nan) if lost else Float32(0.0)
+        if token < seqlen:
+            store(target, token, x, inverse, sharer, config)
 
 
 @cute.jit
-def values(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
-):  # fmt: skip
-    """sV: (words, warps, channels), the warps of a channel in an order of its own, so that neighbouring lanes write to other banks."""
-    gV, target = given.V[of.batch, None, of.head, None], made.V[of.batch, of.head, None, None]
-    seqlen, numbers = gV.shape[0], config.numbers
-    x = load(gV, of.first, seqlen, of.lane, config)
-    middle, factor, inverse = scales_of_values(channels[of.batch, of.head, None, None], of.lane, config)
-    warp = arch.warp_idx()
-    words = cute.make_rmem_tensor(4, Int32)
-    for c in range_constexpr(numbers):
-        for t in range_constexpr(TOKENS):
-            x[c, t] = (finite_or_nan(x[c, t]) - middle[c]) * inverse[c] if of.first + t < seqlen else 0.0
-        for w in range_constexpr(4):
-            words[w] = eight_bits.e4m3_of_four(*(x[c, t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
-        cute.autovec_copy(words, sV[None, warp ^ (of.lane % WARPS), of.lane * numbers + c])
-    arch.sync_threads()
-    group = arch.block_idx()[0]
-    write_rows(sV, target, group, numbers, config)
-    if group == 0 and warp == 0:
-        for c in range_constexpr(numbers):
-            channel = of.lane * numbers + c
-            if channel < target.shape[0]:
-                scales.v[of.batch, of.head, channel] = factor[c]
-                scales.centre[of.batch, of.head, channel] = middle[c]
+def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]):
+    """sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring lanes write to other banks."""
+    gV, target = mV[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
+    seqlen = gV.shape[0]
+    if of.group * GROUP < seqlen:
+        columns = const_expr(config.head_dim // 4)
+        half, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
+        part, half = half // 2, half % 2  # of the group, and of the part's words
+        first = of.group * GROUP + part * TOKENS + 4 * half
+        channel = min(4 * column, gV.shape[1] - 4)
+        offsets = const_expr((0, 1, 8, 9, 2, 3, 10, 11))
+        raw = cute.make_rmem_tensor((2, len(offsets)), Uint32)
+        for t in range_constexpr(len(offsets)):
+            place = cute.recast_ptr((gV[min(first + offsets[t], seqlen - 1), None].iterator + channel).align(8), dtype=Uint32)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), raw[None, t])
+        arch.griddepcontrol_wait()
+        middle, inverse = (four_of(channels[of.batch, of.head, row, None].iterator + 4 * column) for row in (CENTRE_V, INVERSE_V))
+        there = [there_of_word([first + offsets[4 * w + t] < seqlen for t in range(4)]) for w in range(2)]
+        words = cute.make_rmem_tensor(2, Int32)
+        x = cute.make_rmem_tensor((4, len(offsets)), Float32)
+        for t in range_constexpr(len(offsets)):
+            for w in range_constexpr(2):
+                low, high = numbers_of(finite_pair(raw[w, t], config), config)
+                x[2 * w, t], x[2 * w + 1, t] = low, high
+        for c in range_constexpr(4):
+            for t in range_constexpr(len(offsets)):
+                x[c, t] = (x[c, t] - middle[c]) * inverse[c]
+            for w in range_constexpr(2):
+                words[w] = eight_bits.e4m3_of_four(*(x[c, 4 * w + t] for t in range(4))) & there[w]
+            to = sV[None, part ^ (column % PARTS), 4 * column + c].iterator + 2 * half
+            cute.autovec_copy(words, cute.make_tensor(to.align(8), cute.make_layout(2)))
+        arch.sync_threads()
+        write_rows(sV, target, of.group, config.threads, config)
+
+
+def there_of_word(there: list[Boolean]) -> Int32:
+    """A mask of the bytes of those that are there."""
+    mask = Int32(0)
+    for i, each in enumerate(there):
+        mask |= -Int32(each) & Int32((255, 255 << 8, 255 << 16, -(1 << 24))[i])
+    return mask
 
 
 @cute.jit
-def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, together: Constexpr[int], config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of every channel. target: (head_dim_v, tokens); sV: (words, warps, channels), with the order of warps changed by
-    channel // together.
+def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, threads: Constexpr[int], config: Constexpr[QuantiserConfig]):
+    """GROUP tokens of every channel. target: (head_dim_v, tokens); sV: (words, parts, channels), with the order of parts changed by
+    channel // 4.
     """
     thread = arch.thread_idx()[0]
     words = cute.make_rmem_tensor(4, Int32)
-    for i in range_constexpr(config.head_dim // WARP):
-        channel, part = thread // WARPS + i * WARP, thread % WARPS
+    for i in range_constexpr(config.head_dim * PARTS // threads):
+        channel, part = thread // PARTS + i * (threads // PARTS), thread % PARTS
         at = group * GROUP + part * TOKENS
         if channel < target.shape[0] and at < target.shape[1]:
-            cute.autovec_copy(sV[None, part ^ (channel // together % WARPS), channel], words)
+            cute.autovec_copy(sV[None, part ^ (channel // 4 % PARTS), channel], words)
             place = cute.recast_ptr((target[channel, None].iterator + at).align(16), dtype=Int32)
             cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
 
@@ -298,34 +366,31 @@ def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, together: Con
 def launch_transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig], stream: CUstream):
     """mV: (batch, seqlen_k, heads_k, head_dim_v) of 8 bits; mT: (batch, heads_k, head_dim_v, tokens), as the forward kernel reads it."""
     grid = cute.ceil_div(mV.shape[1], GROUP), mV.shape[2], mV.shape[0]
-    transpose(mV, mT, config).launch(grid=grid, block=(WARPS * WARP, 1, 1), stream=stream)
+    transpose(mV, mT, config).launch(grid=grid, block=(2 * config.head_dim, 1, 1), stream=stream)
 
 
 @cute.kernel
 def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of a head: a thread has four channels of 16 tokens at a time."""
+    """GROUP tokens of a head: a thread has four channels of 16 tokens."""
     group, head, batch = arch.block_idx()
     storage = SmemAllocator()
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, PARTS, config.head_dim)), 16)
     gV = mV[batch, None, head, None]
     columns = const_expr(config.head_dim // 4)
+    part, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
     words = cute.make_rmem_tensor(TOKENS, Int32)
-    for i in range_constexpr(cute.ceil_div(WARPS * columns, WARPS * WARP)):
-        item = arch.thread_idx()[0] + i * WARPS * WARP
-        part, column = item // columns, item % columns
-        if part < WARPS:
-            words.fill(0)
-            for t in range_constexpr(TOKENS):
-                token = group * GROUP + part * TOKENS + t
-                if token < gV.shape[0] and 4 * column < gV.shape[1]:
-                    place = cute.recast_ptr((gV[token, None].iterator + 4 * column).align(4), dtype=Int32)
-                    words[t] = place.load()
-            for w in range_constexpr(4):
-                of_channels = four_channels(*(words[t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
-                for c in range_constexpr(4):
-                    sV[w, part ^ (column % WARPS), 4 * column + c] = of_channels[c]
+    words.fill(0)
+    for t in range_constexpr(TOKENS):
+        token = group * GROUP + part * TOKENS + t
+        if token < gV.shape[0] and 4 * column < gV.shape[1]:
+            place = cute.recast_ptr((gV[token, None].iterator + 4 * column).align(4), dtype=Int32)
+            words[t] = place.load()
+    for w in range_constexpr(4):
+        of_channels = four_channels(*(words[t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
+        for c in range_constexpr(4):
+            sV[w, part ^ (column % PARTS), 4 * column + c] = of_channels[c]
     arch.sync_threads()
-    write_rows(sV, mT[batch, head, None, None], group, 4, config)
+    write_rows(sV, mT[batch, head, None, None], group, 2 * config.head_dim, config)
 
 
 def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
@@ -338,58 +403,93 @@ def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
     return arch.inline_ptx(ptx, write_only_types=[Int32] * 4, read_only_args=tokens)
 
 
+def place_of_thread(group: Int32, config: QuantiserConfig) -> tuple[Int32, Int32]:
+    """The thread's token of Q or K, and which of its sharers it is."""
+    thread = arch.thread_idx()[0]
+    return group * GROUP + thread // config.sharers, thread % config.sharers
+
+
 @cute.jit
-def of_lane(row: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """(numbers,): the lane's channels of a row of `channels`."""
-    found = cute.make_rmem_tensor(config.numbers, Float32)
-    place = (row.iterator + lane * config.numbers).align(4 * min(config.numbers, 4))
-    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(config.numbers)), found)
+def load(gX: cute.Tensor, token: Int32, sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    """The thread's pairs (4, chunks) of a token: 0 where there is no channel, the last token's where there is no token."""
+    place = (gX[min(token, gX.shape[0] - 1), None].iterator + 8 * sharer).toint()
+    raw = cute.make_rmem_tensor((4, NUMBERS // 8), Uint32)
+    for i in range_constexpr(NUMBERS // 8):  # without branches, so that no load waits for another
+        ptx = (
+            "{ .reg .pred there; setp.ne.b32 there, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+            "@there ld.global.L1::no_allocate.L2::128B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }"
+        )
+        there = Int32(8 * (config.sharers * i + sharer) < gX.shape[1])
+        words = arch.inline_ptx(ptx, write_only_types=[Uint32] * 4, read_only_args=[place + 16 * config.sharers * i, there])
+        for w in range_constexpr(4):
+            raw[w, i] = words[w]
+    return raw
+
+
+@cute.jit
+def read_middle(row: cute.Tensor, middle: cute.Tensor):
+    """A row of `channels` into shared memory, once it is there."""
+    arch.griddepcontrol_wait()
+    thread = arch.thread_idx()[0]
+    if thread < cute.size(middle):
+        middle[thread] = row[thread]
+    arch.sync_threads()
+
+
+@cute.jit
+def of_chunk(middle: cute.Tensor, i: Constexpr[int], sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    """(4,): for the thread's numbers from 4 i on."""
+    return four_of(middle.iterator + (8 * (config.sharers * (i // 2) + sharer) + 4 * (i % 2)))
+
+
+@cute.jit
+def four_of(place: cute.Pointer) -> cute.Tensor:
+    found = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(4)), found)
     return found
 
 
 @cute.jit
-def scales_of_values(
-    of_head: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]
-) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:  # fmt: skip
-    """The lane's centres, scales and their inverses, (numbers,) fp32 each. of_head: of `channels`."""
-    middle, least, most = (
-        of_lane(of_head[CENTRE_V, None], lane, config),
-        *(of_lane(of_head[EXTREMES + i, None], lane, config) for i in range(2)),
-    )
-    for row in cutlass.range(EXTREMES + 2, of_head.shape[0], 2, unroll=1):
-        low, high = of_lane(of_head[row, None], lane, config), of_lane(of_head[row + 1, None], lane, config)
-        for c in range_constexpr(config.numbers):
-            least[c], most[c] = arch.fmin(least[c], low[c]), arch.fmax(most[c], high[c])
-    for c in range_constexpr(config.numbers):
-        found = arch.fmax(most[c] - middle[c], middle[c] - least[c])
-        least[c], most[c] = scale_of(bits_of(arch.fmax(found, 0.0)), MOST[E4M3])
-    return middle, least, most
+def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[QuantiserConfig]):
+    """D x. raw: pairs (4, chunks); x: (NUMBERS,)."""
+    words = sign_words(config.head_dim)
+    flips = Uint32(words[0])
+    for i in range_constexpr(1, config.sharers):
+        flips = Uint32(words[i]) if sharer == i else flips
+    for k in range_constexpr(NUMBERS // 2):
+        x[2 * k], x[2 * k + 1] = numbers_of(raw[k % 4, k // 4] ^ ((flips << Uint32(15 - k)) & Uint32(0x80008000)), config)
 
 
 @cute.jit
-def rotate(x: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]):
-    """H D x, in place, and NaN for what is not finite. x: (numbers, TOKENS)."""
-    numbers = config.numbers
-    flips = cute.make_rmem_tensor(numbers, Float32)
-    for c in range_constexpr(numbers):
-        negative = (Uint32(sign_words(config.head_dim)[c]) >> Uint32(lane)) & 1
-        flips[c] = Float32(-1.0) if negative != 0 else Float32(1.0)
-    for t in range_constexpr(TOKENS):
-        for c in range_constexpr(numbers):
-            x[c, t] *= flips[c]
-        for level in range_constexpr(numbers.bit_length() - 1):
-            for pair in range_constexpr(numbers // 2):
-                low = const_expr((pair >> level << (level + 1)) + (pair & ((1 << level) - 1)))
-                a, b = x[low, t], x[low + (1 << level), t]
-                x[low, t], x[low + (1 << level), t] = a + b, a - b
-    for level in range_constexpr(WARP.bit_length() - 1):
+def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """H x, in place. x: (NUMBERS,)."""
+    for level in range_constexpr(3):
+        add_and_subtract(x, 1 << level)
+    lane = arch.lane_idx()
+    for level in range_constexpr(config.sharers.bit_length() - 1):
         sign = Float32(-1.0) if lane & (1 << level) != 0 else Float32(1.0)
-        for t in range_constexpr(TOKENS):
-            for c in range_constexpr(numbers):
-                x[c, t] = x[c, t] * sign + arch.shuffle_sync_bfly(x[c, t], 1 << level)
-    for t in range_constexpr(TOKENS):
-        for c in range_constexpr(numbers):
-            x[c, t] = finite_or_nan(x[c, t])
+        for c in range_constexpr(NUMBERS):
+            x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], 1 << level)
+    for level in range_constexpr(3, NUMBERS.bit_length() - 1):
+        add_and_subtract(x, 1 << level)
+
+
+@cute.jit
+def add_and_subtract(x: cute.Tensor, apart: Constexpr[int]):
+    for low in range_constexpr(NUMBERS):
+        if const_expr(low & apart == 0):
+            a, b = x[low], x[low + apart]
+            x[low], x[low + apart] = a + b, a - b
+
+
+@cute.jit
+def without_spoiled(x: cute.Tensor, config: Constexpr[QuantiserConfig]) -> Float32:
+    """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
+    most = Float32(0.0)
+    for c in range_constexpr(NUMBERS):
+        x[c] = finite_or_nan(x[c]) if const_expr(config.dtype.is_floating_point) else finite_or_0(x[c])
+        most = arch.fmax(most, cute.math.absf(x[c]))
+    return most
 
 
 def finite_or_nan(x: Float32) -> Float32:
@@ -406,13 +506,92 @@ def is_finite(x: Float32) -> Boolean:
 
 
 @cute.jit
-def largest(x: cute.Tensor, first: Constexpr[int], tokens: Constexpr[int], config: Constexpr[QuantiserConfig]) -> Int32:
-    """The largest magnitude of some of the lane's numbers, as bits; 0 where all are NaN."""
-    found = Float32(0.0)
-    for t in range_constexpr(first, first + tokens):
-        for c in range_constexpr(config.numbers):
-            found = arch.fmax(found, cute.math.absf(x[c, t]))
-    return bits_of(found)
+def largest(x: cute.Tensor) -> Float32:
+    """The largest magnitude of the thread's numbers, NaN beside any NaN."""
+    found = [Float32(0.0)] * 4
+    for c in range_constexpr(NUMBERS):
+        found[c % 4] = largest_or_nan(found[c % 4], x[c])
+    return largest_or_nan(largest_or_nan(found[0], found[1]), largest_or_nan(found[2], found[3]))
+
+
+def largest_or_nan(most: Float32, x: Float32) -> Float32:
+    ptx = "{ .reg .f32 size; abs.f32 size, {$r1}; max.NaN.f32 {$w0}, {$r0}, size; }"
+    return arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[most, x])
+
+
+@cute.jit
+def of_sharers(most: Float32, config: Constexpr[QuantiserConfig]) -> Float32:
+    """The largest of all that share a token."""
+    for level in range_constexpr(config.sharers.bit_length() - 1):
+        most = largest_or_nan(most, arch.shuffle_sync_bfly(most, 1 << level))
+    return most
+
+
+def largest_of_warp(bits: Int32) -> Int32:
+    """Bits of numbers that are not negative have their order."""
+    return arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[bits])
+
+
+@cute.jit
+def scale_of(most: Float32, top: Constexpr[float]) -> tuple[Float32, Float32]:
+    """What makes `top` of `most`, and its inverse."""
+    scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
+    inverse = 1.0 / most * top if most >= LEAST else Float32(1.0)
+    return scale, inverse
+
+
+@cute.jit
+def store(
+    target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
+    words = cute.make_rmem_tensor(2, Int32)
+    for i in range_constexpr(NUMBERS // 8):
+        for w in range_constexpr(2):
+            words[w] = packed([rounded_product(x[8 * i + 4 * w + c], inverse) for c in range(4)], config)
+        place = cute.recast_ptr((target[token, None].iterator + 8 * (config.sharers * i + sharer)).align(8), dtype=Int32)
+        cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(2)))
+
+
+# Numbers in registers
+
+
+def numbers_of(pair: Uint32, config: QuantiserConfig) -> tuple[Float32, Float32]:
+    """Two of 16 bits in fp32."""
+    if config.kind == "bf16":
+        return number_of(pair << Uint32(16)), number_of(pair & Uint32(0xFFFF0000))
+    ptx = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+    return arch.inline_ptx(ptx, write_only_types=[Float32] * 2, read_only_args=[pair])
+
+
+def finite_pair(pair: Uint32, config: QuantiserConfig) -> Uint32:
+    """With NaN in place of infinities."""
+    ptx = f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{config.kind}x2 {{$w0}}, {{$r0}}, zero, {{$r0}}; }}"
+    return arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[pair])
+
+
+def extreme_of(pairs: list[Uint32], name: str, config: QuantiserConfig) -> Uint32:
+    """name: "min" or "max", which leave out NaN."""
+    found, *others = pairs
+    for pair in others:
+        ptx = f"{name}.{config.kind}x2 {{$w0}}, {{$r0}}, {{$r1}};"
+        found = arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[found, pair])
+    return found
+
+
+@cute.jit
+def sign_of(channel: Int32, config: Constexpr[QuantiserConfig]) -> Float32:
+    """D's."""
+    word = Uint32(SIGNS[0])
+    for i in range_constexpr(1, config.head_dim // 32):
+        word = Uint32(SIGNS[i]) if channel // 32 == i else word
+    return Float32(-1.0) if (word >> Uint32(31 - channel % 32)) & 1 != 0 else Float32(1.0)
+
+
+def to_first(place: cute.Pointer, x: Float32 | Uint32):
+    """Into the same place of the shared memory of the cluster's first block."""
+    ptx = "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, 0; st.shared::cluster.b32 [there], {$r1}; }"
+    arch.inline_ptx(ptx, read_only_args=[place.toint(), x])
 
 
 def rounded_product(x: Float32, y: Float32) -> Float32:
@@ -424,39 +603,8 @@ def bits_of(x: Float32) -> Int32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def number_of(x: Int32) -> Float32:
+def number_of(x: Int32 | Uint32) -> Float32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def largest_of_warp(bits: Int32) -> Int32:
-    """Bits of numbers that are not negative have their order."""
-    return arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[bits])
-
-
-@cute.jit
-def scale_of(bits: Int32, top: Constexpr[float]) -> tuple[Float32, Float32]:
-    """What makes `top` the number with these bits, and its inverse."""
-    most = number_of(bits)
-    scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
-    inverse = 1.0 / most * top if most >= LEAST else Float32(1.0)
-    return scale, inverse
-
-
-@cute.jit
-def store(
-    target: cute.Tensor, token: Int32, x: cute.Tensor, t: Constexpr[int], inverse: Float32, lane: Int32, config: Constexpr[QuantiserConfig]
-):  # fmt: skip
-    """The lane's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    numbers = [rounded_product(x[c, t], inverse) for c in range(config.numbers)]
-    place = (target[token, None].iterator + lane * config.numbers).align(config.numbers)
-    if const_expr(config.numbers == 2):
-        word = packed(numbers * 2, config)
-        arch.inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[place.toint(), Int32(word).to(Int16)])
-    else:
-        words = cute.make_rmem_tensor(config.numbers // 4, Int32)
-        for i in range_constexpr(config.numbers // 4):
-            words[i] = packed(numbers[4 * i : 4 * i + 4], config)
-        cute.autovec_copy(words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(config.numbers // 4)))
 
 
 def packed(numbers: list[Float32], config) -> Int32:
