@@ -127,7 +127,6 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
 
 # Quantiser
 
-NUMBERS = 32  # of a thread
 RANKS, SURVEYORS = 8, 512  # thread blocks that look through a head of keys, and their threads
 
 
@@ -136,6 +135,8 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
+    numbers: int = 32  # of a thread
+    turn: str = "back"
 
     @property
     def loses(self) -> bool:
@@ -145,12 +146,17 @@ class QuantiserConfig:
     @property
     def threads(self) -> int:
         """Of a block, for GROUP tokens."""
-        return GROUP * self.head_dim // NUMBERS
+        return GROUP * self.head_dim // self.numbers
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor: their threads have two registers for each of their numbers."""
+        return 65536 // (2 * self.numbers * self.threads)
 
     @property
     def sharers(self) -> int:
         """Threads that have a token of Q or K together."""
-        return self.head_dim // NUMBERS
+        return self.head_dim // self.numbers
 
     @property
     def kind(self) -> str:
@@ -164,11 +170,15 @@ class QuantiserConfig:
 
 
 @lru_cache
-def sign_words(head_dim: int) -> tuple[int, ...]:
-    """Which of a token's numbers change their sign before the rotation: for each of its sharers a word, where bit k is for the first and bit 16 + k
-    for the second of the k-th pair that the thread has.
+def sign_words(head_dim: int, numbers: int) -> list[list[int]]:
+    """Which of a token's numbers change their sign before the rotation: for each of its sharers, and each 32 numbers that it has, a word, whose
+    bits k and 16 + k are for the two of the k-th pair.
     """
-    sharers = head_dim // NUMBERS
+    sharers = head_dim // numbers
     negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
-    channel = [[8 * (sharers * (k // 4) + sharer) + 2 * (k % 4) for k in range(NUMBERS // 2)] for sharer in range(sharers)]
-    return tuple(sum(negative[first + i] << (16 * i + k) for k, first in enumerate(each) for i in range(2)) for each in channel)
+
+    def word(sharer: int, half: int) -> int:
+        channels = [8 * (sharers * (k // 4) + sharer) + 2 * (k % 4) for k in range(16 * half, 16 * half + 16)]
+        return sum(negative[channel + i] << (16 * i + k) for k, channel in enumerate(channels) for i in range(2))
+
+    return [[word(sharer, half) for half in range(numbers // 32)] for sharer in range(sharers)]

@@ -1,7 +1,7 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
 The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and V's scale. A cluster of RANKS thread blocks has a head
-of keys. The second has a thread block for GROUP tokens of a head, and a thread NUMBERS numbers of them:
+of keys. The second has a thread block for GROUP tokens of a head, and a thread `numbers` of them:
 
 - of Q and K a thread has one token, and chunks of 8 channels that lie as far apart as the threads that share the token are together wide. The
   rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE, SIGNS
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, NUMBERS, RANKS, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
+from tilewise.backends.hopper.eight_bits.config import GROUP, RANKS, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
@@ -29,6 +29,7 @@ from tilewise.sm90.dsl import (
     CUstream,
     Float32,
     Int32,
+    Int64,
     SmemAllocator,
     Uint32,
     arch,
@@ -54,10 +55,10 @@ def launch(
         grid=(RANKS, batch, heads_k), block=(SURVEYORS, 1, 1), cluster=(RANKS, 1, 1), stream=stream
     )
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
-    quantise(given, made, scales, channels, scale, config).launch(
+    quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
         grid=(blocks, batch, heads_q + 2 * heads_k),
         block=(config.threads, 1, 1),
-        min_blocks_per_mp=1024 // config.threads,
+        min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=25,  # per cent: 33 KB are used
         stream=stream,
         use_pdl=True,
@@ -78,7 +79,7 @@ class Found(NamedTuple):
 def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scales, config: Constexpr[QuantiserConfig]):
     """A head of keys. Tokens go round the blocks of its cluster."""
     arch.griddepcontrol_launch_dependents()
-    arch.cluster_arrive()
+    arch.cluster_arrive_relaxed()
     rank, batch, head = arch.block_idx()
     storage = SmemAllocator()
     pairs = const_expr(config.head_dim // 2)
@@ -90,11 +91,8 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
     thread = arch.thread_idx()[0]
     gK, gV = mK[batch, None, head, None], mV[batch, None, head, None]
     samples = cute.make_rmem_tensor(2, Float32)
-    samples.fill(0.0)
-    if thread < pairs:
-        sample(gK, 2 * thread, rank, samples)
-    elif thread < 2 * pairs:
-        sample(gV, 2 * thread - config.head_dim, rank, samples)
+    if thread < 2 * pairs:
+        sample(gK, gV, thread // pairs == 1, 2 * (thread % pairs), rank, samples, config)
     extremes(gV, of_warps, rank, config)
     arch.sync_threads()
     arch.cluster_wait()  # the first block is there
@@ -132,21 +130,22 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
 
 
 @cute.jit
-def sample(gX: cute.Tensor, channel: Int32, rank: Int32, sums: cute.Tensor):
-    """Of two neighbouring channels: every RANKS-th token of the sample added up by halves, as all of them are."""
-    tokens, each = gX.shape[0], const_expr(SAMPLE // RANKS)
-    raw = cute.make_rmem_tensor((2, each), gX.element_type)
-    for t in range_constexpr(each):
+def sample(
+    gK: cute.Tensor, gV: cute.Tensor, of_V: Boolean, channel: Int32, rank: Int32, sums: cute.Tensor, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """Of two neighbouring channels of K or V: every RANKS-th token of the sample added up by halves, as all of them are."""
+    tokens = gK.shape[0]
+    start, step, dim = address_of(gK, 0, channel), step_of(gK), gK.shape[1]
+    if of_V:
+        start, step, dim = address_of(gV, 0, channel), step_of(gV), gV.shape[1]
+    low, high = [], []
+    for t in range_constexpr(SAMPLE // RANKS):
         i = rank + t * RANKS
-        token = i * tokens // SAMPLE if tokens > SAMPLE else min(i, tokens - 1)
-        place = gX[token, None].iterator + min(channel, gX.shape[1] - 2)
-        cute.autovec_copy(cute.make_tensor(place.align(4), cute.make_layout(2)), raw[None, t])
-    for c in range_constexpr(2):
-        terms = []
-        for t in range_constexpr(each):
-            there = rank + t * RANKS < tokens and channel < gX.shape[1]
-            terms.append(finite_or_0(raw[c, t].to(Float32)) if there else Float32(0.0))
-        sums[c] = added_by_halves(terms)
+        token = i * tokens // SAMPLE if tokens > SAMPLE else i
+        (pair,) = loaded(start + token * step, 1, i < tokens and channel < dim)
+        for numbers, x in zip((low, high), numbers_of(pair, config), strict=True):
+            numbers.append(finite_or_0(x))
+    sums[0], sums[1] = added_by_halves(low), added_by_halves(high)
 
 
 def added_by_halves(terms: list[Float32]) -> Float32:
@@ -163,7 +162,7 @@ def extremes(gV: cute.Tensor, of_warps: cute.Tensor, rank: Int32, config: Conste
     columns = const_expr(config.head_dim // 8)
     rows = const_expr(SURVEYORS // columns)
     row, column = thread // columns, thread % columns
-    channel = min(8 * column, gV.shape[1] - 8)
+    start, step = address_of(gV, 0, min(8 * column, gV.shape[1] - 8)), step_of(gV)
     found = [[Uint32(config.infinities | sign)] * 4 for sign in (0, 0x80008000)]
     raw = cute.make_rmem_tensor((4, AT_ONCE), Uint32)
     extreme = cute.make_rmem_tensor((4, 2), Uint32)
@@ -172,9 +171,9 @@ def extremes(gV: cute.Tensor, of_warps: cute.Tensor, rank: Int32, config: Conste
             extreme[w, k] = found[k][w]
     for i in cutlass.range(cute.ceil_div(tokens, RANKS * rows * AT_ONCE), unroll=1):
         for u in range_constexpr(AT_ONCE):
-            token = min(((i * AT_ONCE + u) * RANKS + rank) * rows + row, tokens - 1)
-            place = cute.recast_ptr((gV[token, None].iterator + channel).align(16), dtype=Uint32)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), raw[None, u])
+            words = loaded(start + min(((i * AT_ONCE + u) * RANKS + rank) * rows + row, tokens - 1) * step, 4)
+            for w in range_constexpr(4):
+                raw[w, u] = words[w]
         for u in range_constexpr(AT_ONCE):
             for w in range_constexpr(4):
                 pair = finite_pair(raw[w, u], config)
@@ -203,7 +202,9 @@ class Of(NamedTuple):
 
 
 @cute.kernel
-def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig]):
+def quantise(
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, heads_of_key: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
     """GROUP tokens of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
     group, batch, head = arch.block_idx()
     groups, batches, _ = arch.grid_dim()
@@ -213,28 +214,37 @@ def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, sc
     sV = storage.allocate_tensor(Int32, cute.make_layout((4, PARTS, config.head_dim)), 16)
     heads_k = given.K.shape[2]
     if head < heads_k:
-        values(given.V, made.V, channels, sV, Of(batches - 1 - batch, heads_k - 1 - head, groups - 1 - group), config)
+        of = Of(batch, head, group)
+        if const_expr(config.turn == "back"):
+            of = Of(batches - 1 - batch, heads_k - 1 - head, groups - 1 - group)
+        elif const_expr(config.turn == "tokens"):
+            i, n = (head * batches + batch) * groups + group, batches * heads_k
+            of = Of(i % n // heads_k, i % n % heads_k, groups - 1 - i // n)
+        values(given.V, made.V, channels, sV, of, config)
     elif head < 2 * heads_k:
         keys(given.K, made.K, scales, channels, middle, of_warps, Of(batch, head - heads_k, group), config)
     else:
-        queries(given, made.Q, scales, channels, scale, middle, Of(batch, head - 2 * heads_k, group), config)
+        head -= 2 * heads_k
+        row = channels[batch, head // heads_of_key, CENTRE_K, None]
+        queries(given.Q, made.Q, scales, row, scale, middle, Of(batch, head, group), config)
 
 
 @cute.jit
 def queries(
-    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, scale: Float32, middle: cute.Tensor, of: Of,
+    mQ: cute.Tensor, mTarget: cute.Tensor, scales: Scales, row: cute.Tensor, scale: Float32, middle: cute.Tensor, of: Of,
     config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gQ, target = given.Q[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    """row: the centre of K, its signs changed as Q's are."""
+    gQ, target = mQ[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
     token, sharer = place_of_thread(of.group, config)
     seqlen = gQ.shape[0]
     if of.group * GROUP < seqlen:
         raw = load(gQ, token, sharer, config)
-        read_middle(channels[of.batch, of.head // (given.Q.shape[2] // given.K.shape[2]), CENTRE_K, None], middle)
-        x = cute.make_rmem_tensor(NUMBERS, Float32)
+        read_middle(row, middle)
+        x = cute.make_rmem_tensor(config.numbers, Float32)
         dot = Float32(0.0)
         widen(raw, x, sharer, config)
-        for i in range_constexpr(NUMBERS // 4):
+        for i in range_constexpr(config.numbers // 4):
             four = of_chunk(middle, i, sharer, config)
             for c in range_constexpr(4):
                 dot += x[4 * i + c] * four[c]
@@ -266,9 +276,9 @@ def keys(
     if of.group * GROUP < seqlen:
         raw = load(gK, token, sharer, config)
         read_middle(channels[of.batch, of.head, CENTRE_K, None], middle)
-        x = cute.make_rmem_tensor(NUMBERS, Float32)
+        x = cute.make_rmem_tensor(config.numbers, Float32)
         widen(raw, x, sharer, config)
-        for i in range_constexpr(NUMBERS // 4):
+        for i in range_constexpr(config.numbers // 4):
             four = of_chunk(middle, i, sharer, config)
             for c in range_constexpr(4):
                 x[4 * i + c] -= four[c]
@@ -308,32 +318,28 @@ def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cut
     gV, target = mV[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
     seqlen = gV.shape[0]
     if of.group * GROUP < seqlen:
-        columns = const_expr(config.head_dim // 4)
-        half, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
-        part, half = half // 2, half % 2  # of the group, and of the part's words
-        first = of.group * GROUP + part * TOKENS + 4 * half
-        channel = min(4 * column, gV.shape[1] - 4)
-        offsets = const_expr((0, 1, 8, 9, 2, 3, 10, 11))
-        raw = cute.make_rmem_tensor((2, len(offsets)), Uint32)
-        for t in range_constexpr(len(offsets)):
-            place = cute.recast_ptr((gV[min(first + offsets[t], seqlen - 1), None].iterator + channel).align(8), dtype=Uint32)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), raw[None, t])
+        columns, words = const_expr(config.head_dim // 4), const_expr(config.numbers // 16)
+        item, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
+        part, word = item // (4 // words), item % (4 // words) * words  # the first of the part's words that are the thread's
+        first = of.group * GROUP + part * TOKENS + 2 * word
+        offsets = const_expr([2 * w + i for w in range(words) for i in (0, 1, 8, 9)])
+        start, step = address_of(gV, first, 4 * column), step_of(gV)
+        there = [first + offset < seqlen for offset in offsets]
+        raw = [loaded(start + offset * step, 2, each and 4 * column < gV.shape[1]) for offset, each in zip(offsets, there, strict=True)]
         arch.griddepcontrol_wait()
         middle, inverse = (four_of(channels[of.batch, of.head, row, None].iterator + 4 * column) for row in (CENTRE_V, INVERSE_V))
-        there = [there_of_word([first + offsets[4 * w + t] < seqlen for t in range(4)]) for w in range(2)]
-        words = cute.make_rmem_tensor(2, Int32)
-        x = cute.make_rmem_tensor((4, len(offsets)), Float32)
-        for t in range_constexpr(len(offsets)):
-            for w in range_constexpr(2):
-                low, high = numbers_of(finite_pair(raw[w, t], config), config)
-                x[2 * w, t], x[2 * w + 1, t] = low, high
+        kept = [there_of_word(there[4 * w : 4 * w + 4]) for w in range(words)]
+        found = cute.make_rmem_tensor((words, 4), Int32)
+        for pair in range_constexpr(2):
+            tokens = [numbers_of(finite_pair(each[pair], config), config) for each in raw]
+            for i in range_constexpr(2):
+                c = const_expr(2 * pair + i)
+                x = [(each[i] - middle[c]) * inverse[c] for each in tokens]
+                for w in range_constexpr(words):
+                    found[w, c] = eight_bits.e4m3_of_four(*x[4 * w : 4 * w + 4]) & kept[w]
         for c in range_constexpr(4):
-            for t in range_constexpr(len(offsets)):
-                x[c, t] = (x[c, t] - middle[c]) * inverse[c]
-            for w in range_constexpr(2):
-                words[w] = eight_bits.e4m3_of_four(*(x[c, 4 * w + t] for t in range(4))) & there[w]
-            to = sV[None, part ^ (column % PARTS), 4 * column + c].iterator + 2 * half
-            cute.autovec_copy(words, cute.make_tensor(to.align(8), cute.make_layout(2)))
+            to = sV[None, part ^ (column % PARTS), 4 * column + c].iterator + word
+            cute.autovec_copy(found[None, c], cute.make_tensor(to.align(4 * words), cute.make_layout(words)))
         arch.sync_threads()
         write_rows(sV, target, of.group, config.threads, config)
 
@@ -412,18 +418,33 @@ def place_of_thread(group: Int32, config: QuantiserConfig) -> tuple[Int32, Int32
 @cute.jit
 def load(gX: cute.Tensor, token: Int32, sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """The thread's pairs (4, chunks) of a token: 0 where there is no channel, the last token's where there is no token."""
-    place = (gX[min(token, gX.shape[0] - 1), None].iterator + 8 * sharer).toint()
-    raw = cute.make_rmem_tensor((4, NUMBERS // 8), Uint32)
-    for i in range_constexpr(NUMBERS // 8):  # without branches, so that no load waits for another
-        ptx = (
-            "{ .reg .pred there; setp.ne.b32 there, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-            "@there ld.global.L1::no_allocate.L2::128B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }"
-        )
-        there = Int32(8 * (config.sharers * i + sharer) < gX.shape[1])
-        words = arch.inline_ptx(ptx, write_only_types=[Uint32] * 4, read_only_args=[place + 16 * config.sharers * i, there])
+    start = address_of(gX, min(token, gX.shape[0] - 1), 8 * sharer)
+    raw = cute.make_rmem_tensor((4, config.numbers // 8), Uint32)
+    for i in range_constexpr(config.numbers // 8):
+        words = loaded(start + 16 * config.sharers * i, 4, 8 * (config.sharers * i + sharer) < gX.shape[1])
         for w in range_constexpr(4):
             raw[w, i] = words[w]
     return raw
+
+
+def address_of(gX: cute.Tensor, token: Int32, channel: Int32) -> Int64:
+    return (gX[token, None].iterator + channel).toint()
+
+
+def step_of(gX: cute.Tensor) -> Int64:
+    """Bytes from token to token."""
+    return Int64(gX.stride[0] * (gX.element_type.width // 8))
+
+
+def loaded(address: Int64, words: int, there: Boolean | None = None) -> tuple[Uint32, ...]:
+    """So many words of global memory, 0 where they are not there; without branches, so that no load waits for another."""
+    targets, kind = [f"{{$w{i}}}" for i in range(words)], "b32" if words == 1 else f"v{words}.b32"
+    load = f"ld.global.L2::128B.{kind} {'{' * (words > 1)}{', '.join(targets)}{'}' * (words > 1)}, [{{$r0}}];"
+    if there is not None:
+        zeros = " ".join(f"mov.b32 {target}, 0;" for target in targets)
+        load = f"{{ .reg .pred there; setp.ne.b32 there, {{$r1}}, 0; {zeros} @there {load} }}"
+    found = arch.inline_ptx(load, write_only_types=[Uint32] * words, read_only_args=[address, *([] if there is None else [Int32(there)])])
+    return found if words > 1 else (found,)
 
 
 @cute.jit
@@ -451,32 +472,35 @@ def four_of(place: cute.Pointer) -> cute.Tensor:
 
 @cute.jit
 def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[QuantiserConfig]):
-    """D x. raw: pairs (4, chunks); x: (NUMBERS,)."""
-    words = sign_words(config.head_dim)
-    flips = Uint32(words[0])
-    for i in range_constexpr(1, config.sharers):
-        flips = Uint32(words[i]) if sharer == i else flips
-    for k in range_constexpr(NUMBERS // 2):
-        x[2 * k], x[2 * k + 1] = numbers_of(raw[k % 4, k // 4] ^ ((flips << Uint32(15 - k)) & Uint32(0x80008000)), config)
+    """D x. raw: pairs (4, chunks); x: (numbers,)."""
+    words = sign_words(config.head_dim, config.numbers)
+    for half in range_constexpr(config.numbers // 32):
+        flips = Uint32(words[0][half])
+        for i in range_constexpr(1, config.sharers):
+            flips = Uint32(words[i][half]) if sharer == i else flips
+        for k in range_constexpr(16):
+            pair = const_expr(16 * half + k)
+            flip = (flips << Uint32(15 - k)) & Uint32(0x80008000)
+            x[2 * pair], x[2 * pair + 1] = numbers_of(raw[pair % 4, pair // 4] ^ flip, config)
 
 
 @cute.jit
 def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """H x, in place. x: (NUMBERS,)."""
+    """H x, in place. x: (numbers,)."""
     for level in range_constexpr(3):
         add_and_subtract(x, 1 << level)
     lane = arch.lane_idx()
     for level in range_constexpr(config.sharers.bit_length() - 1):
         sign = Float32(-1.0) if lane & (1 << level) != 0 else Float32(1.0)
-        for c in range_constexpr(NUMBERS):
+        for c in range_constexpr(config.numbers):
             x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], 1 << level)
-    for level in range_constexpr(3, NUMBERS.bit_length() - 1):
+    for level in range_constexpr(3, config.numbers.bit_length() - 1):
         add_and_subtract(x, 1 << level)
 
 
 @cute.jit
 def add_and_subtract(x: cute.Tensor, apart: Constexpr[int]):
-    for low in range_constexpr(NUMBERS):
+    for low in range_constexpr(cute.size(x)):
         if const_expr(low & apart == 0):
             a, b = x[low], x[low + apart]
             x[low], x[low + apart] = a + b, a - b
@@ -486,7 +510,7 @@ def add_and_subtract(x: cute.Tensor, apart: Constexpr[int]):
 def without_spoiled(x: cute.Tensor, config: Constexpr[QuantiserConfig]) -> Float32:
     """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
     most = Float32(0.0)
-    for c in range_constexpr(NUMBERS):
+    for c in range_constexpr(config.numbers):
         x[c] = finite_or_nan(x[c]) if const_expr(config.dtype.is_floating_point) else finite_or_0(x[c])
         most = arch.fmax(most, cute.math.absf(x[c]))
     return most
@@ -509,7 +533,7 @@ def is_finite(x: Float32) -> Boolean:
 def largest(x: cute.Tensor) -> Float32:
     """The largest magnitude of the thread's numbers, NaN beside any NaN."""
     found = [Float32(0.0)] * 4
-    for c in range_constexpr(NUMBERS):
+    for c in range_constexpr(cute.size(x)):
         found[c % 4] = largest_or_nan(found[c % 4], x[c])
     return largest_or_nan(largest_or_nan(found[0], found[1]), largest_or_nan(found[2], found[3]))
 
@@ -545,12 +569,10 @@ def store(
     target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    words = cute.make_rmem_tensor(2, Int32)
-    for i in range_constexpr(NUMBERS // 8):
-        for w in range_constexpr(2):
-            words[w] = packed([rounded_product(x[8 * i + 4 * w + c], inverse) for c in range(4)], config)
-        place = cute.recast_ptr((target[token, None].iterator + 8 * (config.sharers * i + sharer)).align(8), dtype=Int32)
-        cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(2)))
+    place = (target[token, None].iterator + 8 * sharer).toint()
+    for i in range_constexpr(config.numbers // 8):
+        words = [packed([rounded_product(x[8 * i + 4 * w + c], inverse) for c in range(4)], config) for w in range(2)]
+        arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[place + 8 * config.sharers * i, *words])
 
 
 # Numbers in registers
