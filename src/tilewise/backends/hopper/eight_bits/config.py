@@ -127,7 +127,7 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
 
 # Quantiser
 
-RANKS, SURVEYORS = 8, 512  # thread blocks that look through a head of keys, and their threads
+RANKS, SURVEYORS = 8, 256  # thread blocks that look through a head of keys, and their threads
 
 
 @dataclass(frozen=True, kw_only=True)

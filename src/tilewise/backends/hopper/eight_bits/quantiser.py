@@ -41,6 +41,8 @@ from tilewise.sm90.dsl import (
 
 CENTRE_K, CENTRE_V, INVERSE_V, ROWS = range(4)  # of `channels`
 PARTS = GROUP // TOKENS
+EXTREMES = "min", "max"
+CARVEOUT = 25  # per cent of a multiprocessor's memory, of which both kernels' thread blocks need less
 AT_ONCE = 8  # loads of a thread that surveys
 
 
@@ -52,14 +54,19 @@ def launch(
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
     survey(mK, mV, channels, scales, config).launch(
-        grid=(RANKS, batch, heads_k), block=(SURVEYORS, 1, 1), cluster=(RANKS, 1, 1), stream=stream
+        grid=(RANKS, batch, heads_k),
+        block=(SURVEYORS, 1, 1),
+        cluster=(RANKS, 1, 1),
+        min_blocks_per_mp=3,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
     )
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
     quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
         grid=(blocks, batch, heads_q + 2 * heads_k),
         block=(config.threads, 1, 1),
         min_blocks_per_mp=config.blocks,
-        preferred_smem_carveout=25,  # per cent: 33 KB are used
+        preferred_smem_carveout=CARVEOUT,
         stream=stream,
         use_pdl=True,
     )
@@ -90,10 +97,15 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
     )
     thread = arch.thread_idx()[0]
     gK, gV = mK[batch, None, head, None], mV[batch, None, head, None]
+    columns = const_expr(config.head_dim // 8)
+    rows = const_expr(SURVEYORS // columns)
+    start = address_of(gV, 0, min(8 * (thread % columns), gV.shape[1] - 8))
+    walk, raw = Walk(start, step_of(gV), rank * rows + thread // columns, rows, gV.shape[0]), cute.make_rmem_tensor((4, AT_ONCE), Uint32)
+    fetch(walk, 0, rounds_of(walk), raw)
     samples = cute.make_rmem_tensor(2, Float32)
     if thread < 2 * pairs:
         sample(gK, gV, thread // pairs == 1, 2 * (thread % pairs), rank, samples, config)
-    extremes(gV, of_warps, rank, config)
+    extremes(walk, raw, of_warps, config)
     arch.sync_threads()
     arch.cluster_wait()  # the first block is there
     if thread < 2 * pairs:
@@ -118,7 +130,7 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
         middle_k, middle_v = (finite_or_0(added_by_halves([found.centres[x, r, thread] for r in range(RANKS)]) * number) for x in range(2))
         low, high = (
             numbers_of(extreme_of([found.extremes[x, r, thread // 2] for r in range(RANKS)], name, config), config)
-            for x, name in enumerate(("min", "max"))
+            for x, name in enumerate(EXTREMES)
         )
         least, most = (numbers[1] if thread % 2 == 1 else numbers[0] for numbers in (low, high))
         factor, inverse = scale_of(arch.fmax(arch.fmax(most - middle_v, middle_v - least), 0.0), MOST[E4M3])
@@ -141,7 +153,7 @@ def sample(
     low, high = [], []
     for t in range_constexpr(SAMPLE // RANKS):
         i = rank + t * RANKS
-        token = i * tokens // SAMPLE if tokens > SAMPLE else i
+        token = (i * tokens) >> (SAMPLE.bit_length() - 1) if tokens > SAMPLE else i
         (pair,) = loaded(start + token * step, 1, i < tokens and channel < dim)
         for numbers, x in zip((low, high), numbers_of(pair, config), strict=True):
             numbers.append(finite_or_0(x))
@@ -155,39 +167,56 @@ def added_by_halves(terms: list[Float32]) -> Float32:
     return terms[0]
 
 
+class Walk(NamedTuple):
+    """Of a thread over its block's tokens of V: it has eight neighbouring channels."""
+
+    start: Int64  # address of the first token's
+    step: Int64  # bytes from token to token
+    row: Int32  # tokens go round the RANKS blocks, and in each round over `rows` of a block's threads
+    rows: Constexpr[int]
+    tokens: Int32
+
+
 @cute.jit
-def extremes(gV: cute.Tensor, of_warps: cute.Tensor, rank: Int32, config: Constexpr[QuantiserConfig]):
-    """Pairs of the least and of the largest finite numbers of the block's tokens, a warp's each: of_warps (head_dim / 2, 2, warps)."""
-    thread, lane, tokens = arch.thread_idx()[0], arch.lane_idx(), gV.shape[0]
-    columns = const_expr(config.head_dim // 8)
-    rows = const_expr(SURVEYORS // columns)
-    row, column = thread // columns, thread % columns
-    start, step = address_of(gV, 0, min(8 * column, gV.shape[1] - 8)), step_of(gV)
-    found = [[Uint32(config.infinities | sign)] * 4 for sign in (0, 0x80008000)]
-    raw = cute.make_rmem_tensor((4, AT_ONCE), Uint32)
-    extreme = cute.make_rmem_tensor((4, 2), Uint32)
+def fetch(walk: Walk, i: Int32, rounds: Int32, raw: cute.Tensor):
+    """The i-th AT_ONCE tokens of the thread, if there are so many `rounds`; the last token in place of those that do not exist."""
+    for u in range_constexpr(AT_ONCE):
+        token = min((i * AT_ONCE + u) * RANKS * walk.rows + walk.row, walk.tokens - 1)
+        words = loaded(walk.start + token * walk.step, 4, i < rounds)
+        for w in range_constexpr(4):
+            raw[w, u] = words[w]
+
+
+@cute.jit
+def extremes(walk: Walk, raw: cute.Tensor, of_warps: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """Pairs of the least and of the largest finite numbers of the block's tokens, a warp's each. raw: what `fetch` fetches first; of_warps:
+    (head_dim / 2, 2, warps).
+    """
+    extreme, now = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((4, AT_ONCE), Uint32)
     for w in range_constexpr(4):
-        for k in range_constexpr(2):
-            extreme[w, k] = found[k][w]
-    for i in cutlass.range(cute.ceil_div(tokens, RANKS * rows * AT_ONCE), unroll=1):
-        for u in range_constexpr(AT_ONCE):
-            words = loaded(start + min(((i * AT_ONCE + u) * RANKS + rank) * rows + row, tokens - 1) * step, 4)
-            for w in range_constexpr(4):
-                raw[w, u] = words[w]
+        extreme[w, 0], extreme[w, 1] = Uint32(config.infinities), Uint32(config.infinities | 0x80008000)
+    rounds = rounds_of(walk)
+    for i in cutlass.range(rounds, unroll=1):
+        now.store(raw.load())
+        fetch(walk, i + 1, rounds, raw)
         for u in range_constexpr(AT_ONCE):
             for w in range_constexpr(4):
-                pair = finite_pair(raw[w, u], config)
-                extreme[w, 0], extreme[w, 1] = (
-                    extreme_of([extreme[w, 0], pair], "min", config),
-                    extreme_of([extreme[w, 1], pair], "max", config),
-                )
-    for k, name in enumerate(("min", "max")):
+                pair = finite_pair(now[w, u], config)
+                for k, name in enumerate(EXTREMES):
+                    extreme[w, k] = extreme_of([extreme[w, k], pair], name, config)
+    columns = const_expr(config.head_dim // 8)
+    thread, lane = arch.thread_idx()[0], arch.lane_idx()
+    for k, name in enumerate(EXTREMES):
         for w in range_constexpr(4):
             pair = extreme[w, k]
             for level in range_constexpr((WARP // columns).bit_length() - 1):
                 pair = extreme_of([pair, arch.shuffle_sync_bfly(pair, columns << level)], name, config)
             if lane < columns:
-                of_warps[4 * column + w, k, thread // WARP] = pair
+                of_warps[4 * (thread % columns) + w, k, thread // WARP] = pair
+
+
+def rounds_of(walk: Walk) -> Int32:
+    return cute.ceil_div(walk.tokens, RANKS * walk.rows * AT_ONCE)
 
 
 # Numbers of 8 bits
