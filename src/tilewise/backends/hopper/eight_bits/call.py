@@ -111,15 +111,18 @@ def config_of(call: Call, **fields) -> Config:
     )
 
 
-def quantiser_of(call: Call) -> QuantiserConfig:
+def quantiser_of(call: Call, **fields) -> QuantiserConfig:
+    """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim)
+    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, **fields)
 
 
-def quantise(call: Call) -> tuple[Made, Scales, float]:
-    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth."""
+def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
+    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth; by `config` in place of the call's
+    own.
+    """
     q, scale = sixteen_bits.positive_scale(call.q, call.scale)
-    config, device = quantiser_of(call), q.device
+    config, device = config or quantiser_of(call), q.device
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
