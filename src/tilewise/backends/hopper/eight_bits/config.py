@@ -136,6 +136,7 @@ class QuantiserConfig:
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
     numbers: int = 32  # of a thread
+    chunk: int = 8  # neighbouring channels of a thread, which the others that share a token have then
     turn: str = "back"
 
     @property
@@ -158,6 +159,10 @@ class QuantiserConfig:
         """Threads that have a token of Q or K together."""
         return self.head_dim // self.numbers
 
+    def channel(self, number: int) -> int:
+        """Of the first sharer's."""
+        return number // self.chunk * self.chunk * self.sharers + number % self.chunk
+
     @property
     def kind(self) -> str:
         """PTX's name of what is given."""
@@ -170,15 +175,14 @@ class QuantiserConfig:
 
 
 @lru_cache
-def sign_words(head_dim: int, numbers: int) -> list[list[int]]:
+def sign_words(config: QuantiserConfig) -> list[list[int]]:
     """Which of a token's numbers change their sign before the rotation: for each of its sharers, and each 32 numbers that it has, a word, whose
     bits k and 16 + k are for the two of the k-th pair.
     """
-    sharers = head_dim // numbers
-    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
+    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(config.head_dim)]
 
-    def word(sharer: int, half: int) -> int:
-        channels = [8 * (sharers * (k // 4) + sharer) + 2 * (k % 4) for k in range(16 * half, 16 * half + 16)]
-        return sum(negative[channel + i] << (16 * i + k) for k, channel in enumerate(channels) for i in range(2))
+    def word(sharer: int, first: int) -> int:
+        channels = [[config.channel(first + 2 * k + i) + config.chunk * sharer for k in range(16)] for i in range(2)]
+        return sum(negative[channel] << (16 * i + k) for i in range(2) for k, channel in enumerate(channels[i]))
 
-    return [[word(sharer, half) for half in range(numbers // 32)] for sharer in range(sharers)]
+    return [[word(sharer, first) for first in range(0, config.numbers, 32)] for sharer in range(config.sharers)]

@@ -3,7 +3,7 @@
 The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and V's scale. A cluster of RANKS thread blocks has a head
 of keys. The second has a thread block for GROUP tokens of a head, and a thread `numbers` of them:
 
-- of Q and K a thread has one token, and chunks of 8 channels that lie as far apart as the threads that share the token are together wide. The
+- of Q and K a thread has one token, and chunks of its channels, which lie as far apart as those of all threads that share it are wide. The
   rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
 - K loses its centre, and Q says by how much that shifts its scores;
 - Q gets a scale for each token, K one for each GROUP tokens, and both are rounded to int8 or e4m3;
@@ -447,10 +447,11 @@ def place_of_thread(group: Int32, config: QuantiserConfig) -> tuple[Int32, Int32
 @cute.jit
 def load(gX: cute.Tensor, token: Int32, sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """The thread's pairs (4, chunks) of a token: 0 where there is no channel, the last token's where there is no token."""
-    start = address_of(gX, min(token, gX.shape[0] - 1), 8 * sharer)
+    start = address_of(gX, min(token, gX.shape[0] - 1), config.chunk * sharer)
     raw = cute.make_rmem_tensor((4, config.numbers // 8), Uint32)
     for i in range_constexpr(config.numbers // 8):
-        words = loaded(start + 16 * config.sharers * i, 4, 8 * (config.sharers * i + sharer) < gX.shape[1])
+        channel = const_expr(config.channel(8 * i))
+        words = loaded(start + 2 * channel, 4, channel + config.chunk * sharer < gX.shape[1])
         for w in range_constexpr(4):
             raw[w, i] = words[w]
     return raw
@@ -489,7 +490,7 @@ def read_middle(row: cute.Tensor, middle: cute.Tensor):
 @cute.jit
 def of_chunk(middle: cute.Tensor, i: Constexpr[int], sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """(4,): for the thread's numbers from 4 i on."""
-    return four_of(middle.iterator + (8 * (config.sharers * (i // 2) + sharer) + 4 * (i % 2)))
+    return four_of(middle.iterator + (config.channel(4 * i) + config.chunk * sharer))
 
 
 @cute.jit
@@ -502,7 +503,7 @@ def four_of(place: cute.Pointer) -> cute.Tensor:
 @cute.jit
 def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[QuantiserConfig]):
     """D x. raw: pairs (4, chunks); x: (numbers,)."""
-    words = sign_words(config.head_dim, config.numbers)
+    words = sign_words(config)
     for half in range_constexpr(config.numbers // 32):
         flips = Uint32(words[0][half])
         for i in range_constexpr(1, config.sharers):
@@ -516,14 +517,15 @@ def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[Qua
 @cute.jit
 def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
     """H x, in place. x: (numbers,)."""
-    for level in range_constexpr(3):
+    inner = const_expr(config.chunk.bit_length() - 1)
+    for level in range_constexpr(inner):
         add_and_subtract(x, 1 << level)
     lane = arch.lane_idx()
     for level in range_constexpr(config.sharers.bit_length() - 1):
         sign = Float32(-1.0) if lane & (1 << level) != 0 else Float32(1.0)
         for c in range_constexpr(config.numbers):
             x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], 1 << level)
-    for level in range_constexpr(3, config.numbers.bit_length() - 1):
+    for level in range_constexpr(inner, config.numbers.bit_length() - 1):
         add_and_subtract(x, 1 << level)
 
 
@@ -598,10 +600,11 @@ def store(
     target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    place = (target[token, None].iterator + 8 * sharer).toint()
-    for i in range_constexpr(config.numbers // 8):
-        words = [packed([rounded_product(x[8 * i + 4 * w + c], inverse) for c in range(4)], config) for w in range(2)]
-        arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[place + 8 * config.sharers * i, *words])
+    place, words = (target[token, None].iterator + config.chunk * sharer).toint(), const_expr(config.chunk // 4)
+    stored = const_expr(f"st.global.v{words}.b32 [{{$r0}}], {{{', '.join(f'{{$r{i + 1}}}' for i in range(words))}}};")
+    for first in range_constexpr(0, config.numbers, config.chunk):
+        found = [packed([rounded_product(x[first + 4 * w + c], inverse) for c in range(4)], config) for w in range(words)]
+        arch.inline_ptx(stored, read_only_args=[place + config.channel(first), *found])
 
 
 # Numbers in registers
