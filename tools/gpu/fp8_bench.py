@@ -71,7 +71,14 @@ TUNINGS = {
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
 }
-QUANTISERS = [{}, {"turn": "forward"}, {"turn": "tokens"}, {"numbers": 64}, {"numbers": 64, "chunk": 16}]  # fields of its configuration
+QUANTISERS = [
+    {},
+    {"turn": "forward"},
+    {"turn": "tokens"},
+    {"numbers": 64},
+    {"numbers": 64, "chunk": 16},
+    {"numbers": 64, "chunk": 16, "cluster": 2},
+]  # fields of its configuration
 QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
 
 

@@ -137,6 +137,7 @@ class QuantiserConfig:
     head_dim: int  # as `Config` has it
     numbers: int = 32  # of a thread
     chunk: int = 8  # neighbouring channels of a thread, which the others that share a token have then
+    cluster: int = 1  # thread blocks for GROUP tokens
     turn: str = "back"
 
     @property
@@ -145,9 +146,14 @@ class QuantiserConfig:
         return self.dtype == torch.int8
 
     @property
+    def tokens(self) -> int:
+        """Of a block."""
+        return GROUP // self.cluster
+
+    @property
     def threads(self) -> int:
-        """Of a block, for GROUP tokens."""
-        return GROUP * self.head_dim // self.numbers
+        """Of a block."""
+        return self.tokens * self.head_dim // self.numbers
 
     @property
     def blocks(self) -> int:

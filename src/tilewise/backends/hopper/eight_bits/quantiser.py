@@ -61,10 +61,11 @@ def launch(
         preferred_smem_carveout=CARVEOUT,
         stream=stream,
     )
-    blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
+    blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP) * config.cluster
     quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
         grid=(blocks, batch, heads_q + 2 * heads_k),
         block=(config.threads, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=config.blocks,
         preferred_smem_carveout=CARVEOUT,
         stream=stream,
@@ -111,14 +112,16 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
     if thread < 2 * pairs:
         x, pair = thread // pairs, thread % pairs
         for i in range_constexpr(2):
-            to_first(found.centres.iterator + (x * RANKS + rank) * config.head_dim + 2 * pair + i, samples[i])
+            to_rank(0, found.centres.iterator + (x * RANKS + rank) * config.head_dim + 2 * pair + i, samples[i])
         if x == 0:
-            to_first(
+            to_rank(
+                0,
                 found.extremes.iterator + rank * pairs + pair,
                 extreme_of([of_warps[pair, 0, w] for w in range(SURVEYORS // WARP)], "min", config),
             )
         else:
-            to_first(
+            to_rank(
+                0,
                 found.extremes.iterator + (RANKS + rank) * pairs + pair,
                 extreme_of([of_warps[pair, 1, w] for w in range(SURVEYORS // WARP)], "max", config),
             )
@@ -227,35 +230,37 @@ class Of(NamedTuple):
 
     batch: Int32
     head: Int32
-    group: Int32
+    first: Int32
 
 
 @cute.kernel
 def quantise(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, heads_of_key: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
-    """GROUP tokens of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
-    group, batch, head = arch.block_idx()
-    groups, batches, _ = arch.grid_dim()
+    """`tokens` of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
+    block, batch, head = arch.block_idx()
+    blocks, batches, _ = arch.grid_dim()
     storage = SmemAllocator()
     middle = storage.allocate_tensor(Float32, cute.make_layout(config.head_dim), 16)
-    of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.threads // WARP), 16)
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, PARTS, config.head_dim)), 16)
+    if const_expr(config.cluster > 1):
+        arch.cluster_arrive_relaxed()
+    of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.cluster * config.threads // WARP), 16)
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16)
     heads_k = given.K.shape[2]
     if head < heads_k:
-        of = Of(batch, head, group)
+        of = Of(batch, head, block * config.tokens)
         if const_expr(config.turn == "back"):
-            of = Of(batches - 1 - batch, heads_k - 1 - head, groups - 1 - group)
+            of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
         elif const_expr(config.turn == "tokens"):
-            i, n = (head * batches + batch) * groups + group, batches * heads_k
-            of = Of(i % n // heads_k, i % n % heads_k, groups - 1 - i // n)
+            i, n = (head * batches + batch) * blocks + block, batches * heads_k
+            of = Of(i % n // heads_k, i % n % heads_k, (blocks - 1 - i // n) * config.tokens)
         values(given.V, made.V, channels, sV, of, config)
     elif head < 2 * heads_k:
-        keys(given.K, made.K, scales, channels, middle, of_warps, Of(batch, head - heads_k, group), config)
+        keys(given.K, made.K, scales, channels, middle, of_warps, Of(batch, head - heads_k, block * config.tokens), config)
     else:
         head -= 2 * heads_k
         row = channels[batch, head // heads_of_key, CENTRE_K, None]
-        queries(given.Q, made.Q, scales, row, scale, middle, Of(batch, head, group), config)
+        queries(given.Q, made.Q, scales, row, scale, middle, Of(batch, head, block * config.tokens), config)
 
 
 @cute.jit
@@ -265,9 +270,9 @@ def queries(
 ):  # fmt: skip
     """row: the centre of K, its signs changed as Q's are."""
     gQ, target = mQ[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
-    token, sharer = place_of_thread(of.group, config)
+    token, sharer = place_of_thread(of.first, config)
     seqlen = gQ.shape[0]
-    if of.group * GROUP < seqlen:
+    if of.first < seqlen:
         raw = load(gQ, token, sharer, config)
         read_middle(row, middle)
         x = cute.make_rmem_tensor(config.numbers, Float32)
@@ -300,9 +305,10 @@ def keys(
     config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
     gK, target = mK[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
-    token, sharer = place_of_thread(of.group, config)
+    token, sharer = place_of_thread(of.first, config)
     seqlen = gK.shape[0]
-    if of.group * GROUP < seqlen:
+    group = of.first // GROUP
+    if group * GROUP < seqlen:
         raw = load(gK, token, sharer, config)
         read_middle(channels[of.batch, of.head, CENTRE_K, None], middle)
         x = cute.make_rmem_tensor(config.numbers, Float32)
@@ -322,19 +328,16 @@ def keys(
         word = largest_of_warp(bits_of(most))
         if const_expr(config.loses):  # a bit that no number above 0 has says so
             word |= Int32(arch.vote_any_sync(lost)) << 31
-        if thread % WARP == 0:
-            of_warps[thread // WARP] = word
-        arch.sync_threads()
-        word = of_warps[thread % (config.threads // WARP)]
+        word = tell(of_warps, word, config)
         any_lost = False
         if const_expr(config.loses):
             any_lost = arch.vote_any_sync(word < 0)
         factor, inverse = scale_of(number_of(largest_of_warp(word & 0x7FFFFFFF)), MOST[config.dtype])
         if thread == 0:
-            scales.k[of.batch, of.head, of.group] = factor
+            scales.k[of.batch, of.head, group] = factor
         if const_expr(config.loses):
             if thread == 0:
-                scales.whole[of.batch, of.head, of.group] = Float32(math.nan) if any_lost else factor
+                scales.whole[of.batch, of.head, group] = Float32(math.nan) if any_lost else factor
             if sharer == 0:
                 scales.lost[of.batch, of.head, token] = Float32(math.nan) if lost else Float32(0.0)
         if token < seqlen:
@@ -342,15 +345,33 @@ def keys(
 
 
 @cute.jit
+def tell(of_warps: cute.Tensor, word: Int32, config: Constexpr[QuantiserConfig]) -> Int32:
+    """A warp's word to all warps that have the GROUP tokens; any of theirs, so that a warp has all of them."""
+    thread = arch.thread_idx()[0]
+    if const_expr(config.cluster == 1):
+        if thread % WARP == 0:
+            of_warps[thread // WARP] = word
+        arch.sync_threads()
+    else:
+        place = of_warps.iterator + (arch.block_idx_in_cluster() * (config.threads // WARP) + thread // WARP)
+        arch.cluster_wait()  # the others are there
+        if thread % WARP < config.cluster:
+            to_rank(thread % WARP, place, word)
+        arch.cluster_arrive()
+        arch.cluster_wait()
+    return of_warps[thread % cute.size(of_warps)]
+
+
+@cute.jit
 def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]):
     """sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring lanes write to other banks."""
     gV, target = mV[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
     seqlen = gV.shape[0]
-    if of.group * GROUP < seqlen:
+    if of.first < seqlen:
         columns, words = const_expr(config.head_dim // 4), const_expr(config.numbers // 16)
         item, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
         part, word = item // (4 // words), item % (4 // words) * words  # the first of the part's words that are the thread's
-        first = of.group * GROUP + part * TOKENS + 2 * word
+        first = of.first + part * TOKENS + 2 * word
         offsets = const_expr([2 * w + i for w in range(words) for i in (0, 1, 8, 9)])
         start, step = address_of(gV, first, 4 * column), step_of(gV)
         there = [first + offset < seqlen for offset in offsets]
@@ -367,10 +388,10 @@ def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cut
                 for w in range_constexpr(words):
                     found[w, c] = eight_bits.e4m3_of_four(*x[4 * w : 4 * w + 4]) & kept[w]
         for c in range_constexpr(4):
-            to = sV[None, part ^ (column % PARTS), 4 * column + c].iterator + word
+            to = sV[None, part ^ (column % (config.tokens // TOKENS)), 4 * column + c].iterator + word
             cute.autovec_copy(found[None, c], cute.make_tensor(to.align(4 * words), cute.make_layout(words)))
         arch.sync_threads()
-        write_rows(sV, target, of.group, config.threads, config)
+        write_rows(sV, target, of.first, config.threads, config)
 
 
 def there_of_word(there: list[Boolean]) -> Int32:
@@ -382,17 +403,17 @@ def there_of_word(there: list[Boolean]) -> Int32:
 
 
 @cute.jit
-def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, threads: Constexpr[int], config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of every channel. target: (head_dim_v, tokens); sV: (words, parts, channels), with the order of parts changed by
-    channel // 4.
+def write_rows(sV: cute.Tensor, target: cute.Tensor, first: Int32, threads: Constexpr[int], config: Constexpr[QuantiserConfig]):
+    """The block's tokens, from `first` on, of every channel. target: (head_dim_v, tokens); sV: (words, parts, channels), with the order of parts
+    changed by channel // 4.
     """
-    thread = arch.thread_idx()[0]
+    thread, parts = arch.thread_idx()[0], const_expr(cute.size(sV, mode=[1]))
     words = cute.make_rmem_tensor(4, Int32)
-    for i in range_constexpr(config.head_dim * PARTS // threads):
-        channel, part = thread // PARTS + i * (threads // PARTS), thread % PARTS
-        at = group * GROUP + part * TOKENS
+    for i in range_constexpr(config.head_dim * parts // threads):
+        channel, part = thread // parts + i * (threads // parts), thread % parts
+        at = first + part * TOKENS
         if channel < target.shape[0] and at < target.shape[1]:
-            cute.autovec_copy(sV[None, part ^ (channel // 4 % PARTS), channel], words)
+            cute.autovec_copy(sV[None, part ^ (channel // 4 % parts), channel], words)
             place = cute.recast_ptr((target[channel, None].iterator + at).align(16), dtype=Int32)
             cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
 
@@ -425,7 +446,7 @@ def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfi
         for c in range_constexpr(4):
             sV[w, part ^ (column % PARTS), 4 * column + c] = of_channels[c]
     arch.sync_threads()
-    write_rows(sV, mT[batch, head, None, None], group, 2 * config.head_dim, config)
+    write_rows(sV, mT[batch, head, None, None], group * GROUP, 2 * config.head_dim, config)
 
 
 def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
@@ -438,10 +459,10 @@ def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
     return arch.inline_ptx(ptx, write_only_types=[Int32] * 4, read_only_args=tokens)
 
 
-def place_of_thread(group: Int32, config: QuantiserConfig) -> tuple[Int32, Int32]:
+def place_of_thread(first: Int32, config: QuantiserConfig) -> tuple[Int32, Int32]:
     """The thread's token of Q or K, and which of its sharers it is."""
     thread = arch.thread_idx()[0]
-    return group * GROUP + thread // config.sharers, thread % config.sharers
+    return first + thread // config.sharers, thread % config.sharers
 
 
 @cute.jit
@@ -642,10 +663,10 @@ def sign_of(channel: Int32, config: Constexpr[QuantiserConfig]) -> Float32:
     return Float32(-1.0) if (word >> Uint32(31 - channel % 32)) & 1 != 0 else Float32(1.0)
 
 
-def to_first(place: cute.Pointer, x: Float32 | Uint32):
-    """Into the same place of the shared memory of the cluster's first block."""
-    ptx = "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, 0; st.shared::cluster.b32 [there], {$r1}; }"
-    arch.inline_ptx(ptx, read_only_args=[place.toint(), x])
+def to_rank(rank: Int32 | int, place: cute.Pointer, x: Float32 | Int32 | Uint32):
+    """Into the same place of the shared memory of one of the cluster's thread blocks."""
+    ptx = "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r2}; st.shared::cluster.b32 [there], {$r1}; }"
+    arch.inline_ptx(ptx, read_only_args=[place.toint(), x, Int32(rank)])
 
 
 def rounded_product(x: Float32, y: Float32) -> Float32:
