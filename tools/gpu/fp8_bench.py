@@ -71,14 +71,20 @@ TUNINGS = {
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
 }
-QUANTISERS = [
+WIDER = {"numbers": 64, "chunk": 16}
+QUANTISERS = [  # fields of its configuration
     {},
     {"turn": "forward"},
     {"turn": "tokens"},
+    {"part": 12 << 10},
+    {"part": 24 << 10},
     {"numbers": 64},
-    {"numbers": 64, "chunk": 16},
-    {"numbers": 64, "chunk": 16, "cluster": 2},
-]  # fields of its configuration
+    WIDER,
+    {**WIDER, "turn": "tokens"},
+    {**WIDER, "part": 12 << 10},
+    {**WIDER, "part": 24 << 10},
+    {**WIDER, "cluster": 2},
+]
 QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
 
 

@@ -139,6 +139,7 @@ class QuantiserConfig:
     chunk: int = 8  # neighbouring channels of a thread, which the others that share a token have then
     cluster: int = 1  # thread blocks for GROUP tokens
     turn: str = "back"
+    part: int = 0  # KiB of V that are surveyed before they are quantised; 0: all
 
     @property
     def loses(self) -> bool:

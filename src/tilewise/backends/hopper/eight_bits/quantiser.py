@@ -53,24 +53,40 @@ def launch(
     """channels: (batch, heads_k, ROWS, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
-    survey(mK, mV, channels, scales, config).launch(
-        grid=(RANKS, batch, heads_k),
-        block=(SURVEYORS, 1, 1),
-        cluster=(RANKS, 1, 1),
-        min_blocks_per_mp=3,
-        preferred_smem_carveout=CARVEOUT,
-        stream=stream,
-    )
+    share = heads_q // heads_k
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP) * config.cluster
-    quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
-        grid=(blocks, batch, heads_q + 2 * heads_k),
-        block=(config.threads, 1, 1),
-        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
-        min_blocks_per_mp=config.blocks,
-        preferred_smem_carveout=CARVEOUT,
-        stream=stream,
-        use_pdl=True,
-    )
+    at_once = heads_k
+    if const_expr(config.part > 0):
+        size = Int64(batch) * mV.shape[1] * mV.shape[3] * 2
+        at_once = min(max(Int32((Int64(config.part) << 10) // size), 1), heads_k)
+    for first in cutlass.range(0, heads_k, at_once, unroll=1):
+        heads = Heads(first, min(at_once, heads_k - first), share)
+        survey(mK, mV, channels, scales, heads, config).launch(
+            grid=(RANKS, batch, heads.number),
+            block=(SURVEYORS, 1, 1),
+            cluster=(RANKS, 1, 1),
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=CARVEOUT,
+            stream=stream,
+            use_pdl=True,
+        )
+        quantise(given, made, scales, channels, scale, heads, config).launch(
+            grid=(blocks, batch, heads.number * (share + 2)),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+            min_blocks_per_mp=config.blocks,
+            preferred_smem_carveout=CARVEOUT,
+            stream=stream,
+            use_pdl=True,
+        )
+
+
+class Heads(NamedTuple):
+    """Of keys, that a launch takes."""
+
+    first: Int32
+    number: Int32
+    share: Int32  # heads of queries for each
 
 
 # What all tokens decide
@@ -84,11 +100,14 @@ class Found(NamedTuple):
 
 
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scales, config: Constexpr[QuantiserConfig]):
+def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scales, heads: Heads, config: Constexpr[QuantiserConfig]):
     """A head of keys. Tokens go round the blocks of its cluster."""
+    if heads.first == 0:
+        arch.griddepcontrol_wait()  # what kernels before these wrote, all of them may read
     arch.griddepcontrol_launch_dependents()
     arch.cluster_arrive_relaxed()
     rank, batch, head = arch.block_idx()
+    head += heads.first
     storage = SmemAllocator()
     pairs = const_expr(config.head_dim // 2)
     of_warps = storage.allocate_tensor(Uint32, cute.make_layout((pairs, 2, SURVEYORS // WARP), stride=(1, pairs, 2 * pairs)), 16)
@@ -142,6 +161,7 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scal
         if thread < scales.v.shape[2]:
             scales.v[batch, head, thread] = factor
             scales.centre[batch, head, thread] = middle_v
+    arch.griddepcontrol_wait()  # the kernels before this one end before it does
 
 
 @cute.jit
@@ -235,7 +255,7 @@ class Of(NamedTuple):
 
 @cute.kernel
 def quantise(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, heads_of_key: Int32, config: Constexpr[QuantiserConfig]
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, heads: Heads, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """`tokens` of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
     block, batch, head = arch.block_idx()
@@ -246,21 +266,21 @@ def quantise(
         arch.cluster_arrive_relaxed()
     of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.cluster * config.threads // WARP), 16)
     sV = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16)
-    heads_k = given.K.shape[2]
-    if head < heads_k:
-        of = Of(batch, head, block * config.tokens)
+    if head < heads.number:
+        of = Of(batch, heads.first + head, block * config.tokens)
         if const_expr(config.turn == "back"):
-            of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
+            of = Of(batches - 1 - batch, heads.first + heads.number - 1 - head, (blocks - 1 - block) * config.tokens)
         elif const_expr(config.turn == "tokens"):
-            i, n = (head * batches + batch) * blocks + block, batches * heads_k
-            of = Of(i % n // heads_k, i % n % heads_k, (blocks - 1 - i // n) * config.tokens)
+            i, n = (head * batches + batch) * blocks + block, batches * heads.number
+            of = Of(i % n // heads.number, heads.first + i % n % heads.number, (blocks - 1 - i // n) * config.tokens)
         values(given.V, made.V, channels, sV, of, config)
-    elif head < 2 * heads_k:
-        keys(given.K, made.K, scales, channels, middle, of_warps, Of(batch, head - heads_k, block * config.tokens), config)
+    elif head < 2 * heads.number:
+        of = Of(batch, heads.first + head - heads.number, block * config.tokens)
+        keys(given.K, made.K, scales, channels, middle, of_warps, of, config)
     else:
-        head -= 2 * heads_k
-        row = channels[batch, head // heads_of_key, CENTRE_K, None]
-        queries(given.Q, made.Q, scales, row, scale, middle, Of(batch, head, block * config.tokens), config)
+        of = Of(batch, heads.first * heads.share + head - 2 * heads.number, block * config.tokens)
+        row = channels[batch, of.head // heads.share, CENTRE_K, None]
+        queries(given.Q, made.Q, scales, row, scale, middle, of, config)
 
 
 @cute.jit
