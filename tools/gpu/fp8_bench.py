@@ -303,7 +303,10 @@ def quantiser_configs(call: Call) -> dict[str, QuantiserConfig]:
     found = {}
     for fields in QUANTISERS:
         config = eight_bits.quantiser_of(call, **fields)
-        if config.head_dim > config.numbers:
+        compiled = (call.precision == "int8" and call.q.dtype == torch.bfloat16) or not {"turn", "part"} & set(
+            fields
+        )  # else there are too many
+        if config.head_dim > config.numbers and compiled:
             found[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = config
     return found
 
@@ -335,9 +338,8 @@ def quantiser(rows: Rows) -> None:
         for way in ("int8", "fp8"):
             call = call_of(way, q, k, v, Full())
             for name, config in quantiser_configs(call).items():
-                if name == "usual" or way == "int8":
-                    contenders[f"{way} {name}"] = partial(eight_bits.quantise, call, config)
-                    least[f"{way} {name}"] = 9 * q.numel() / rate
+                contenders[f"{way} {name}"] = partial(eight_bits.quantise, call, config)
+                least[f"{way} {name}"] = 9 * q.numel() / rate
         contenders["transposing"] = partial(eight_bits.given, call_of(GIVEN, q, k, v, Full()))
         least["transposing"] = 2 * q.numel() / rate
         found = {name: each.median for name, each in interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="graph").items()}
