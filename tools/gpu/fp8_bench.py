@@ -71,19 +71,18 @@ TUNINGS = {
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
 }
-WIDER = {"numbers": 64, "chunk": 16}
 QUANTISERS = [  # fields of its configuration
     {},
     {"turn": "forward"},
     {"turn": "tokens"},
     {"part": 12 << 10},
     {"part": 24 << 10},
-    {"numbers": 64},
-    WIDER,
-    {**WIDER, "turn": "tokens"},
-    {**WIDER, "part": 12 << 10},
-    {**WIDER, "part": 24 << 10},
-    {**WIDER, "cluster": 2},
+    {"chunk": 8},
+    {"numbers": 32, "cluster": 1},
+    {"numbers": 32, "cluster": 1, "chunk": 8},
+    {"numbers": 32, "cluster": 1, "chunk": 8, "part": 12 << 10},
+    {"cluster": 2},
+    {"cluster": 1},
 ]
 QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
 
@@ -306,7 +305,7 @@ def quantiser_configs(call: Call) -> dict[str, QuantiserConfig]:
         compiled = (call.precision == "int8" and call.q.dtype == torch.bfloat16) or not {"turn", "part"} & set(
             fields
         )  # else there are too many
-        if config.head_dim > config.numbers and compiled:
+        if config not in found.values() and compiled:
             found[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = config
     return found
 

@@ -15,6 +15,7 @@ from tilewise.backends.hopper.eight_bits.config import (
     Config,
     QuantiserConfig,
     configure,
+    configure_quantiser,
     tile_dims,
 )
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
@@ -114,7 +115,7 @@ def config_of(call: Call, **fields) -> Config:
 def quantiser_of(call: Call, **fields) -> QuantiserConfig:
     """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, **fields)
+    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **fields)
 
 
 def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:

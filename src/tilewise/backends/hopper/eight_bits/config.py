@@ -135,8 +135,8 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
-    numbers: int = 32  # of a thread
-    chunk: int = 8  # neighbouring channels of a thread, which the others that share a token have then
+    numbers: int = 32  # of a thread, which has two registers for each
+    chunk: int = 16  # neighbouring channels of a thread, behind which the others that share a token have theirs
     cluster: int = 1  # thread blocks for GROUP tokens
     turn: str = "back"
     part: int = 0  # KiB of V that are surveyed before they are quantised; 0: all
@@ -158,7 +158,7 @@ class QuantiserConfig:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor: their threads have two registers for each of their numbers."""
+        """Of a multiprocessor."""
         return 65536 // (2 * self.numbers * self.threads)
 
     @property
@@ -179,6 +179,14 @@ class QuantiserConfig:
     def infinities(self) -> int:
         """A pair's bits."""
         return 0x7F807F80 if self.given == torch.bfloat16 else 0x7C007C00
+
+
+WIDER = {64: {}, 128: {"numbers": 64}, 256: {"numbers": 64, "cluster": 2}}
+
+
+def configure_quantiser(given: torch.dtype, dtype: torch.dtype, head_dim: int, **fields) -> QuantiserConfig:
+    """fields: of `QuantiserConfig`, in place of the usual."""
+    return QuantiserConfig(given=given, dtype=dtype, head_dim=head_dim, **{**WIDER[head_dim], **fields})
 
 
 @lru_cache

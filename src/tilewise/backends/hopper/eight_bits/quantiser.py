@@ -65,7 +65,7 @@ def launch(
             grid=(RANKS, batch, heads.number),
             block=(SURVEYORS, 1, 1),
             cluster=(RANKS, 1, 1),
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=2,
             preferred_smem_carveout=CARVEOUT,
             stream=stream,
             use_pdl=True,
@@ -302,6 +302,10 @@ def queries(
             four = of_chunk(middle, i, sharer, config)
             for c in range_constexpr(4):
                 dot += x[4 * i + c] * four[c]
+        for level in range_constexpr(config.sharers.bit_length() - 1):
+            dot += arch.shuffle_sync_bfly(dot, 1 << level)
+        if sharer == 0 and token < seqlen:
+            scales.shift[of.batch, of.head, token] = dot * scale
         rotate(x, config)
         most = of_sharers(largest(x), config)
         spoiled = not is_finite(most)
@@ -310,13 +314,10 @@ def queries(
         factor, inverse = scale_of(most, MOST[config.dtype])
         if const_expr(not config.dtype.is_floating_point):  # which has no NaN
             factor = Float32(math.nan) if spoiled else factor
-        for level in range_constexpr(config.sharers.bit_length() - 1):
-            dot += arch.shuffle_sync_bfly(dot, 1 << level)
         if token < seqlen:
             store(target, token, x, inverse, sharer, config)
             if sharer == 0:
                 scales.q[of.batch, of.head, token] = factor
-                scales.shift[of.batch, of.head, token] = dot * scale
 
 
 @cute.jit
@@ -564,26 +565,29 @@ def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
     lane = arch.lane_idx()
     for level in range_constexpr(config.sharers.bit_length() - 1):
         sign = Float32(-1.0) if lane & (1 << level) != 0 else Float32(1.0)
-        for c in range_constexpr(config.numbers):
-            x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], 1 << level)
+        add_and_subtract_lanes(x, 1 << level, sign)
     for level in range_constexpr(inner, config.numbers.bit_length() - 1):
         add_and_subtract(x, 1 << level)
 
 
-@cute.jit
-def add_and_subtract(x: cute.Tensor, apart: Constexpr[int]):
-    for low in range_constexpr(cute.size(x)):
-        if const_expr(low & apart == 0):
+def add_and_subtract(x: cute.Tensor, apart: int):
+    for low in range(cute.size(x)):
+        if low & apart == 0:
             a, b = x[low], x[low + apart]
             x[low], x[low + apart] = a + b, a - b
 
 
-@cute.jit
-def without_spoiled(x: cute.Tensor, config: Constexpr[QuantiserConfig]) -> Float32:
+def add_and_subtract_lanes(x: cute.Tensor, apart: int, sign: Float32):
+    """sign: -1 in the upper of two lanes that are `apart`."""
+    for c in range(cute.size(x)):
+        x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], apart)
+
+
+def without_spoiled(x: cute.Tensor, config: QuantiserConfig) -> Float32:
     """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
     most = Float32(0.0)
-    for c in range_constexpr(config.numbers):
-        x[c] = finite_or_nan(x[c]) if const_expr(config.dtype.is_floating_point) else finite_or_0(x[c])
+    for c in range(config.numbers):
+        x[c] = finite_or_nan(x[c]) if config.dtype.is_floating_point else finite_or_0(x[c])
         most = arch.fmax(most, cute.math.absf(x[c]))
     return most
 
@@ -601,11 +605,10 @@ def is_finite(x: Float32) -> Boolean:
     return x * 0.0 == 0.0
 
 
-@cute.jit
 def largest(x: cute.Tensor) -> Float32:
     """The largest magnitude of the thread's numbers, NaN beside any NaN."""
     found = [Float32(0.0)] * 4
-    for c in range_constexpr(cute.size(x)):
+    for c in range(cute.size(x)):
         found[c % 4] = largest_or_nan(found[c % 4], x[c])
     return largest_or_nan(largest_or_nan(found[0], found[1]), largest_or_nan(found[2], found[3]))
 
