@@ -71,19 +71,7 @@ TUNINGS = {
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
 }
-QUANTISERS = [  # fields of its configuration
-    {},
-    {"turn": "forward"},
-    {"turn": "tokens"},
-    {"part": 12 << 10},
-    {"part": 24 << 10},
-    {"chunk": 8},
-    {"numbers": 32, "cluster": 1},
-    {"numbers": 32, "cluster": 1, "chunk": 8},
-    {"numbers": 32, "cluster": 1, "chunk": 8, "part": 12 << 10},
-    {"cluster": 2},
-    {"cluster": 1},
-]
+QUANTISERS = [{}, {"cluster": 1}, {"cluster": 2}]  # fields of its configuration
 QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
 
 
@@ -302,10 +290,7 @@ def quantiser_configs(call: Call) -> dict[str, QuantiserConfig]:
     found = {}
     for fields in QUANTISERS:
         config = eight_bits.quantiser_of(call, **fields)
-        compiled = (call.precision == "int8" and call.q.dtype == torch.bfloat16) or not {"turn", "part"} & set(
-            fields
-        )  # else there are too many
-        if config not in found.values() and compiled:
+        if config not in found.values():
             found[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = config
     return found
 

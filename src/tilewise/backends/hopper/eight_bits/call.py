@@ -10,6 +10,7 @@ from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.eight_bits.config import (
     GROUP,
     LONG,
+    SLICES,
     TILES,
     TOKENS,
     Config,
@@ -138,7 +139,7 @@ def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, S
         empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
     ]
     scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
-    channels = empty(torch.float32, call.batch, call.heads_k, 3, config.head_dim)
+    channels = empty(torch.float32, call.batch, call.heads_k, 2 + SLICES, config.head_dim)
     jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
     return made, scales, scale / config.head_dim
 
@@ -164,7 +165,7 @@ def given(call: Call) -> tuple[Made, Scales, float]:
 
 def _transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
-    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim)
+    return configure_quantiser(torch.int8, torch.int8, head_dim)
 
 
 def _negative(call: Call) -> Tensor:

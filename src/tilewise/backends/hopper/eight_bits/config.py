@@ -127,7 +127,8 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
 
 # Quantiser
 
-RANKS, SURVEYORS = 8, 256  # thread blocks that look through a head of keys, and their threads
+SLICES, SURVEYORS = 16, 256  # of a head's values, each a thread block's that looks for their extremes, and its threads
+CHUNK = 16  # neighbouring channels of a thread, behind which the others that share a token have theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +136,8 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
-    numbers: int = 32  # of a thread, which has two registers for each
-    chunk: int = 16  # neighbouring channels of a thread, behind which the others that share a token have theirs
-    cluster: int = 1  # thread blocks for GROUP tokens
-    turn: str = "back"
-    part: int = 0  # KiB of V that are surveyed before they are quantised; 0: all
+    numbers: int  # of a thread, which has two registers for each
+    cluster: int  # thread blocks for GROUP tokens
 
     @property
     def loses(self) -> bool:
@@ -168,7 +166,7 @@ class QuantiserConfig:
 
     def channel(self, number: int) -> int:
         """Of the first sharer's."""
-        return number // self.chunk * self.chunk * self.sharers + number % self.chunk
+        return number // CHUNK * CHUNK * self.sharers + number % CHUNK
 
     @property
     def kind(self) -> str:
@@ -181,12 +179,13 @@ class QuantiserConfig:
         return 0x7F807F80 if self.given == torch.bfloat16 else 0x7C007C00
 
 
-WIDER = {64: {}, 128: {"numbers": 64}, 256: {"numbers": 64, "cluster": 2}}
+NUMBERS, CLUSTER = {64: 32, 128: 64, 256: 64}, {64: 1, 128: 2, 256: 2}  # by head_dim
 
 
 def configure_quantiser(given: torch.dtype, dtype: torch.dtype, head_dim: int, **fields) -> QuantiserConfig:
     """fields: of `QuantiserConfig`, in place of the usual."""
-    return QuantiserConfig(given=given, dtype=dtype, head_dim=head_dim, **{**WIDER[head_dim], **fields})
+    usual = {"numbers": NUMBERS[head_dim], "cluster": CLUSTER[head_dim]}
+    return QuantiserConfig(given=given, dtype=dtype, head_dim=head_dim, **usual | fields)
 
 
 @lru_cache
@@ -197,7 +196,7 @@ def sign_words(config: QuantiserConfig) -> list[list[int]]:
     negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(config.head_dim)]
 
     def word(sharer: int, first: int) -> int:
-        channels = [[config.channel(first + 2 * k + i) + config.chunk * sharer for k in range(16)] for i in range(2)]
+        channels = [[config.channel(first + 2 * k + i) + CHUNK * sharer for k in range(16)] for i in range(2)]
         return sum(negative[channel] << (16 * i + k) for i in range(2) for k, channel in enumerate(channels[i]))
 
     return [[word(sharer, first) for first in range(0, config.numbers, 32)] for sharer in range(config.sharers)]

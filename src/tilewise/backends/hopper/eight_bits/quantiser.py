@@ -1,7 +1,7 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
-The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and V's scale. A cluster of RANKS thread blocks has a head
-of keys. The second has a thread block for GROUP tokens of a head, and a thread `numbers` of them:
+The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and in slices of tokens the least and the largest number
+of V. The second has a thread block for GROUP tokens of a head, and a thread `numbers` of them:
 
 - of Q and K a thread has one token, and chunks of its channels, which lie as far apart as those of all threads that share it are wide. The
   rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE, SIGNS
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, RANKS, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
+from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, SLICES, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
@@ -39,148 +39,88 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-CENTRE_K, CENTRE_V, INVERSE_V, ROWS = range(4)  # of `channels`
-PARTS = GROUP // TOKENS
+CENTRE_K, CENTRE_V, SLICE = range(
+    3
+)  # rows of `channels`; from SLICE on a row for each slice of V's tokens: pairs of least, then of largest numbers
 EXTREMES = "min", "max"
+AT_ONCE = 8  # loads of a thread that looks for extremes
+PARTS = GROUP // TOKENS
 CARVEOUT = 25  # per cent of a multiprocessor's memory, of which both kernels' thread blocks need less
-AT_ONCE = 8  # loads of a thread that surveys
 
 
 @cute.jit
 def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
-    """channels: (batch, heads_k, ROWS, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+    """channels: (batch, heads_k, SLICE + SLICES, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
-    share = heads_q // heads_k
+    survey(mK, mV, channels, config).launch(
+        grid=(SLICE + SLICES, batch, heads_k),
+        block=(SURVEYORS, 1, 1),
+        min_blocks_per_mp=3,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+        use_pdl=True,
+    )
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP) * config.cluster
-    at_once = heads_k
-    if const_expr(config.part > 0):
-        size = Int64(batch) * mV.shape[1] * mV.shape[3] * 2
-        at_once = min(max(Int32((Int64(config.part) << 10) // size), 1), heads_k)
-    for first in cutlass.range(0, heads_k, at_once, unroll=1):
-        heads = Heads(first, min(at_once, heads_k - first), share)
-        survey(mK, mV, channels, scales, heads, config).launch(
-            grid=(RANKS, batch, heads.number),
-            block=(SURVEYORS, 1, 1),
-            cluster=(RANKS, 1, 1),
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=CARVEOUT,
-            stream=stream,
-            use_pdl=True,
-        )
-        quantise(given, made, scales, channels, scale, heads, config).launch(
-            grid=(blocks, batch, heads.number * (share + 2)),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
-            min_blocks_per_mp=config.blocks,
-            preferred_smem_carveout=CARVEOUT,
-            stream=stream,
-            use_pdl=True,
-        )
-
-
-class Heads(NamedTuple):
-    """Of keys, that a launch takes."""
-
-    first: Int32
-    number: Int32
-    share: Int32  # heads of queries for each
+    quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
+        grid=(blocks, batch, heads_q + 2 * heads_k),
+        block=(config.threads, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=config.blocks,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+        use_pdl=True,
+    )
 
 
 # What all tokens decide
 
 
-class Found(NamedTuple):
-    """By the blocks of a cluster, in the shared memory of its first."""
-
-    extremes: cute.Tensor  # (2, RANKS, head_dim / 2) pairs: V's least and largest
-    centres: cute.Tensor  # (2, RANKS, head_dim) fp32: sums of K's and V's samples
-
-
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, scales: Scales, heads: Heads, config: Constexpr[QuantiserConfig]):
-    """A head of keys. Tokens go round the blocks of its cluster."""
-    if heads.first == 0:
-        arch.griddepcontrol_wait()  # what kernels before these wrote, all of them may read
+def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """Of a head: a centre, or the extremes of a slice of V."""
+    arch.griddepcontrol_wait()  # what kernels before this one wrote, it and the next may read
     arch.griddepcontrol_launch_dependents()
-    arch.cluster_arrive_relaxed()
-    rank, batch, head = arch.block_idx()
-    head += heads.first
+    row, batch, head = arch.block_idx()
     storage = SmemAllocator()
-    pairs = const_expr(config.head_dim // 2)
-    of_warps = storage.allocate_tensor(Uint32, cute.make_layout((pairs, 2, SURVEYORS // WARP), stride=(1, pairs, 2 * pairs)), 16)
-    found = Found(
-        storage.allocate_tensor(Uint32, cute.make_layout((2, RANKS, pairs), stride=(RANKS * pairs, pairs, 1)), 16),
-        storage.allocate_tensor(Float32, cute.make_layout((2, RANKS, config.head_dim), stride=(RANKS * 2 * pairs, 2 * pairs, 1)), 16),
-    )
-    thread = arch.thread_idx()[0]
-    gK, gV = mK[batch, None, head, None], mV[batch, None, head, None]
-    columns = const_expr(config.head_dim // 8)
-    rows = const_expr(SURVEYORS // columns)
-    start = address_of(gV, 0, min(8 * (thread % columns), gV.shape[1] - 8))
-    walk, raw = Walk(start, step_of(gV), rank * rows + thread // columns, rows, gV.shape[0]), cute.make_rmem_tensor((4, AT_ONCE), Uint32)
-    fetch(walk, 0, rounds_of(walk), raw)
-    samples = cute.make_rmem_tensor(2, Float32)
-    if thread < 2 * pairs:
-        sample(gK, gV, thread // pairs == 1, 2 * (thread % pairs), rank, samples, config)
-    extremes(walk, raw, of_warps, config)
-    arch.sync_threads()
-    arch.cluster_wait()  # the first block is there
-    if thread < 2 * pairs:
-        x, pair = thread // pairs, thread % pairs
-        for i in range_constexpr(2):
-            to_rank(0, found.centres.iterator + (x * RANKS + rank) * config.head_dim + 2 * pair + i, samples[i])
-        if x == 0:
-            to_rank(
-                0,
-                found.extremes.iterator + rank * pairs + pair,
-                extreme_of([of_warps[pair, 0, w] for w in range(SURVEYORS // WARP)], "min", config),
-            )
-        else:
-            to_rank(
-                0,
-                found.extremes.iterator + (RANKS + rank) * pairs + pair,
-                extreme_of([of_warps[pair, 1, w] for w in range(SURVEYORS // WARP)], "max", config),
-            )
-    arch.cluster_arrive()
-    arch.cluster_wait()  # the others have written
-    if rank == 0 and thread < config.head_dim:
-        of_head = channels[batch, head, None, None]
-        number = 1.0 / min(mK.shape[1], SAMPLE).to(Float32)
-        middle_k, middle_v = (finite_or_0(added_by_halves([found.centres[x, r, thread] for r in range(RANKS)]) * number) for x in range(2))
-        low, high = (
-            numbers_of(extreme_of([found.extremes[x, r, thread // 2] for r in range(RANKS)], name, config), config)
-            for x, name in enumerate(EXTREMES)
-        )
-        least, most = (numbers[1] if thread % 2 == 1 else numbers[0] for numbers in (low, high))
-        factor, inverse = scale_of(arch.fmax(arch.fmax(most - middle_v, middle_v - least), 0.0), MOST[E4M3])
-        of_head[CENTRE_K, thread] = middle_k * sign_of(thread, config)
-        of_head[CENTRE_V, thread], of_head[INVERSE_V, thread] = middle_v, inverse
-        if thread < scales.v.shape[2]:
-            scales.v[batch, head, thread] = factor
-            scales.centre[batch, head, thread] = middle_v
-    arch.griddepcontrol_wait()  # the kernels before this one end before it does
+    warps = const_expr(SURVEYORS // WARP)
+    sums = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, warps)), 16)
+    pairs = storage.allocate_tensor(Uint32, cute.make_layout((config.head_dim // 2, 2, warps)), 16)
+    if row == CENTRE_K:
+        centre(mK[batch, None, head, None], sums, channels, True, config)
+    elif row == CENTRE_V:
+        centre(mV[batch, None, head, None], sums, channels, False, config)
+    else:
+        extremes(mV[batch, None, head, None], pairs, channels, row - SLICE, config)
 
 
 @cute.jit
-def sample(
-    gK: cute.Tensor, gV: cute.Tensor, of_V: Boolean, channel: Int32, rank: Int32, sums: cute.Tensor, config: Constexpr[QuantiserConfig]
-):  # fmt: skip
-    """Of two neighbouring channels of K or V: every RANKS-th token of the sample added up by halves, as all of them are."""
-    tokens = gK.shape[0]
-    start, step, dim = address_of(gK, 0, channel), step_of(gK), gK.shape[1]
-    if of_V:
-        start, step, dim = address_of(gV, 0, channel), step_of(gV), gV.shape[1]
-    low, high = [], []
-    for t in range_constexpr(SAMPLE // RANKS):
-        i = rank + t * RANKS
+def centre(gX: cute.Tensor, sums: cute.Tensor, channels: cute.Tensor, rotates: Constexpr[bool], config: Constexpr[QuantiserConfig]):
+    """The mean of a sample, its tokens added up by halves: a warp has every eighth. rotates: its signs are changed as those of what is rotated."""
+    warp, lane, thread, tokens = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0], gX.shape[0]
+    words, warps = const_expr(config.head_dim // (2 * WARP)), const_expr(SURVEYORS // WARP)  # words: of a lane and a token
+    channel = 2 * words * lane
+    start, step, there = address_of(gX, 0, channel), step_of(gX), channel < gX.shape[1]
+    x = []
+    for t in range_constexpr(SAMPLE // warps):
+        i = warp + t * warps
         token = (i * tokens) >> (SAMPLE.bit_length() - 1) if tokens > SAMPLE else i
-        (pair,) = loaded(start + token * step, 1, i < tokens and channel < dim)
-        for numbers, x in zip((low, high), numbers_of(pair, config), strict=True):
-            numbers.append(finite_or_0(x))
-    sums[0], sums[1] = added_by_halves(low), added_by_halves(high)
+        found = loaded(start + token * step, words, i < tokens and there)
+        x.append([finite_or_0(number) for word in found for number in numbers_of(word, config)])
+    for c in range_constexpr(2 * words):
+        sums[channel + c, warp] = added_by_halves([numbers[c] for numbers in x])
+    arch.sync_threads()
+    if thread < config.head_dim:
+        mean = finite_or_0(added_by_halves([sums[thread, w] for w in range(warps)]) * (1.0 / min(tokens, SAMPLE).to(Float32)))
+        row_of_block(channels)[thread] = mean * sign_of(thread, config) if const_expr(rotates) else mean
+
+
+def row_of_block(channels: cute.Tensor) -> cute.Tensor:
+    """Of `channels`, which a block of `survey` writes."""
+    row, batch, head = arch.block_idx()
+    return channels[batch, head, row, None]
 
 
 def added_by_halves(terms: list[Float32]) -> Float32:
@@ -191,55 +131,57 @@ def added_by_halves(terms: list[Float32]) -> Float32:
 
 
 class Walk(NamedTuple):
-    """Of a thread over its block's tokens of V: it has eight neighbouring channels."""
+    """Where a thread is in its slice of V."""
 
-    start: Int64  # address of the first token's
-    step: Int64  # bytes from token to token
-    row: Int32  # tokens go round the RANKS blocks, and in each round over `rows` of a block's threads
-    rows: Constexpr[int]
-    tokens: Int32
-
-
-@cute.jit
-def fetch(walk: Walk, i: Int32, rounds: Int32, raw: cute.Tensor):
-    """The i-th AT_ONCE tokens of the thread, if there are so many `rounds`; the last token in place of those that do not exist."""
-    for u in range_constexpr(AT_ONCE):
-        token = min((i * AT_ONCE + u) * RANKS * walk.rows + walk.row, walk.tokens - 1)
-        words = loaded(walk.start + token * walk.step, 4, i < rounds)
-        for w in range_constexpr(4):
-            raw[w, u] = words[w]
+    address: Int64
+    token: Int32
+    step: Int64  # bytes from one of its tokens to the next
+    tokens: Int32  # between these: they go round the slices, and in each round over threads of a block
 
 
 @cute.jit
-def extremes(walk: Walk, raw: cute.Tensor, of_warps: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """Pairs of the least and of the largest finite numbers of the block's tokens, a warp's each. raw: what `fetch` fetches first; of_warps:
-    (head_dim / 2, 2, warps).
-    """
-    extreme, now = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((4, AT_ONCE), Uint32)
+def fetch(walk: Walk, end: Int32, raw: cute.Tensor) -> Walk:
+    """A token's words, NaN from token `end` on; where the thread is then. raw: (4,)."""
+    words = loaded(walk.address, 4, walk.token < end, otherwise=0x7FFF7FFF)
+    for w in range_constexpr(4):
+        raw[w] = words[w]
+    return Walk(walk.address + walk.step, walk.token + walk.tokens, walk.step, walk.tokens)
+
+
+@cute.jit
+def extremes(gV: cute.Tensor, of_warps: cute.Tensor, channels: cute.Tensor, part: Int32, config: Constexpr[QuantiserConfig]):
+    """Pairs of the least and of the largest finite numbers of a slice. of_warps: (head_dim / 2, 2, warps)."""
+    thread, lane = arch.thread_idx()[0], arch.lane_idx()
+    columns, pairs = const_expr(config.head_dim // 8), const_expr(config.head_dim // 2)
+    rows, column = const_expr(SURVEYORS // columns), thread % columns
+    first, apart = part * rows + thread // columns, const_expr(SLICES * rows)
+    walk = Walk(address_of(gV, first, min(8 * column, gV.shape[1] - 8)), first, step_of(gV) * apart, Int32(apart))
+    raw = cute.make_rmem_tensor((4, AT_ONCE), Uint32)
+    extreme = cute.make_rmem_tensor((4, 2), Uint32)
     for w in range_constexpr(4):
         extreme[w, 0], extreme[w, 1] = Uint32(config.infinities), Uint32(config.infinities | 0x80008000)
-    rounds = rounds_of(walk)
-    for i in cutlass.range(rounds, unroll=1):
-        now.store(raw.load())
-        fetch(walk, i + 1, rounds, raw)
+    for u in range_constexpr(AT_ONCE):
+        walk = fetch(walk, gV.shape[0], raw[None, u])
+    for _ in cutlass.range(cute.ceil_div(gV.shape[0], apart * AT_ONCE), unroll=1):
         for u in range_constexpr(AT_ONCE):
             for w in range_constexpr(4):
-                pair = finite_pair(now[w, u], config)
+                pair = finite_pair(raw[w, u], config)
                 for k, name in enumerate(EXTREMES):
                     extreme[w, k] = extreme_of([extreme[w, k], pair], name, config)
-    columns = const_expr(config.head_dim // 8)
-    thread, lane = arch.thread_idx()[0], arch.lane_idx()
+            walk = fetch(walk, gV.shape[0], raw[None, u])
     for k, name in enumerate(EXTREMES):
         for w in range_constexpr(4):
             pair = extreme[w, k]
             for level in range_constexpr((WARP // columns).bit_length() - 1):
                 pair = extreme_of([pair, arch.shuffle_sync_bfly(pair, columns << level)], name, config)
             if lane < columns:
-                of_warps[4 * (thread % columns) + w, k, thread // WARP] = pair
-
-
-def rounds_of(walk: Walk) -> Int32:
-    return cute.ceil_div(walk.tokens, RANKS * walk.rows * AT_ONCE)
+                of_warps[4 * column + w, k, thread // WARP] = pair
+    arch.sync_threads()
+    for k, name in enumerate(EXTREMES):
+        if thread // pairs == k:
+            row_of_block(channels)[thread] = number_of(
+                extreme_of([of_warps[thread % pairs, k, w] for w in range(SURVEYORS // WARP)], name, config)
+            )
 
 
 # Numbers of 8 bits
@@ -255,32 +197,30 @@ class Of(NamedTuple):
 
 @cute.kernel
 def quantise(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, heads: Heads, config: Constexpr[QuantiserConfig]
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, share: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
-    """`tokens` of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache."""
+    """`tokens` of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache. share: heads of queries for
+    each of keys.
+    """
     block, batch, head = arch.block_idx()
     blocks, batches, _ = arch.grid_dim()
     storage = SmemAllocator()
-    middle = storage.allocate_tensor(Float32, cute.make_layout(config.head_dim), 16)
+    rows = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, 2)), 16)
     if const_expr(config.cluster > 1):
         arch.cluster_arrive_relaxed()
     of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.cluster * config.threads // WARP), 16)
     sV = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16)
-    if head < heads.number:
-        of = Of(batch, heads.first + head, block * config.tokens)
-        if const_expr(config.turn == "back"):
-            of = Of(batches - 1 - batch, heads.first + heads.number - 1 - head, (blocks - 1 - block) * config.tokens)
-        elif const_expr(config.turn == "tokens"):
-            i, n = (head * batches + batch) * blocks + block, batches * heads.number
-            of = Of(i % n // heads.number, heads.first + i % n % heads.number, (blocks - 1 - i // n) * config.tokens)
-        values(given.V, made.V, channels, sV, of, config)
-    elif head < 2 * heads.number:
-        of = Of(batch, heads.first + head - heads.number, block * config.tokens)
-        keys(given.K, made.K, scales, channels, middle, of_warps, of, config)
+    heads_k = given.K.shape[2]
+    if head < heads_k:
+        of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
+        values(given.V, made.V, scales, channels, rows, sV, of, config)
+    elif head < 2 * heads_k:
+        of = Of(batch, head - heads_k, block * config.tokens)
+        keys(given.K, made.K, scales, channels, rows[None, 0], of_warps, of, config)
     else:
-        of = Of(batch, heads.first * heads.share + head - 2 * heads.number, block * config.tokens)
-        row = channels[batch, of.head // heads.share, CENTRE_K, None]
-        queries(given.Q, made.Q, scales, row, scale, middle, of, config)
+        of = Of(batch, head - 2 * heads_k, block * config.tokens)
+        row = channels[batch, of.head // share, CENTRE_K, None]
+        queries(given.Q, made.Q, scales, row, scale, rows[None, 0], of, config)
 
 
 @cute.jit
@@ -384,8 +324,13 @@ def tell(of_warps: cute.Tensor, word: Int32, config: Constexpr[QuantiserConfig])
 
 
 @cute.jit
-def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]):
-    """sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring lanes write to other banks."""
+def values(
+    mV: cute.Tensor, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, rows: cute.Tensor, sV: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
+):  # fmt: skip
+    """rows: (head_dim, 2) fp32; sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring
+    lanes write to other banks.
+    """
     gV, target = mV[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
     seqlen = gV.shape[0]
     if of.first < seqlen:
@@ -397,8 +342,8 @@ def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cut
         start, step = address_of(gV, first, 4 * column), step_of(gV)
         there = [first + offset < seqlen for offset in offsets]
         raw = [loaded(start + offset * step, 2, each and 4 * column < gV.shape[1]) for offset, each in zip(offsets, there, strict=True)]
-        arch.griddepcontrol_wait()
-        middle, inverse = (four_of(channels[of.batch, of.head, row, None].iterator + 4 * column) for row in (CENTRE_V, INVERSE_V))
+        scales_of_values(channels[of.batch, of.head, None, None], scales, rows, of, config)
+        middle, inverse = (four_of(rows[None, i].iterator + 4 * column) for i in range(2))
         kept = [there_of_word(there[4 * w : 4 * w + 4]) for w in range(words)]
         found = cute.make_rmem_tensor((words, 4), Int32)
         for pair in range_constexpr(2):
@@ -413,6 +358,29 @@ def values(mV: cute.Tensor, mTarget: cute.Tensor, channels: cute.Tensor, sV: cut
             cute.autovec_copy(found[None, c], cute.make_tensor(to.align(4 * words), cute.make_layout(words)))
         arch.sync_threads()
         write_rows(sV, target, of.first, config.threads, config)
+
+
+@cute.jit
+def scales_of_values(of_head: cute.Tensor, scales: Scales, rows: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]):
+    """V's centres and inverse scales into `rows`, which `survey` has found; those of the head's first block go into `Scales`, too. of_head: of
+    `channels`.
+    """
+    arch.griddepcontrol_wait()
+    thread, pairs = arch.thread_idx()[0], const_expr(config.head_dim // 2)
+    for k, name in enumerate(EXTREMES):
+        if thread // pairs == k:
+            found = extreme_of([as_word(of_head[SLICE + i, thread]) for i in range(SLICES)], name, config)
+            numbers = numbers_of(found, config)
+            for i in range_constexpr(2):
+                rows[2 * (thread % pairs) + i, k] = numbers[i]
+    arch.sync_threads()
+    if thread < config.head_dim:
+        middle, least, most = of_head[CENTRE_V, thread], rows[thread, 0], rows[thread, 1]
+        factor, inverse = scale_of(arch.fmax(arch.fmax(most - middle, middle - least), 0.0), MOST[E4M3])
+        rows[thread, 0], rows[thread, 1] = middle, inverse
+        if of.first == 0 and thread < scales.v.shape[2]:
+            scales.v[of.batch, of.head, thread], scales.centre[of.batch, of.head, thread] = factor, middle
+    arch.sync_threads()
 
 
 def there_of_word(there: list[Boolean]) -> Int32:
@@ -489,11 +457,11 @@ def place_of_thread(first: Int32, config: QuantiserConfig) -> tuple[Int32, Int32
 @cute.jit
 def load(gX: cute.Tensor, token: Int32, sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """The thread's pairs (4, chunks) of a token: 0 where there is no channel, the last token's where there is no token."""
-    start = address_of(gX, min(token, gX.shape[0] - 1), config.chunk * sharer)
+    start = address_of(gX, min(token, gX.shape[0] - 1), CHUNK * sharer)
     raw = cute.make_rmem_tensor((4, config.numbers // 8), Uint32)
     for i in range_constexpr(config.numbers // 8):
         channel = const_expr(config.channel(8 * i))
-        words = loaded(start + 2 * channel, 4, channel + config.chunk * sharer < gX.shape[1])
+        words = loaded(start + 2 * channel, 4, channel + CHUNK * sharer < gX.shape[1])
         for w in range_constexpr(4):
             raw[w, i] = words[w]
     return raw
@@ -508,14 +476,13 @@ def step_of(gX: cute.Tensor) -> Int64:
     return Int64(gX.stride[0] * (gX.element_type.width // 8))
 
 
-def loaded(address: Int64, words: int, there: Boolean | None = None) -> tuple[Uint32, ...]:
-    """So many words of global memory, 0 where they are not there; without branches, so that no load waits for another."""
+def loaded(address: Int64, words: int, there: Boolean, otherwise: int = 0) -> tuple[Uint32, ...]:
+    """So many words of global memory, `otherwise` where they are not there; without branches, so that no load waits for another."""
     targets, kind = [f"{{$w{i}}}" for i in range(words)], "b32" if words == 1 else f"v{words}.b32"
     load = f"ld.global.L2::128B.{kind} {'{' * (words > 1)}{', '.join(targets)}{'}' * (words > 1)}, [{{$r0}}];"
-    if there is not None:
-        zeros = " ".join(f"mov.b32 {target}, 0;" for target in targets)
-        load = f"{{ .reg .pred there; setp.ne.b32 there, {{$r1}}, 0; {zeros} @there {load} }}"
-    found = arch.inline_ptx(load, write_only_types=[Uint32] * words, read_only_args=[address, *([] if there is None else [Int32(there)])])
+    others = " ".join(f"mov.b32 {target}, {otherwise};" for target in targets)
+    ptx = f"{{ .reg .pred there; setp.ne.b32 there, {{$r1}}, 0; {others} @there {load} }}"
+    found = arch.inline_ptx(ptx, write_only_types=[Uint32] * words, read_only_args=[address, Int32(there)])
     return found if words > 1 else (found,)
 
 
@@ -532,7 +499,7 @@ def read_middle(row: cute.Tensor, middle: cute.Tensor):
 @cute.jit
 def of_chunk(middle: cute.Tensor, i: Constexpr[int], sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
     """(4,): for the thread's numbers from 4 i on."""
-    return four_of(middle.iterator + (config.channel(4 * i) + config.chunk * sharer))
+    return four_of(middle.iterator + (config.channel(4 * i) + CHUNK * sharer))
 
 
 @cute.jit
@@ -559,7 +526,7 @@ def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[Qua
 @cute.jit
 def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
     """H x, in place. x: (numbers,)."""
-    inner = const_expr(config.chunk.bit_length() - 1)
+    inner = const_expr(CHUNK.bit_length() - 1)
     for level in range_constexpr(inner):
         add_and_subtract(x, 1 << level)
     lane = arch.lane_idx()
@@ -644,9 +611,9 @@ def store(
     target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
     """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    place, words = (target[token, None].iterator + config.chunk * sharer).toint(), const_expr(config.chunk // 4)
+    place, words = (target[token, None].iterator + CHUNK * sharer).toint(), const_expr(CHUNK // 4)
     stored = const_expr(f"st.global.v{words}.b32 [{{$r0}}], {{{', '.join(f'{{$r{i + 1}}}' for i in range(words))}}};")
-    for first in range_constexpr(0, config.numbers, config.chunk):
+    for first in range_constexpr(0, config.numbers, CHUNK):
         found = [packed([rounded_product(x[first + 4 * w + c], inverse) for c in range(4)], config) for w in range(words)]
         arch.inline_ptx(stored, read_only_args=[place + config.channel(first), *found])
 
@@ -699,6 +666,10 @@ def rounded_product(x: Float32, y: Float32) -> Float32:
 
 def bits_of(x: Float32) -> Int32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def as_word(x: Float32) -> Uint32:
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
 
 
 def number_of(x: Int32 | Uint32) -> Float32:
