@@ -7,12 +7,11 @@ from torch import Tensor
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import changes, visibility
+from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.eight_bits.config import (
     GROUP,
     LONG,
-    SLICES,
     TILES,
-    TOKENS,
     Config,
     QuantiserConfig,
     configure,
@@ -24,7 +23,9 @@ from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
+from tilewise.masks import Documents, Unread
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
 
@@ -116,7 +117,7 @@ def config_of(call: Call, **fields) -> Config:
 def quantiser_of(call: Call, **fields) -> QuantiserConfig:
     """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **fields)
+    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, ends=_ends_ahead(call), **fields)
 
 
 def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
@@ -124,24 +125,25 @@ def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, S
     own.
     """
     q, scale = sixteen_bits.positive_scale(call.q, call.scale)
-    config, device = config or quantiser_of(call), q.device
-
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    sizes = (call.heads_q, call.seqlen_q), (call.heads_k, call.seqlen_k)
-    of_tokens = (empty(torch.int8, call.batch, *each, config.head_dim).transpose(1, 2) for each in sizes)
-    made = Made(*of_tokens, empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)))
-    of_rows = [empty(torch.float32, call.batch, call.heads_q, call.seqlen_q) for _ in range(2)]
-    of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) for _ in range(2)]
-    groups = -(-call.seqlen_k // GROUP)
-    of_keys = [
-        empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
-    ]
-    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
-    channels = empty(torch.float32, call.batch, call.heads_k, 2 + SLICES, config.head_dim)
-    jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
+    config = config or quantiser_of(call)
+    made, scales, channels = scratch.of_quantiser(call, config)()
+    given = Given(*map(jit.aligned, (q, call.k, call.v)), _ends(call) if config.ends else None)
+    jit.compiled(QUANTISE, quantiser_arguments, config)(given, made, scales, channels, scale)
     return made, scales, scale / config.head_dim
+
+
+def _ends_ahead(call: Call) -> bool:
+    """Whether keys that count may end before the tensors do, behind the last of packed documents."""
+    mask = call.mask
+    return isinstance(mask, Unread) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
+
+
+def _ends(call: Call) -> Tensor:
+    """As `Given` has it."""
+    mask, device = call.mask, call.k.device
+    if isinstance(mask, Unread):
+        return documents.on_device(mask.ends()[1], device)
+    return torch.full((1,), mask.cu_seqlens_k[-1], dtype=torch.int32, device=device)
 
 
 def given(call: Call) -> tuple[Made, Scales, float]:
@@ -150,20 +152,20 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     if scale <= 0.0:
         q, scale = _negative(call), -scale
     v = jit.aligned(call.v.view(torch.int8))
-    shape = call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)
-    transposed = torch.empty(shape, dtype=torch.int8, device=v.device)
-    jit.compiled(TRANSPOSE, transpose_arguments, _transposer_of(call))(v, transposed)
+    transposed = torch.empty(scratch.transposed(call), dtype=torch.int8, device=v.device)
+    jit.compiled(TRANSPOSE, transpose_arguments, transposer_of(call))(v, transposed)
     made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
-    groups = -(-call.seqlen_k // GROUP)
-    scales = (
-        _spread(call.q_scale, call, call.heads_q, call.seqlen_q),
-        _spread(call.k_scale, call, call.heads_k, groups),
-        _spread(call.v_scale, call, call.heads_k, groups),
-    )
+    scales = (spread(one(v.device) if x is None else x, shape) for x, shape in scales_given(call))
     return made, Scales(*scales, None, None, None, None), scale
 
 
-def _transposer_of(call: Call) -> QuantiserConfig:
+def scales_given(call: Call) -> tuple[tuple[Tensor | None, tuple[int, int, int]], ...]:
+    """The scales of q, k and v, and the shapes that they are spread to."""
+    of_keys = call.batch, call.heads_k, -(-call.seqlen_k // GROUP)
+    return (call.q_scale, (call.batch, call.heads_q, call.seqlen_q)), (call.k_scale, of_keys), (call.v_scale, of_keys)
+
+
+def transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
     return configure_quantiser(torch.int8, torch.int8, head_dim)
 
@@ -177,16 +179,24 @@ def _negative(call: Call) -> Tensor:
     )
 
 
-def _spread(scale: Tensor | None, call: Call, heads: int, last: int) -> Tensor:
-    """(batch, heads, last), without copies; 1 where there is no scale."""
-    if scale is None:
-        scale = torch.ones((), dtype=torch.float32, device=call.q.device)
+def spread(scale: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """(batch, heads, tokens or groups), without copies."""
     shaped = scale if scale.dim() == 3 else scale[..., None] if scale.dim() == 2 else scale[None, None, None]
-    return shaped.expand(call.batch, heads, last)
+    return shaped.expand(shape)
 
 
-def _rounded_up(n: int, step: int) -> int:
-    return -(-n // step) * step
+_ONES: dict[torch.device, Tensor] = {}
+
+
+def one(device: torch.device) -> Tensor:
+    """1, fp32 (), in place of a scale that is not there: made once, but what a CUDA graph captures makes its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.ones((), dtype=torch.float32, device=device)
+    if device not in _ONES:
+        made = torch.ones((), dtype=torch.float32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams may use it next
+        _ONES[device] = made
+    return _ONES[device]
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -196,7 +206,7 @@ def kernels(call: Call) -> list[tuple]:
     if call.precision is not None:
         ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
-        ahead.append((TRANSPOSE, transpose_arguments, _transposer_of(call)))
+        ahead.append((TRANSPOSE, transpose_arguments, transposer_of(call)))
     return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
 
@@ -230,7 +240,7 @@ def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
 
 def quantiser_arguments(config: QuantiserConfig) -> list:
     """Stand-ins for the quantiser's operands."""
-    from tilewise.sm90.dsl import Float32, Int8
+    from tilewise.sm90.dsl import Float32, Int8, Int32
 
     dtype, padded = changes.dsl(config.given), config.head_dim
     batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -242,7 +252,8 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
-    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
+    ends = jit.tensor(Int32, jit.size(), aligned=False) if config.ends else None
+    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs), ends), made, scales, channels, Float32(1.0)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:

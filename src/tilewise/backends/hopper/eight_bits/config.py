@@ -41,6 +41,7 @@ class Config(ScoreChanges):
     blocks = 1  # of a multiprocessor
     in_eight_bits = True
     late = False
+    bias_pairs = False
     from_zero = False
 
     @property
@@ -138,6 +139,7 @@ class QuantiserConfig:
     head_dim: int  # as `Config` has it
     numbers: int  # of a thread, which has two registers for each
     cluster: int  # thread blocks for GROUP tokens
+    ends: bool = False  # keys that count may end before the tensors do (`Given.ends`)
 
     @property
     def loses(self) -> bool:

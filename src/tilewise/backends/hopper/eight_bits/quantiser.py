@@ -1,18 +1,18 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
 The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and in slices of tokens the least and the largest number
-of V. The second has a thread block for GROUP tokens of a head, and a thread `numbers` of them:
+of V. The second (`quantise`) has thread blocks, or clusters of them, for GROUP tokens of a head, of which a thread has `numbers` numbers:
 
 - of Q and K a thread has one token, and chunks of its channels, which lie as far apart as those of all threads that share it are wide. The
   rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
 - K loses its centre, and Q says by how much that shifts its scores;
 - Q gets a scale for each token, K one for each GROUP tokens, and both are rounded to int8 or e4m3;
 - V loses its centre, is divided by its channels' scales, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P has in
-  registers (sm90/key_order.py); a thread has four channels of eight of them.
+  registers (sm90/key_order.py); a thread has four channels of eight or all of them.
 
-Both are bound by memory: of Q's, K's and V's numbers each costs 2 bytes to read, V's again 2, and 1 to write. So they compute little a number: D's
-signs change bits of numbers that are still packed, and what is not finite is looked for in the maxima that are found anyway. (The sign of a zero is
-then that of the sum of what is left: where the first channel of a key is -0 and its centre 0, a zero of e4m3 may have the other.)
+Both are bound by memory: of Q, K and V each number takes 2 bytes to read, V's 2 again, and 1 to write. So little is computed for each: D's signs
+change while two numbers share a register, V's extremes are found in pairs, and what is not finite shows in the maxima that are found anyway. (K's
+centre has D's signs, too. Where a key's first channel is -0 and its centre is 0, a zero of its e4m3 may so have the other sign.)
 """
 
 import math
@@ -39,9 +39,7 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-CENTRE_K, CENTRE_V, SLICE = range(
-    3
-)  # rows of `channels`; from SLICE on a row for each slice of V's tokens: pairs of least, then of largest numbers
+CENTRE_K, CENTRE_V, SLICE = range(3)  # rows of `channels`; from SLICE on one of each slice of V: pairs of least, then of largest
 EXTREMES = "min", "max"
 AT_ONCE = 8  # loads of a thread that looks for extremes
 PARTS = GROUP // TOKENS
@@ -53,9 +51,9 @@ def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
     """channels: (batch, heads_k, SLICE + SLICES, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
-    mQ, mK, mV = given
+    mQ, mK, _, _ = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
-    survey(mK, mV, channels, config).launch(
+    survey(given, channels, config).launch(
         grid=(SLICE + SLICES, batch, heads_k),
         block=(SURVEYORS, 1, 1),
         min_blocks_per_mp=3,
@@ -79,27 +77,40 @@ def launch(
 
 
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
+def survey(given: Given, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
     """Of a head: a centre, or the extremes of a slice of V."""
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it and the next may read
     arch.griddepcontrol_launch_dependents()
     row, batch, head = arch.block_idx()
+    gK, gV = given.K[batch, None, head, None], given.V[batch, None, head, None]
+    tokens = counted(given)
     storage = SmemAllocator()
     warps = const_expr(SURVEYORS // WARP)
     sums = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, warps)), 16)
     pairs = storage.allocate_tensor(Uint32, cute.make_layout((config.head_dim // 2, 2, warps)), 16)
     if row == CENTRE_K:
-        centre(mK[batch, None, head, None], sums, channels, True, config)
+        centre(gK, tokens, sums, channels, True, config)
     elif row == CENTRE_V:
-        centre(mV[batch, None, head, None], sums, channels, False, config)
+        centre(gV, tokens, sums, channels, False, config)
     else:
-        extremes(mV[batch, None, head, None], pairs, channels, row - SLICE, config)
+        extremes(gV, tokens, pairs, channels, row - SLICE, config)
 
 
 @cute.jit
-def centre(gX: cute.Tensor, sums: cute.Tensor, channels: cute.Tensor, rotates: Constexpr[bool], config: Constexpr[QuantiserConfig]):
+def counted(given: Given) -> Int32:
+    """How many keys are scaled and centred, one at least; the others are 0."""
+    count = given.K.shape[1]
+    if const_expr(given.ends is not None):
+        count = min(max(given.ends[given.ends.shape[0] - 1], 1), count)
+    return count
+
+
+@cute.jit
+def centre(
+    gX: cute.Tensor, tokens: Int32, sums: cute.Tensor, channels: cute.Tensor, rotates: Constexpr[bool], config: Constexpr[QuantiserConfig]
+):  # fmt: skip
     """The mean of a sample, its tokens added up by halves: a warp has every eighth. rotates: its signs are changed as those of what is rotated."""
-    warp, lane, thread, tokens = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0], gX.shape[0]
+    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
     words, warps = const_expr(config.head_dim // (2 * WARP)), const_expr(SURVEYORS // WARP)  # words: of a lane and a token
     channel = 2 * words * lane
     start, step, there = address_of(gX, 0, channel), step_of(gX), channel < gX.shape[1]
@@ -149,7 +160,9 @@ def fetch(walk: Walk, end: Int32, raw: cute.Tensor) -> Walk:
 
 
 @cute.jit
-def extremes(gV: cute.Tensor, of_warps: cute.Tensor, channels: cute.Tensor, part: Int32, config: Constexpr[QuantiserConfig]):
+def extremes(
+    gV: cute.Tensor, tokens: Int32, of_warps: cute.Tensor, channels: cute.Tensor, part: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
     """Pairs of the least and of the largest finite numbers of a slice. of_warps: (head_dim / 2, 2, warps)."""
     thread, lane = arch.thread_idx()[0], arch.lane_idx()
     columns, pairs = const_expr(config.head_dim // 8), const_expr(config.head_dim // 2)
@@ -161,14 +174,14 @@ def extremes(gV: cute.Tensor, of_warps: cute.Tensor, channels: cute.Tensor, part
     for w in range_constexpr(4):
         extreme[w, 0], extreme[w, 1] = Uint32(config.infinities), Uint32(config.infinities | 0x80008000)
     for u in range_constexpr(AT_ONCE):
-        walk = fetch(walk, gV.shape[0], raw[None, u])
-    for _ in cutlass.range(cute.ceil_div(gV.shape[0], apart * AT_ONCE), unroll=1):
+        walk = fetch(walk, tokens, raw[None, u])
+    for _ in cutlass.range(cute.ceil_div(tokens, apart * AT_ONCE), unroll=1):
         for u in range_constexpr(AT_ONCE):
             for w in range_constexpr(4):
                 pair = finite_pair(raw[w, u], config)
                 for k, name in enumerate(EXTREMES):
                     extreme[w, k] = extreme_of([extreme[w, k], pair], name, config)
-            walk = fetch(walk, gV.shape[0], raw[None, u])
+            walk = fetch(walk, tokens, raw[None, u])
     for k, name in enumerate(EXTREMES):
         for w in range_constexpr(4):
             pair = extreme[w, k]
@@ -213,10 +226,10 @@ def quantise(
     heads_k = given.K.shape[2]
     if head < heads_k:
         of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
-        values(given.V, made.V, scales, channels, rows, sV, of, config)
+        values(given, made.V, scales, channels, rows, sV, of, config)
     elif head < 2 * heads_k:
         of = Of(batch, head - heads_k, block * config.tokens)
-        keys(given.K, made.K, scales, channels, rows[None, 0], of_warps, of, config)
+        keys(given, made.K, scales, channels, rows[None, 0], of_warps, of, config)
     else:
         of = Of(batch, head - 2 * heads_k, block * config.tokens)
         row = channels[batch, of.head // share, CENTRE_K, None]
@@ -262,12 +275,12 @@ def queries(
 
 @cute.jit
 def keys(
-    mK: cute.Tensor, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, middle: cute.Tensor, of_warps: cute.Tensor, of: Of,
+    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, middle: cute.Tensor, of_warps: cute.Tensor, of: Of,
     config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gK, target = mK[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    gK, target = given.K[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
     token, sharer = place_of_thread(of.first, config)
-    seqlen = gK.shape[0]
+    seqlen, last = gK.shape[0], counted(given)
     group = of.first // GROUP
     if group * GROUP < seqlen:
         raw = load(gK, token, sharer, config)
@@ -278,13 +291,15 @@ def keys(
             four = of_chunk(middle, i, sharer, config)
             for c in range_constexpr(4):
                 x[4 * i + c] -= four[c]
+        if const_expr(config.ends):
+            only_if(token < last, x)
         rotate(x, config)
         most = largest(x)
         lost = not is_finite(of_sharers(most, config))
         if arch.vote_any_sync(lost):
             most = without_spoiled(x, config)
-        most = most if token < seqlen else Float32(0.0)
-        lost = lost and token < seqlen
+        most = most if token < last else Float32(0.0)
+        lost = lost and token < last
         thread = arch.thread_idx()[0]
         word = largest_of_warp(bits_of(most))
         if const_expr(config.loses):  # a bit that no number above 0 has says so
@@ -325,22 +340,22 @@ def tell(of_warps: cute.Tensor, word: Int32, config: Constexpr[QuantiserConfig])
 
 @cute.jit
 def values(
-    mV: cute.Tensor, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, rows: cute.Tensor, sV: cute.Tensor, of: Of,
+    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, rows: cute.Tensor, sV: cute.Tensor, of: Of,
     config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
     """rows: (head_dim, 2) fp32; sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring
     lanes write to other banks.
     """
-    gV, target = mV[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
-    seqlen = gV.shape[0]
-    if of.first < seqlen:
+    gV, target = given.V[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
+    last = counted(given)
+    if of.first < gV.shape[0]:
         columns, words = const_expr(config.head_dim // 4), const_expr(config.numbers // 16)
         item, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
         part, word = item // (4 // words), item % (4 // words) * words  # the first of the part's words that are the thread's
         first = of.first + part * TOKENS + 2 * word
         offsets = const_expr([2 * w + i for w in range(words) for i in (0, 1, 8, 9)])
         start, step = address_of(gV, first, 4 * column), step_of(gV)
-        there = [first + offset < seqlen for offset in offsets]
+        there = [first + offset < last for offset in offsets]
         raw = [loaded(start + offset * step, 2, each and 4 * column < gV.shape[1]) for offset, each in zip(offsets, there, strict=True)]
         scales_of_values(channels[of.batch, of.head, None, None], scales, rows, of, config)
         middle, inverse = (four_of(rows[None, i].iterator + 4 * column) for i in range(2))
@@ -550,6 +565,12 @@ def add_and_subtract_lanes(x: cute.Tensor, apart: int, sign: Float32):
         x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], apart)
 
 
+def only_if(there: Boolean, x: cute.Tensor):
+    """0 in place of x where it is not there."""
+    for c in range(cute.size(x)):
+        x[c] = or_0(x[c], there)
+
+
 def without_spoiled(x: cute.Tensor, config: QuantiserConfig) -> Float32:
     """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
     most = Float32(0.0)
@@ -563,9 +584,13 @@ def finite_or_nan(x: Float32) -> Float32:
     return x * 0.0 + x
 
 
-@cute.jit
 def finite_or_0(x: Float32) -> Float32:
-    return x if is_finite(x) else Float32(0.0)
+    return or_0(x, is_finite(x))
+
+
+@cute.jit
+def or_0(x: Float32, there: Boolean) -> Float32:
+    return x if there else Float32(0.0)
 
 
 def is_finite(x: Float32) -> Boolean:
