@@ -183,7 +183,7 @@ def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -
 
 
 def of_quantiser(dtype: torch.dtype, head_dim: int) -> Kernel:
-    config = eight_bits.QuantiserConfig(given=torch.bfloat16, dtype=dtype, head_dim=head_dim)
+    config = eight_bits.configure_quantiser(torch.bfloat16, dtype, head_dim)
     return Kernel(f"quantiser {dtype} {head_dim}", eight_bits_call.QUANTISE, eight_bits_call.quantiser_arguments, config)
 
 

@@ -139,7 +139,10 @@ class Translation:
         yield from self._computed("{} / {}" if self.kind == "f4" else "quotient({}, {})")
 
     def _extreme(self, name: str) -> Iterator[str]:
-        if self.kind == "f4":  # a number rather than NaN, if it is not said otherwise
+        if self.parts[-1] in ("bf16x2", "f16x2"):
+            d, a, b = self.it.operands
+            yield self.put(d, f"extreme_of_pairs({self.value(a, 'u4')}, {self.value(b, 'u4')}, f{name}, {self.parts[-1][:-2]!r})", "u4")
+        elif self.kind == "f4":  # a number rather than NaN, if it is not said otherwise
             yield from self._computed(f"{name}imum({{}}, {{}})" if "NaN" in self.parts else f"f{name}({{}}, {{}})")
         else:
             yield from self._computed(f"maximum({name}imum({{}}, {{}}), 0)" if "relu" in self.parts else f"{name}imum({{}}, {{}})")

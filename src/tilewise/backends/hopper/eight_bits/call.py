@@ -15,6 +15,7 @@ from tilewise.backends.hopper.eight_bits.config import (
     Config,
     QuantiserConfig,
     configure,
+    configure_quantiser,
     tile_dims,
 )
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
@@ -113,15 +114,18 @@ def config_of(call: Call, **fields) -> Config:
     )
 
 
-def quantiser_of(call: Call) -> QuantiserConfig:
+def quantiser_of(call: Call, **fields) -> QuantiserConfig:
+    """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, ends=_ends_ahead(call))
+    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, ends=_ends_ahead(call), **fields)
 
 
-def quantise(call: Call) -> tuple[Made, Scales, float]:
-    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth."""
+def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
+    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth; by `config` in place of the call's
+    own.
+    """
     q, scale = sixteen_bits.positive_scale(call.q, call.scale)
-    config = quantiser_of(call)
+    config = config or quantiser_of(call)
     made, scales, channels = scratch.of_quantiser(call, config)()
     given = Given(*map(jit.aligned, (q, call.k, call.v)), _ends(call) if config.ends else None)
     jit.compiled(QUANTISE, quantiser_arguments, config)(given, made, scales, channels, scale)
@@ -163,7 +167,7 @@ def scales_given(call: Call) -> tuple[tuple[Tensor | None, tuple[int, int, int]]
 
 def transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
-    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim)
+    return configure_quantiser(torch.int8, torch.int8, head_dim)
 
 
 def _negative(call: Call) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.eight_bits.config import CHUNK, CHUNKS, GROUP, TOKENS, QuantiserConfig
+from tilewise.backends.hopper.eight_bits.config import GROUP, SLICES, TOKENS, QuantiserConfig
 from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.problem import Call
 
@@ -19,11 +19,11 @@ Layout = tuple[torch.dtype, tuple[int, ...]]
 def of_quantiser(call: Call, config: QuantiserConfig) -> Callable[[], tuple[Made, Scales, Tensor]]:
     """What makes the quantiser's results and its `channels` for calls like this one, on the current device."""
     batch, heads_q, heads_k, seqlen_q, seqlen_k = call.batch, call.heads_q, call.heads_k, call.seqlen_q, call.seqlen_k
-    groups, chunks = -(-seqlen_k // GROUP), min(-(-seqlen_k // CHUNK), CHUNKS)
+    groups = -(-seqlen_k // GROUP)
     operands = (heads_q, seqlen_q, config.head_dim), (heads_k, seqlen_k, config.head_dim), transposed(call)[1:]
     rows, keys, columns = (heads_q, seqlen_q), (heads_k, groups), (heads_k, call.head_dim_v)
     of_lost = (keys, (heads_k, groups * GROUP)) if config.loses else ()
-    numbers = (heads_k, 2 + 2 * chunks, config.head_dim), rows, keys, columns, columns, rows, *of_lost
+    numbers = (heads_k, 2 + SLICES, config.head_dim), rows, keys, columns, columns, rows, *of_lost
     make = together(
         [*((torch.int8, (batch, *each)) for each in operands), *((torch.float32, (batch, *each)) for each in numbers)],
         call.q.device,
