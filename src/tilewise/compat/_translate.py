@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import ShapeError, UnsupportedError, check_number, check_size, check_tensor
-from tilewise.masks import ChunkedCausal, Mask, SlidingWindow
+from tilewise.errors import ShapeError, check_number, check_size, check_tensor
+from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
@@ -61,13 +61,10 @@ def _visible(causal: bool, left: int, right: int, chunk: int) -> tuple[bool, Mas
     causal, mask = causal or (left < 0 and right == 0), None
     if left >= 0 or right > 0 or (right == 0 and not causal):
         mask, causal = SlidingWindow(None if left < 0 else left, None if right < 0 else right), False
-    if not chunk:
+    if chunk <= 0:
         return causal, mask
-    if not causal and (mask is None or right != 0):
-        raise UnsupportedError(
-            f"attention_chunk={chunk} is supported with causal=True only; without it call tilewise.attention with a mask of tilewise.Slices"
-        )
-    return False, ChunkedCausal(chunk) if mask is None else ChunkedCausal(chunk) & mask
+    chunks = ChunkedCausal(chunk) if causal else Chunks(chunk)
+    return False, chunks if mask is None else chunks & mask
 
 
 _kept = lru_cache(256)(_visible)  # the same object for the same window, by which repeated calls are known soonest
