@@ -314,6 +314,11 @@ REFUSED = {
         r"query must be a dense tensor \(batch, heads, seqlen, head_dim\), got shape \(4, 33, 8\)",
     ),
     "maxima": (refused(return_aux=AuxRequest(max_scores=True)), UnsupportedError, "return_aux.max_scores is not computed here"),
+    "dtype": (
+        refused(query=torch.zeros(2, 4, 33, 8).half()),
+        ShapeError,
+        r"^tilewise.compat.flex.flex_attention: key is torch.*, but query is",
+    ),
     "both": (refused(return_aux=AuxRequest(lse=True), return_lse=True), ValueError, "leave return_lse out"),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import ShapeError, check_number, check_size, check_tensor
+from tilewise.errors import DTYPES, ShapeError, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
@@ -85,6 +85,14 @@ def positive_infinity(lse: Tensor) -> Tensor:
 def negative_infinity(lse: Tensor) -> Tensor:
     """The way back: what +inf stands for, as tilewise has it."""
     return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def unpacked(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> tuple[Tensor, ...]:
+    """The tensors that x holds side by side in its third-last dimension, whose name in `axes` is their number."""
+    check_tensor(name, x, axes, dtypes)
+    if x.shape[-3] != int(axes[-3]):
+        raise ShapeError(f"{name} must be ({', '.join(axes)}), which holds {' and '.join(name)}, got shape {tuple(x.shape)}")
+    return x.unbind(-3)
 
 
 def padded(x: Tensor) -> Tensor:

@@ -82,8 +82,9 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     if num_heads_q is None:
-        check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
-    q, k, v = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
+        q, k, v = translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
+    else:
+        q, k, v = split_heads(qkv, num_heads_q)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale)
     out, lse = _descale.forward_only(
         translate.attend, q, k, v, given, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales

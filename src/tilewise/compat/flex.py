@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewise.api import attention
+from tilewise.compat._refusals import answers
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, merged, record, refs
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Bands, Full, Mask, PerHead
@@ -32,6 +33,7 @@ LAYER = "tilewise.compat.flex.flex_attention"
 MOST_BIAS = 1 << 31  # numbers of a bias that a score_mod may be turned into
 
 
+@answers(q="query", k="key", v="value")
 def flex_attention(
     query: Tensor,
     key: Tensor,
