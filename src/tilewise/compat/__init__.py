@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from tilewise.compat import _finder
+from tilewise.errors import UnsupportedError
 
 __all__ = ["Integration", "install", "status", "uninstall"]
 
@@ -52,13 +53,19 @@ def install(*names: str) -> None:
 
     Raises:
         ValueError: no name, or one that is none of these.
-        UnsupportedError: a real package of that name is there.
+        UnsupportedError: a real package of that name is there; none of `names` is then installed by this call.
     """
     if not names:
         raise ValueError(f"compat.install takes one or more names of {', '.join(_finder.PEERS)}, got none")
     _check(names, "install")
-    for name in names:
-        _finder.install(name)
+    before = [name for name in names if _finder.installed(name)]
+    try:
+        for name in names:
+            _finder.install(name)
+    except UnsupportedError:
+        for name in set(names).difference(before):
+            _finder.uninstall(name)
+        raise
 
 
 def uninstall(*names: str) -> None:
