@@ -32,9 +32,9 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
     "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
     "transformers": ("transformers", "transformers", "5.24.0"),
-    "sdpa": ("torch", "torch", "2.13.0"),
+    "sdpa": ("torch", "torch", "2.13.0, 2.14.1"),
     "torch_flash": ("torch", "torch", "2.13.0"),
-    "flex": ("torch", "torch", "2.13.0"),
+    "flex": ("torch", "torch", "2.13.0, 2.14.1"),
     "diffusers": ("diffusers", "diffusers", "0.42.1"),
     "xformers": ("xformers", "xformers", "0.0.35"),
 }
