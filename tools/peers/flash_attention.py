@@ -102,7 +102,7 @@ def _why_not(name: str, values: dict, longest: int | None) -> str | None:
     """Why a case is left out, None where it is not."""
     reason = next((why for pattern, why in EXCLUDED.items() if re.search(pattern, name)), None)
     if reason is None and "kvcache" in name and values.get("dtype") is torch.float8_e4m3fn:
-        reason = EIGHT_BIT_CACHES
+        reason = EIGHT_BIT_CACHES if values.get("rotary_fraction") or values.get("has_leftpad") else None
     if reason is None and longest and any(isinstance(n, int) and n > longest for key, n in values.items() if key.startswith("seqlen")):
         reason = f"more than {longest} positions, on a CPU"
     return reason
