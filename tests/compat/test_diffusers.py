@@ -165,7 +165,12 @@ REFUSED = {
     "mask's shape": (
         lambda: diffusers.backend(X, X, X, torch.zeros(3, 5)),
         ShapeError,
-        r'the diffusers backend "tilewise": attn_mask of shape \(3, 5\)',
+        r'^the diffusers backend "tilewise": attn_mask of shape \(3, 5\)',
+    ),
+    "dtype": (
+        lambda: diffusers.backend(X, X.double(), X),
+        ShapeError,
+        r'^the diffusers backend "tilewise": key is torch.float64, but query is',
     ),
 }
 

@@ -117,6 +117,14 @@ def test_a_real_one_is_refused(somewhere, name, path, imported):
     assert status.importable and not status.installed
 
 
+def test_all_of_a_call_are_installed_or_none(somewhere):
+    write(somewhere / "flash_attn_interface" / "__init__.py", "real = True")
+    compat.install("flash_attn_cute")
+    with pytest.raises(UnsupportedError, match="a real flash_attn_interface is there"):
+        compat.install("flash_attn_cute", "flash_attn", "flash_attn_3")
+    assert [each.name for each in compat.status() if each.installed] == ["flash_attn_cute"]
+
+
 def test_a_real_one_that_comes_later_wins(somewhere):
     compat.install("flash_attn")
     write(somewhere / "flash_attn" / "__init__.py", "real = True")

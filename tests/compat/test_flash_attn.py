@@ -131,7 +131,7 @@ def test_pages_of_packed_sequences():
         )
     for got, wanted in zip(read[:2], alone[:2], strict=True):
         torch.testing.assert_close(got, wanted)
-    with pytest.raises(RuntimeError, match=r"block_table\[3\] names pages \[9, 2, 4, 6\], but k_cache has pages 0..8"):
+    with pytest.raises(RuntimeError, match=r"block_table\[3\] names pages \[9, 2, 4, 6\], but k has pages 0..8"):
         flash_attn.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 13, 28, block_table=table + 1)
 
 
@@ -187,6 +187,20 @@ WRONG = {
     ),
     "dropout": (lambda: flash_attn.flash_attn_func(Q, Q, Q, dropout_p=1.0), r"dropout_p must be a finite number in \[0, 1\), got 1.0"),
     "kv": (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q), "kv must have 5 dimensions"),
+    "kv of three": (
+        lambda: flash_attn.flash_attn_kvpacked_func(Q, torch.stack((Q, Q, Q), 2)),
+        r"kv must be \(batch, seqlen_k, 2, heads_k, head_dim\), which holds k and v, got shape \(2, 5, 3, 4, 8\)",
+    ),
+    "qkv of two": (
+        lambda: flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack((Q[0], Q[0]), 1), torch.tensor([0, 5]), 5),
+        r"qkv must be \(total, 3, heads, head_dim\), which holds q and k and v, got shape \(5, 2, 4, 8\)",
+    ),
+    "short table": (
+        lambda: flash_attn.flash_attn_varlen_func(
+            Q[0], Q, Q, torch.tensor([0, 5]), torch.tensor([0, 7]), 5, 7, block_table=torch.tensor([[1]], dtype=torch.int32)
+        ),
+        r"length of cu_seqlens_k\[0\] is 7, but the cache holds .* block_table has 1 pages of 5 tokens",
+    ),
     "slopes": (lambda: flash_attn.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), "alibi_slopes has heads_q 3, but q has heads_q 4"),
     "cu": (
         lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 3, 2]), torch.tensor([0, 5, 5]), 5, 5),

@@ -15,7 +15,8 @@ WORDS = {
     "causal": ({"causal": True, "num_splits": 3, "pack_gqa": True, "sm_margin": 2}, tw.Causal(), {}),
     "window": ({"window_size": (3, 2), "softcap": 2.0}, tw.SlidingWindow(3, 2), {"softcap": 2.0}),
     "chunk": ({"attention_chunk": 4, "causal": True}, tw.ChunkedCausal(4), {}),
-    "chunk and window": ({"attention_chunk": 4, "window_size": (2, 0)}, tw.ChunkedCausal(4) & tw.SlidingWindow(2, 0), {}),
+    "chunk, both ways": ({"attention_chunk": 4}, tw.Chunks(4), {}),
+    "chunk and window": ({"attention_chunk": 4, "window_size": (2, 1)}, tw.Chunks(4) & tw.SlidingWindow(2, 1), {}),
 }
 
 
@@ -169,6 +170,16 @@ def test_e4m3_qkv_in_one():
     assert off(flash_attn_3.flash_attn_qkvpacked_func(packed, **descales), tw.attention(*wide)) < 0.04
 
 
+def test_e4m3_that_requires_a_gradient_goes_forward_alone():
+    tensors, descales, _ = e4m3(2, 5, 7)
+    want = flash_attn_3.flash_attn_func(*tensors, **descales)
+    tensors[1].requires_grad_()
+    out = flash_attn_3.flash_attn_func(*tensors, **descales)
+    assert torch.equal(out, want)
+    with pytest.raises(UnsupportedError, match="q, k and v of 8 bits have no gradient; attend with them in 16 bits"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_e4m3_caches(packed):
     """Nothing is rounded to 8 bits here."""
@@ -205,8 +216,3 @@ def test_what_e4m3_has_not():
         flash_attn_3.flash_attn_func(q, k, v, qv=q, **descales)
     with pytest.raises(UnsupportedError, match="qv is not supported with a k_cache of torch.float8_e4m3fn"):
         flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q, cache_seqlens=3)
-
-
-def test_chunks_without_causal_are_refused():
-    with pytest.raises(UnsupportedError, match="attention_chunk=4 is supported with causal=True only; .* tilewise.Slices"):
-        flash_attn_3.flash_attn_func(*qkv(1, 3, 3), attention_chunk=4)

@@ -171,6 +171,7 @@ TABLE = normal(4, 90, seed=8).requires_grad_()
 SCORES = {  # a score_mod, and what it becomes without a mask: softcap, slopes, the bias's shape
     "as it is": (lambda s, b, h, q, k: s, (0.0, False, None)),
     "scaled": (lambda s, b, h, q, k: s * 2 - 1, (0.0, False, (1, 1, 1, 33))),
+    "turned round": (lambda s, b, h, q, k: 3.0 - s, (0.0, False, (1, 1, 1, 33))),
     "softcap": (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), (5.0, False, None)),
     "softcap, otherwise": (lambda s, b, h, q, k: torch.tanh(s * 0.5) * -3.0, (3.0, False, None)),
     "alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(), (0.0, True, None)),
@@ -229,6 +230,8 @@ def test_linear_alibi_under_a_causal_mask_needs_no_bias():
     found = flex._changes(SCORES["alibi, linear"][0], q, 33, tw.Causal())
     torch.testing.assert_close(found.slopes, 2.0 ** -torch.tensor([2.0, 4.0, 6.0, 8.0]))
     trained = SLOPES.clone().requires_grad_()
+    tenths = torch.full((4,), 0.1, dtype=torch.float64)  # which fp32 slopes would round
+    assert flex._changes(lambda s, b, h, q, k: s + tenths[h] * (k - q), q.double(), 33, tw.Causal()).slopes is None
     assert flex._changes(lambda s, b, h, q, k: s + trained[h] * (k - q), q, 33, tw.Causal()).slopes is None
 
 
@@ -314,6 +317,11 @@ REFUSED = {
         r"query must be a dense tensor \(batch, heads, seqlen, head_dim\), got shape \(4, 33, 8\)",
     ),
     "maxima": (refused(return_aux=AuxRequest(max_scores=True)), UnsupportedError, "return_aux.max_scores is not computed here"),
+    "dtype": (
+        refused(query=torch.zeros(2, 4, 33, 8).half()),
+        ShapeError,
+        r"^tilewise.compat.flex.flex_attention: key is torch.*, but query is",
+    ),
     "both": (refused(return_aux=AuxRequest(lse=True), return_lse=True), ValueError, "leave return_lse out"),
 }
 

@@ -196,6 +196,16 @@ REFUSED = {
     "groups": (lambda: ours(X, X[:, :3], X[:, :3], enable_gqa=True), ShapeError, "query has 4 heads, key 3"),
     "batch": (lambda: ours(X, X[:, None].expand(2, 3, 4, 5, 8), X), ShapeError, "the batch dimensions .* do not broadcast: query"),
     "one dimension": (lambda: ours(X[0, 0, 0], X, X), ShapeError, r"query must be a dense tensor .*, got shape \(8,\); .*attention_varlen"),
+    "dtypes": (
+        lambda: ours(X, X.double(), X),
+        RuntimeError,  # as torch raises
+        r"^tilewise.compat.sdpa.scaled_dot_product_attention: key is torch.float64, but query is torch.float32; .* key.to\(query.dtype\)",
+    ),
+    "dropout": (
+        lambda: ours(X, X, X, dropout_p=1.5),
+        RuntimeError,
+        r"^tilewise.compat.sdpa.*: dropout_p must be a finite number in \[0, 1\)",
+    ),
     "nested": (
         lambda: ours(torch.nested.nested_tensor([X[0], X[1]]), X, X),
         ShapeError,
@@ -209,6 +219,18 @@ REFUSED = {
 def test_refusals_name_the_argument_and_the_way_out(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"attn_mask": torch.ones(5, 7, dtype=torch.bool, device="meta")}), ids=str)
+def test_on_the_meta_device_there_are_shapes(options):
+    q = torch.randn(2, 4, 5, 8, device="meta", requires_grad=True)
+    k, v = torch.randn(2, 4, 7, 8, device="meta"), torch.randn(2, 4, 7, 3, device="meta")
+    o = ours(q, k, v, **options)
+    assert o.is_meta and o.shape == (2, 4, 5, 3) and o.dtype == q.dtype
+    o.sum().backward()
+    assert q.grad.shape == q.shape
+    with pytest.raises(RuntimeError):
+        ours(q, k[..., :6], v)
 
 
 SHORT = {

@@ -439,7 +439,7 @@ def call(mask=None, **how):
     ("run", "error", "message"),
     [
         (lambda: call(output_attentions=True), UnsupportedError, 'output_attentions asks for the weights .* attn_implementation="eager"'),
-        (lambda: call(sinks=torch.zeros(2, 4, 5, 1)), UnsupportedError, "sinks asks for another sink for each query"),
+        (lambda: call(sinks=torch.zeros(2, 4, 5, 1)), UnsupportedError, "sinks asks for sinks of each query's own"),
         (lambda: call(indices=torch.zeros(2, 5, 3, dtype=torch.int64)), UnsupportedError, "indices asks for keys that an indexer chose"),
         (lambda: call(torch.ones(2, 7)), ShapeError, r"attention_mask must reach attention as \(batch or 1, .* got shape \(2, 7\)"),
         (lambda: call(torch.ones(2, 1, 5, 7, dtype=torch.int64)), ShapeError, "attention_mask must be bool .* got torch.int64"),
@@ -453,7 +453,7 @@ def call(mask=None, **how):
             UnsupportedError,
             "is a BlockMask of flex_attention; pass",
         ),
-        (lambda: call(dropout=0.5, s_aux=torch.zeros(3)), ShapeError, "sink"),
+        (lambda: call(dropout=0.5, s_aux=torch.zeros(3)), ShapeError, "attention: s_aux has heads_q 3, but query has heads_q 4"),
         (lambda: ours.as_attention_mask("causal", 2, 5, 7), ValueError, "mask must be a mask of tilewise, got str 'causal'"),
         (lambda: ours.as_attention_mask(tw.Dense(torch.ones(3, 3) > 0), 2, 5, 7), ShapeError, "Dense: the mask is 3 x 3"),
         (lambda: ours.as_attention_mask(tw.PerHead({(0, 2): tw.Causal()}), 2, 5, 7), ShapeError, "differs by head"),

@@ -248,6 +248,11 @@ REFUSED = {
         UnsupportedError,
         "overlap or are not in order, which goes with causal and full masks alone",
     ),
+    "dropout": (
+        lambda: memory_efficient_attention(X, X, X, p=1.5),
+        ShapeError,
+        r"^tilewise.compat.xformers.memory_efficient_attention: p must be a finite number in \[0, 1\), got 1.5",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
+    Chunks,
     Dense,
     Documents,
     FirstKeys,
@@ -37,6 +38,7 @@ BAD = [
     (lambda: FirstKeys(-2), ValueError, r"FirstKeys: n must be an integer, 0 or more, got -2"),
     (lambda: PrefixLM("3"), ValueError, r"PrefixLM: n must be an integer, 0 or more, got '3'"),
     (lambda: ChunkedCausal(0), ValueError, r"ChunkedCausal: n must be an integer, 1 or more, got 0"),
+    (lambda: Chunks(0), ValueError, r"Chunks: n must be an integer, 1 or more, got 0"),
     (lambda: Documents([0, 5, 3]), ShapeError, r"cu_seqlens_q must not decrease, got 5 followed by 3 at index 2; pass cumulated lengths"),
     (lambda: Documents([1, 5]), ShapeError, r"cu_seqlens_q must begin with 0"),
     (lambda: Documents([]), ShapeError, r"cu_seqlens_q must begin with 0"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
+    Chunks,
     Dense,
     Documents,
     FirstKeys,
@@ -58,6 +59,7 @@ MEANINGS = {
     "first keys": (FirstKeys(3), lambda sq, sk, i, j: j < 3),
     "prefix": (PrefixLM(4), lambda sq, sk, i, j: j < 4 or causal(sq, sk, i, j)),
     "chunks": (ChunkedCausal(4), lambda sq, sk, i, j: causal(sq, sk, i, j) and j // 4 == (i + sk - sq) // 4),
+    "whole chunks": (Chunks(4), lambda sq, sk, i, j: j // 4 == (i + sk - sq) // 4),
     "huge": (SlidingWindow(1 << 70, 1 << 70) & PrefixLM(1 << 70) & ChunkedCausal(1 << 70), causal),
     "transposed": (Causal().transpose(), lambda sq, sk, i, j: i <= j + sq - sk),
     "expression": (
@@ -90,6 +92,7 @@ INNERS = [
     PrefixLM(2),
     FirstKeys(1),
     ChunkedCausal(3),
+    Chunks(3),
     Slices([[0, 1]], [[0, 1]], [0]),
 ]
 INNERS += [SlidingWindow(1, 0) | FirstKeys(1), ~Causal(), Full() - FirstKeys(1), Causal().transpose()]
@@ -313,6 +316,7 @@ def test_kind_is_known_without_lengths():
         Causal() | FirstKeys(1),
         ~Causal(),
         ChunkedCausal(2),
+        Chunks(2),
         Slices([], [], []),
         PerHead({(0, 1): Full()}),
     )

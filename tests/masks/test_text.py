@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tilewise.masks import (
     Causal,
     ChunkedCausal,
+    Chunks,
     Dense,
     Documents,
     FirstKeys,
@@ -33,6 +34,7 @@ leaves = st.sampled_from(
         PrefixLM(3),
         FirstKeys(2),
         ChunkedCausal(4),
+        Chunks(4),
         Slices([[0, 5], [2, 8]], [[0, 4], [1, 7]], [1, 2]),
         Documents([0, 3, 7], [0, 5, 6], SlidingWindow(1, 1) | FirstKeys(1)),
         Dense(torch.eye(8, dtype=torch.bool)),

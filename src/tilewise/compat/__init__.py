@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from tilewise.compat import _finder
+from tilewise.errors import UnsupportedError
 
 __all__ = ["Integration", "install", "status", "uninstall"]
 
@@ -31,9 +32,9 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
     "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
     "transformers": ("transformers", "transformers", "5.24.0"),
-    "sdpa": ("torch", "torch", "2.13.0"),
+    "sdpa": ("torch", "torch", "2.13.0, 2.14.1"),
     "torch_flash": ("torch", "torch", "2.13.0"),
-    "flex": ("torch", "torch", "2.13.0"),
+    "flex": ("torch", "torch", "2.13.0, 2.14.1"),
     "diffusers": ("diffusers", "diffusers", "0.42.1"),
     "xformers": ("xformers", "xformers", "0.0.35"),
 }
@@ -52,13 +53,19 @@ def install(*names: str) -> None:
 
     Raises:
         ValueError: no name, or one that is none of these.
-        UnsupportedError: a real package of that name is there.
+        UnsupportedError: a real package of that name is there; none of `names` is then installed by this call.
     """
     if not names:
         raise ValueError(f"compat.install takes one or more names of {', '.join(_finder.PEERS)}, got none")
     _check(names, "install")
-    for name in names:
-        _finder.install(name)
+    before = [name for name in names if _finder.installed(name)]
+    try:
+        for name in names:
+            _finder.install(name)
+    except UnsupportedError:
+        for name in set(names).difference(before):
+            _finder.uninstall(name)
+        raise
 
 
 def uninstall(*names: str) -> None:

@@ -1,5 +1,7 @@
 """FlashAttention-3's 8-bit contract in tilewise's words: e4m3 tensors, and a factor for each sequence and key head, which a group shares."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,27 @@ def scales(
     if "q_scale" in found:
         found["q_scale"] = found["q_scale"].repeat_interleave(q.shape[-2] // k.shape[-2], dim=1)
     return found
+
+
+class _Forward(torch.autograd.Function):
+    """O of 8-bit tensors that require a gradient, which the peer attends with and then cannot differentiate."""
+
+    @staticmethod
+    def forward(ctx, o: Tensor, *tensors: Tensor) -> Tensor:
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise UnsupportedError("q, k and v of 8 bits have no gradient; attend with them in 16 bits, or detach them")
+
+
+def forward_only(attend: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor, *rest, **options):
+    """`attend`; of 8-bit q, k and v, the forward pass: going back raises UnsupportedError."""
+    tensors = q, k, v
+    if q.dtype not in EIGHT_BITS or not any(x.requires_grad for x in tensors):
+        return attend(*tensors, *rest, **options)
+    o, lse = attend(*(x.detach() for x in tensors), *rest, **options)
+    return _Forward.apply(o, *tensors), lse
 
 
 def wide_queries(q: Tensor, k_cache: Tensor, q_descale: Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:

@@ -14,19 +14,19 @@ class ArgumentError(ShapeError, RuntimeError):
     """A wrong argument: a ShapeError, as tilewise raises, and a RuntimeError, as the peers' compiled code does."""
 
 
-def answers(**renamed: str) -> Callable[[Function], Function]:
-    """Errors of the decorated function name the function and its own arguments, `renamed` from those of tilewise.
+def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function], Function]:
+    """Errors of the decorated function name it (as `layer`, where that is given) and its own arguments, `renamed` from those of tilewise.
 
     A ValueError becomes an ArgumentError; an UnsupportedError, which is a RuntimeError already, stays one.
     """
     words = re.compile(rf"\b({'|'.join(renamed)})\b") if renamed else None
 
     def decorate(function):
-        layer = f"{function.__module__}.{function.__name__}"
+        begin = f"{layer or f'{function.__module__}.{function.__name__}'}: "
 
         def told(error: Exception) -> str:
-            text = str(error)
-            return f"{layer}: {words.sub(lambda found: renamed[found[1]], text) if words else text}"
+            text = str(error).removeprefix(begin)
+            return begin + (words.sub(lambda found: renamed[found[1]], text) if words else text)
 
         @functools.wraps(function)
         def call(*args, **options):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import ShapeError, UnsupportedError, check_number, check_size, check_tensor
-from tilewise.masks import ChunkedCausal, Mask, SlidingWindow
+from tilewise.errors import DTYPES, ShapeError, check_number, check_size, check_tensor
+from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
@@ -61,13 +61,10 @@ def _visible(causal: bool, left: int, right: int, chunk: int) -> tuple[bool, Mas
     causal, mask = causal or (left < 0 and right == 0), None
     if left >= 0 or right > 0 or (right == 0 and not causal):
         mask, causal = SlidingWindow(None if left < 0 else left, None if right < 0 else right), False
-    if not chunk:
+    if chunk <= 0:
         return causal, mask
-    if not causal and (mask is None or right != 0):
-        raise UnsupportedError(
-            f"attention_chunk={chunk} is supported with causal=True only; without it call tilewise.attention with a mask of tilewise.Slices"
-        )
-    return False, ChunkedCausal(chunk) if mask is None else ChunkedCausal(chunk) & mask
+    chunks = ChunkedCausal(chunk) if causal else Chunks(chunk)
+    return False, chunks if mask is None else chunks & mask
 
 
 _kept = lru_cache(256)(_visible)  # the same object for the same window, by which repeated calls are known soonest
@@ -88,6 +85,14 @@ def positive_infinity(lse: Tensor) -> Tensor:
 def negative_infinity(lse: Tensor) -> Tensor:
     """The way back: what +inf stands for, as tilewise has it."""
     return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def unpacked(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> tuple[Tensor, ...]:
+    """The tensors that x holds side by side in its third-last dimension, whose name in `axes` is their number."""
+    check_tensor(name, x, axes, dtypes)
+    if x.shape[-3] != int(axes[-3]):
+        raise ShapeError(f"{name} must be ({', '.join(axes)}), which holds {' and '.join(name)}, got shape {tuple(x.shape)}")
+    return x.unbind(-3)
 
 
 def padded(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.api import attention
+from tilewise.compat._refusals import answers
 from tilewise.compat.sdpa import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.errors import ShapeError, UnsupportedError
 
@@ -16,6 +17,7 @@ NAME = "tilewise"
 LAYER = 'the diffusers backend "tilewise"'
 
 
+@answers(LAYER, q="query", k="key", v="value", bias="attn_mask")
 def backend(
     query: Tensor,
     key: Tensor,

@@ -77,10 +77,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_k, head_dim)."""
-    check_tensor("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
-    return _results(translate.attend(q, *kv.unbind(2), given, **how))
+    return _results(translate.attend(q, *translate.unpacked("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim")), given, **how))
 
 
 @answers(**SCALE)
@@ -96,13 +95,12 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
-    check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
-    return _results(translate.attend(*qkv.unbind(2), given, **how))
+    return _results(translate.attend(*translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim")), given, **how))
 
 
-@answers(**PAGES)
+@answers(**PAGES, k_cache="k", v_cache="v", cache_seqlens="length of cu_seqlens_k")
 def flash_attn_varlen_func(
     q,
     k,
@@ -155,11 +153,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_k, head_dim)."""
-    check_tensor("kv", kv, ("total_k", "2", "heads_k", "head_dim"))
+    k, v = translate.unpacked("kv", kv, ("total_k", "2", "heads_k", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
-    found = translate.attend_packed(q, *kv.unbind(1), *lengths, given, **how)
+    found = translate.attend_packed(q, k, v, *lengths, given, **how)
     return _results(found)
 
 
@@ -178,11 +176,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
-    check_tensor("qkv", qkv, ("total", "3", "heads", "head_dim"))
+    q, k, v = translate.unpacked("qkv", qkv, ("total", "3", "heads", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     lengths = translate.Packed(cu_seqlens)
-    found = translate.attend_packed(*qkv.unbind(1), lengths, lengths, given, **how)
+    found = translate.attend_packed(q, k, v, lengths, lengths, given, **how)
     return _results(found)
 
 

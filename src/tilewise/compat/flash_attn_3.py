@@ -5,7 +5,7 @@ key have -inf.
 
 Arguments beside those:
     qv: a second part of the queries, (..., heads, head_dim_v): scores are `q k^T + qv v^T`.
-    attention_chunk: with causal, queries see only keys of their own chunk of so many; 0 for none.
+    attention_chunk: queries see only keys of their own chunk of so many; 0 for none.
     seqused_q, seqused_k: (batch,), how many tokens of each packed sequence count.
     q_descale, k_descale, v_descale: (batch, heads_k), what q, k and v in float8_e4m3fn are multiplied by; out is then bf16. None: 1. With a cache,
         q is taken to bf16 first.
@@ -57,7 +57,9 @@ def flash_attn_func(
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
-    out, lse = translate.attend(q, k, v, given, qv=qv, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales)
+    out, lse = _descale.forward_only(
+        translate.attend, q, k, v, given, qv=qv, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales
+    )
     return (out, lse) if return_attn_probs else out
 
 
@@ -80,10 +82,13 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     if num_heads_q is None:
-        check_tensor("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
-    q, k, v = qkv.unbind(2) if num_heads_q is None else split_heads(qkv, num_heads_q)
+        q, k, v = translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
+    else:
+        q, k, v = split_heads(qkv, num_heads_q)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale)
-    out, lse = translate.attend(q, k, v, given, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales)
+    out, lse = _descale.forward_only(
+        translate.attend, q, k, v, given, deterministic=bool(deterministic), with_lse=bool(return_attn_probs), **scales
+    )
     return (out, lse) if return_attn_probs else out
 
 
@@ -118,7 +123,7 @@ def flash_attn_varlen_func(
     lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
     more = {"qv": qv, "deterministic": bool(deterministic), "with_lse": bool(return_attn_probs)}
-    out, lse = translate.attend_packed(q, k, v, *lengths, given, **more, **scales)
+    out, lse = _descale.forward_only(translate.attend_packed, q, k, v, *lengths, given, **more, **scales)
     return (out, lse) if return_attn_probs else out
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewise.api import attention
+from tilewise.compat._refusals import answers
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, merged, record, refs
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Bands, Full, Mask, PerHead
@@ -32,6 +33,7 @@ LAYER = "tilewise.compat.flex.flex_attention"
 MOST_BIAS = 1 << 31  # numbers of a bias that a score_mod may be turned into
 
 
+@answers(q="query", k="key", v="value")
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -331,8 +333,9 @@ def _through(step: Step, at: dict[int | str, Score]) -> Score:
             return _times(score, -1.0)
         if name == "tanh" and score.cap is None and not score.added and not score.hidden:
             return score._replace(cap=1.0)
-        if name in ("add", "sub") and step.kwargs.get("alpha", 1) == 1:
-            return (score if first or name == "add" else _times(score, -1.0))._replace(added=True)
+        if name in ("add", "sub", "rsub") and step.kwargs.get("alpha", 1) == 1:
+            turned = name == "rsub" if first else name == "sub"
+            return (_times(score, -1.0) if turned else score)._replace(added=True)
         if name == "_to_copy" and first:
             return score
         if name == "where" and len(args) == 3 and scores[0] is None and isinstance(args[0], Ref):
@@ -378,7 +381,9 @@ def _slopes(program: Program, query: Tensor, seqlen_k: int, mask: Mask | None) -
         return None
     near = int(away.masked_fill(away == 0, seqlen_q + seqlen_k).argmin())
     slopes = -numbers[:, near : near + 1] / away[near]
-    if not torch.equal(-slopes * away, numbers):
+    if not torch.equal(-slopes * away, numbers) or (
+        query.dtype == torch.float64 and not torch.equal(slopes.float().to(slopes.dtype), slopes)
+    ):
         return None
     return slopes.flatten().float().expand(heads).contiguous().to(query.device)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, operands
-from tilewise.compat._refusals import ArgumentError
+from tilewise.compat._refusals import ArgumentError, answers
 from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Full, Mask
 from tilewise.runtime import operator, repeats
@@ -23,6 +23,7 @@ FRONT = object()  # by which repeats.py knows our options
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
+@answers(q="query", k="key", v="value", bias="attn_mask")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -50,9 +51,15 @@ def scaled_dot_product_attention(
         (..., heads_q, seqlen_q, head_dim_v) in query's dtype, laid out in memory as (..., seqlen_q, heads_q, head_dim_v).
 
     Raises:
-        ShapeError: tensors that do not fit together, or nested ones.
-        ValueError: attn_mask with is_causal, and what tilewise.attention refuses.
+        ArgumentError (a ShapeError and a RuntimeError, as torch's): tensors that do not fit together, or nested ones; attn_mask with is_causal; what
+            tilewise.attention refuses.
+
+    On the meta device torch's own function says the result's shape.
     """
+    if query.is_meta:
+        return torch._C._nn.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, None, False), (attn_mask, None, None, None, None, None)
     added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
     if added and (known := repeats.find(query, key, value, options, beside)) is not None:
@@ -75,7 +82,7 @@ def scaled_dot_product_attention(
         mask, bias = mask_and_bias(attn_mask, query, (*batch, query.shape[1], seqlen_q, seqlen_k))
     elif is_causal:
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
-    if query.shape[1] == 0:  # no heads, and nothing to compute
+    if 0 in (query.shape[1], value.shape[3]):  # nothing to compute
         o = query @ key.mT @ value
     else:
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
 from tilewise.compat import hf_masks
+from tilewise.compat._refusals import answers
 from tilewise.compat.hf_masks import Frame
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Mask
@@ -27,7 +28,7 @@ TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
 UNKNOWN = {  # options of some models' own attention functions, which must not be passed over
     "output_attentions": "the weights of attention, which are never formed",
-    "sinks": "another sink for each query",
+    "sinks": "sinks of each query's own",
     "indices": "keys that an indexer chose for each query",
     "block_indices": "blocks of keys that an indexer chose for each query",
     "head_mask": "weights for heads",
@@ -227,6 +228,7 @@ def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tup
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 
 
+@answers(q="query", k="key", v="value", bias="attention_mask or position_bias", sink="s_aux", dropout_p="dropout", scale="scaling")
 def attention(
     module: torch.nn.Module,
     query: Tensor,

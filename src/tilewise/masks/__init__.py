@@ -5,6 +5,7 @@ from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.constructors import (
     Causal,
     ChunkedCausal,
+    Chunks,
     Documents,
     FirstKeys,
     PerHead,
@@ -24,6 +25,7 @@ __all__ = [
     "Bitmap",
     "Causal",
     "ChunkedCausal",
+    "Chunks",
     "Dense",
     "Documents",
     "FirstKeys",

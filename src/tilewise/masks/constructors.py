@@ -105,22 +105,36 @@ class PrefixLM(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChunkedCausal(Mask):
-    """Query i at position p = i + seqlen_k - seqlen_q sees key j iff j <= p and both are in the same chunk of n keys (Llama 4)."""
+class Chunks(Mask):
+    """Query i at position p = i + seqlen_k - seqlen_q sees key j iff both are in the same chunk of n keys."""
 
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_count("ChunkedCausal: n", self.n, least=1))
-        self._set("runs", f"ChunkedCausal({self.n})")
+        name = type(self).__name__
+        object.__setattr__(self, "n", check_count(f"{name}: n", self.n, least=1))
+        self._set("runs", f"{name}({self.n})")
 
     def _bands(self, blocks: Blocks) -> ndarray:
         n = min(self.n, INF)
         owner, chunk = expand(-(-(blocks.k1 - blocks.k0) // n))
-        blocks, hi = Blocks(*(edge[owner] for edge in blocks)), blocks.diagonal("bottom_right")[owner]
+        blocks, diagonal = Blocks(*(edge[owner] for edge in blocks)), blocks.diagonal("bottom_right")[owner]
         k0 = blocks.k0 + chunk * n
         k1 = np.minimum(k0 + n, blocks.k1)
-        return blocks.bands(q0=np.maximum(blocks.q0, k0 - hi), q1=np.minimum(blocks.q1, k0 + n - hi), k0=k0, k1=k1, hi=hi)
+        rows = {"q0": np.maximum(blocks.q0, k0 - diagonal), "q1": np.minimum(blocks.q1, k0 + n - diagonal)}
+        return blocks.bands(**rows, k0=k0, k1=k1, hi=self._last(diagonal))
+
+    def _last(self, diagonal: ndarray) -> ndarray | int:
+        """The largest key - query that is visible, where `diagonal` is that of equal positions."""
+        return INF
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChunkedCausal(Chunks):
+    """Query i at position p = i + seqlen_k - seqlen_q sees key j iff j <= p and both are in the same chunk of n keys (Llama 4)."""
+
+    def _last(self, diagonal: ndarray) -> ndarray:
+        return diagonal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -369,6 +383,7 @@ CONSTRUCTORS = {
         PrefixLM,
         FirstKeys,
         ChunkedCausal,
+        Chunks,
         Documents,
         Slices,
         Dense,

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from tilewise.masks import Causal, ChunkedCausal, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, ChunkedCausal, Chunks, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing.cases import DTYPES, LAYOUTS, Case, random_mask
 
 LENGTHS = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65]), st.integers(0, 150))
@@ -30,6 +30,7 @@ def band_masks(draw, seqlen_q: int, seqlen_k: int, depth: int = 2):
         PrefixLM(n),
         FirstKeys(n),
         ChunkedCausal(n),
+        Chunks(n),
     ]
     return draw(st.sampled_from([*simple, Documents(cu_q, cu_k, inner=draw(st.sampled_from(simple)))]))
 

@@ -103,22 +103,24 @@ struct BackwardScratch {
 
 // delta = rowsum(dO O) - dlse of a panel of rows, in lanes. A row adds it up exactly as it will add up dP, so that the two cancel to the last bit where
 // it sees one key. O = 0 exactly (a row that saw nothing) counts as 0 against any dO; so does a row without lse. o: scratch of two panels; d_o: dO as a
-// panel in fp32, or null.
+// panel, or null.
+template <class Op>
 static void find_delta(float* delta, float* o, const float* d_o, const Head& h, int64_t row, int64_t rows) {
   const tw_args& a = h.args;
-  Single::panel(o, h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v, a.dtype);
+  Op::panel(o, h.out(a.o, row, h.head), a.o.seq, rows, a.head_dim_v, a.dtype);
   if (!d_o) {
     float* panel = o + kPanel * round_up(a.head_dim_v, kPad);
-    Single::panel(panel, h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
+    Op::panel(panel, h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v, a.dtype);
     d_o = panel;
   }
+  const int64_t depth = (a.head_dim_v + Op::kPack - 1) / Op::kPack;
   for (int64_t v = 0; v * L < rows; v++) {
     vf sum = {};
-    for (int64_t begin = 0; begin < a.head_dim_v; begin += kScoreChain) {
+    for (int64_t begin = 0; begin < depth; begin += kScoreChain) {
       vf part = {};
-      for (int64_t c = begin; c < min_of(begin + kScoreChain, a.head_dim_v); c++) {
+      for (int64_t c = begin; c < min_of(begin + kScoreChain, depth); c++) {
         const vf x = load(o + c * kPanel + v * L), y = load(d_o + c * kPanel + v * L);
-        part += x * (x == vf{} ? vf{} : y);
+        part = Op::multiply_add(part, x, Op::where_nonzero(x, y));
       }
       sum += part;
     }
@@ -141,7 +143,7 @@ static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const Ba
     const int64_t n = min_of((int64_t)kPanel, rows - i);
     Op::panel(scratch.q + i * dim, h.q(row + i), a.q.seq, n, a.head_dim, a.dtype);
     Op::panel(scratch.d_o + i * dim_v, h.out(a.d_o, row + i, h.head), a.d_o.seq, n, a.head_dim_v, a.dtype);
-    if (plan.one_pass) find_delta(queries.delta + i, scratch.o, Op::kPack == 1 ? scratch.d_o + i * dim_v : nullptr, h, row + i, n);
+    if (plan.one_pass) find_delta<Op>(queries.delta + i, scratch.o, scratch.d_o + i * dim_v, h, row + i, n);
   }
   if (!plan.one_pass) memcpy(queries.delta, plan.delta + h.statistics(row), (size_t)rows * sizeof(float));
   const float* lse = a.lse + h.statistics(row);
@@ -232,6 +234,7 @@ static void backward_item(const void* context, int64_t item, char* memory) {
 }
 
 // delta, and dQ = 0, for one panel of rows.
+template <class Op>
 static void prepare_panel(const void* context, int64_t item, char* memory) {
   const BackwardPlan& plan = *(const BackwardPlan*)context;
   const tw_args& a = plan.args;
@@ -239,7 +242,7 @@ static void prepare_panel(const void* context, int64_t item, char* memory) {
   const Head h(a, head / a.heads_q, head % a.heads_q);
   const int64_t rows = min_of((int64_t)kPanel, a.seqlen_q - row);
   alignas(64) float delta[kPanel];
-  find_delta(delta, (float*)memory, nullptr, h, row, rows);
+  find_delta<Op>(delta, (float*)memory, nullptr, h, row, rows);
   memcpy(plan.delta + h.statistics(row), delta, (size_t)rows * sizeof(float));
   if (!plan.local_dq) clear_dq(plan, h, row, rows);
 }
@@ -268,7 +271,7 @@ static int backward(const tw_args& a) {
   memset(plan.turns, 0, (size_t)(plan.chunks * plan.groups) * sizeof(int64_t));
   const int64_t panels = a.batch * a.heads_q * ((a.seqlen_q + kPanel - 1) / kPanel);
   const tw_phase phases[4] = {
-      {prepare_panel, plan.one_pass ? 0 : panels, false},
+      {prepare_panel<Op>, plan.one_pass ? 0 : panels, false},
       {backward_item<Op>, plan.together ? plan.groups / plan.together : plan.chunks * plan.groups, plan.chunks > 1 && !plan.together},
       {finish_panel_of_dq, plan.dq ? panels : 0, false},
       {sink_gradient, a.dsink ? a.heads_q : 0, false},

@@ -33,6 +33,7 @@ TW_INLINE vf load_bytes(const char* p, int64_t n) {
 struct Single {
   static constexpr int kPack = 1;
   TW_INLINE vf multiply_add(vf acc, vf a, vf b) { return acc + a * b; }
+  TW_INLINE vf where_nonzero(vf x, vf y) { return x == vf{} ? vf{} : y; }  // y, and 0 where x is 0
   TW_INLINE float weight(const float* words, int64_t stride, int64_t k) { return words[k * stride]; }  // of depth k
 
   static Operand broadcast_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
@@ -73,6 +74,9 @@ struct Single {
 struct Pairs {
   static constexpr int kPack = 2;
   TW_INLINE vf multiply_add(vf acc, vf a, vf b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+  TW_INLINE vf where_nonzero(vf x, vf y) {
+    return (vf)_mm512_maskz_mov_epi16(_mm512_test_epi16_mask((__m512i)x, _mm512_set1_epi16(0x7fff)), (__m512i)y);
+  }
   TW_INLINE float weight(const float* words, int64_t stride, int64_t k) {
     return load_one<TW_BF16>((const char*)(words + k / 2 * stride) + k % 2 * 2);
   }
