@@ -237,12 +237,10 @@ def eight_bits(
     named = {"q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2]}
     if precision is not None and (not isinstance(precision, str) or precision not in RECIPES):
         raise ValueError(f"precision must be one of {', '.join(map(repr, RECIPES))} or None, got {precision!r}")
+    for (name, scale), x in zip(named.items(), (q, k, v), strict=True):
+        if scale is not None and x.dtype not in errors.EIGHT_BITS:
+            raise ShapeError(f"{name} is for tensors of 8 bits, but {name[0]} is {x.dtype}; leave it out, or quantise {name[0]}")
     if q.dtype not in errors.EIGHT_BITS:
-        for name, scale in named.items():
-            if scale is not None:
-                raise ShapeError(
-                    f"{name} is for tensors of 8 bits, but {name[0]} is {getattr(given, name[0]).dtype}; leave it out, or quantise {name[0]}"
-                )
         if precision is None:
             return given
         if q.dtype not in (torch.bfloat16, torch.float16):
