@@ -46,7 +46,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
-    Equal to a loop of `attention` over the documents; `causal` and `mask` apply within each document, with its own lengths.
+    Equal to a loop of `attention` over the documents; `causal` and `mask` apply within each document, with its own lengths. Forward, the CPU backend
+    gives each the bits of that loop; other backends, and gradients, may differ from it by rounding.
 
     Args:
         q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
