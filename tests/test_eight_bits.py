@@ -2,6 +2,7 @@
 
 import math
 
+import needles
 import pytest
 import torch
 from torch import Tensor
@@ -553,6 +554,21 @@ def test_error_ratios_at_length(kind, head_dim):
     """8,192 keys: FlashAttention-3 states 2.6 for its FP8 on outliers."""
     least = LEAST_RATIOS[kind] | ({"fp8": 1.8, "int8": 3.2} if kind == "outliers" else {})
     check_ratios(kind, least, seqlen_k=8192, head_dim=head_dim, queries=128)
+
+
+@pytest.mark.parametrize(
+    ("precision", "head_dim"),
+    [("int8", 64), *(pytest.param(name, dim, marks=pytest.mark.slow) for name in (*RECIPES, None) for dim in (64, 128, 256))],
+)
+def test_one_key_of_128k_is_found(precision, head_dim):
+    """By 100 queries of 100; None: tensors in e4m3 with a scale each, and as caches."""
+    given, wanted = needles.made(2**17, head_dim)
+    if precision is not None:
+        assert needles.found(tw.attention(*given, precision=precision), wanted) == needles.NEEDLES
+        return
+    (q, a), (k, b), (v, c) = map(tw.quantise, given)
+    assert needles.found(tw.attention(q, k, v, q_scale=a, k_scale=b, v_scale=c), wanted) == needles.NEEDLES
+    assert needles.found(tw.decode(given[0], k, v, causal=False, k_scale=b, v_scale=c), wanted) == needles.NEEDLES
 
 
 def test_the_recipes_dtypes():

@@ -81,7 +81,7 @@ def decode(
             attended (their scales, by token, are the caller's to write before). With cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a
             sequence as it has queries. cache_seqlens is not advanced.
         cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
-            speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0.
+            speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0 and LSE = -inf, sinks or none.
         cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
         leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
         tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.

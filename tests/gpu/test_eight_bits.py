@@ -2,6 +2,7 @@
 
 import math
 
+import needles
 import pytest
 import torch
 from torch import Tensor
@@ -138,3 +139,16 @@ def test_caches(shape):
     on_device = {name: x.to(DEVICE) for name, x in words.items()}
     o, lse = tw.decode(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), **on_device, return_lse=True)
     assert rms(o.cpu() - want) < 0.01 * rms(want) and (lse.cpu() - want_lse).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_key_of_128k_is_found(head_dim, seed):
+    """By 100 queries of 100, in each recipe, from tensors with a scale each, and from a cache."""
+    given, wanted = needles.made(2**17, head_dim, seed)
+    given = [x.to(DEVICE) for x in given]
+    results = {name: tw.attention(*given, precision=name) for name in RECIPES}
+    (q, a), (k, b), (v, c) = map(tw.quantise, given)
+    results["given"] = tw.attention(q, k, v, q_scale=a, k_scale=b, v_scale=c)
+    results["cache"] = tw.decode(given[0], k, v, causal=False, k_scale=b, v_scale=c)
+    assert {name: needles.found(o, wanted) for name, o in results.items()} == dict.fromkeys(results, needles.NEEDLES)
