@@ -37,7 +37,11 @@ def paged(**changes):
 DENSE = [
     ({"q": Q[0]}, ShapeError, r"q must have 4 dimensions \(batch, seqlen_q, heads_q, head_dim\), got 3 with shape \(5, 4, 8\)"),
     ({"q": [1.0]}, ShapeError, r"q must be a torch.Tensor of shape .*, got list"),
-    ({"q": Q.int(), "k": K.int(), "v": V.int()}, ShapeError, r"q must be float32 or bfloat16 or float16 or float64, got int32.*q\.to"),
+    (
+        {"q": Q.int(), "k": K.int(), "v": V.int()},
+        ShapeError,
+        r"q must be float32 or bfloat16 or float16 or float64 or float8_e4m3fn or int8, got int32.*q\.to",
+    ),
     ({"q": Q.to(torch.complex64)}, ShapeError, r"q must be .*, got complex64"),
     ({"k": K.double()}, ShapeError, r"k is torch.float64, but q is torch.float32; convert it with k\.to\(q\.dtype\)"),
     ({"v": V.bfloat16()}, ShapeError, r"v is torch.bfloat16, but q is torch.float32"),

@@ -365,6 +365,18 @@ def test_out_is_written_and_returned():
     assert o is out and torch.equal(out, tw.decode(q, cache.k, cache.v, **cache.words))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_calls_without_queries(backend):
+    """Nothing to attend for, on every way of a call; new tokens are written all the same."""
+    cache, eight = Cache("pages"), Cache("pages")
+    q, k, v = randn(5, 0, HEADS[0], DIMS[0]), randn(5, 2, HEADS[1], DIMS[0]), randn(5, 2, HEADS[1], DIMS[1])
+    for caches, new in (((cache.k, cache.v), (k, v)), ([x.to(torch.float8_e4m3fn) for x in (eight.k, eight.v)], None)):
+        k, v = new or (x.to(torch.float8_e4m3fn) for x in (k, v))
+        o, lse = tw.decode(q, *caches, k=k, v=v, return_lse=True, backend=backend, **cache.words)
+        assert o.shape == (5, 0, HEADS[0], DIMS[1]) and lse.shape == (5, HEADS[0], 0)
+        assert torch.equal(caches[0][cache.at(3, LENGTHS[3], LENGTHS[3] + 2)].float(), k[3].float())
+
+
 @pytest.mark.parametrize("layout", ["plain", "pages"])
 def test_it_compiles_whole_and_writes_only_the_caches(layout):
     torch._dynamo.reset()
@@ -505,7 +517,12 @@ WRONG = [
         {"k": NEW_K, "v": NEW_V, "cache_seqlens": 6},
         r"cache_seqlens\[0\] is 8 with the new tokens, but the cache holds between 0 and 7 tokens",
     ),
-    ({"k": NEW_K, "v": NEW_V, "cache_seqlens": -1}, r"cache_seqlens\[0\] is 1 with the new tokens, but the cache holds between 0"),
+    ({"k": NEW_K, "v": NEW_V, "cache_seqlens": -1}, r"cache_seqlens\[0\] is -1; a length must not be negative"),
+    ({"cache_seqlens": torch.tensor([3, -2])}, r"cache_seqlens\[1\] is -2; a length must not be negative"),
+    (
+        {"k_cache": K[:1].expand_as(K), "k": NEW_K, "v": NEW_V, "cache_seqlens": 1},
+        r"k_cache has strides \(0, 16, 8, 1\) .* would overwrite each other; pass k_cache.contiguous\(\), or .* cache_batch_idx",
+    ),
     ({"k": NEW_K.double(), "v": NEW_V, "cache_seqlens": 3}, "k is torch.float64, but k_cache is torch.float32"),
     ({"k": NEW_K[:1], "v": NEW_V[:1], "cache_seqlens": torch.tensor([1, 2])}, "k_cache has batch 2, but k has batch 1"),
     ({"k": NEW_K, "v": NEW_V[:, :1], "cache_seqlens": 1}, "v has new 1, but k has new 2"),
@@ -546,8 +563,10 @@ WRONG = [
     ({"rotary_cos": TURN["rotary_cos"]}, "rotary_cos and rotary_sin must both be given, or neither"),
     (TURN, "cos and sin have 4 positions, but x reaches position 6; make longer tables"),
     ({"rotary_cos": torch.zeros(9, 5), "rotary_sin": torch.zeros(9, 5)}, "rotary_cos has rotary_dim / 2 = 5, but head_dim is 8"),
-    ({"out": torch.zeros(2, 1, 4, 8)}, r"out has shape \(2, 1, 4, 8\), but O has shape \(2, 1, 4, 6\)"),
-    ({"out": torch.zeros(2, 1, 4, 6).double()}, "out is torch.float64, but q is torch.float32"),
+    ({"out": torch.zeros(2, 1, 4, 8)}, r"out must be \(2, 1, 4, 6\) torch.float32 on cpu, .* got \(2, 1, 4, 8\)"),
+    ({"out": torch.zeros(2, 1, 4, 6).double()}, r"out must be \(2, 1, 4, 6\) torch.float32 .* got \(2, 1, 4, 6\) torch.float64"),
+    ({"out": torch.zeros(1, 1, 4, 6).expand(2, -1, -1, -1)}, "out has strides .* no two numbers may share memory"),
+    ({"out": V.flatten(0, 2)[:8].view(2, 1, 4, 6)}, "out shares memory with v_cache"),
     ({"check": 1}, "check must be True or False, got int 1"),
     ({"interleaved": None}, "interleaved must be True or False, got NoneType"),
     (

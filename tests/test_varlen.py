@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise import varlen
 from tilewise.masks import SlidingWindow
 
 PAGE, BOUNDS, LENGTHS = 4, [0, 3, 3, 4, 9], [10, 5, 1, 16]
@@ -134,3 +135,13 @@ def test_it_compiles_once_for_all_lengths(paged):
     for lengths in (LENGTHS, [4, 4, 1, 9]):
         assert torch.equal(run(ints(lengths)), tw.attention_varlen(q, k, v, **where | {"seqused_k": ints(lengths)}, causal=True))
     assert traced == [1]
+
+
+def test_batch_invariant_pages_are_split(paged, monkeypatch):
+    q, k, v, where = paged
+    plain, given = tw.attention_varlen(q, k, v, **where), []
+    monkeypatch.setattr(varlen, "decode", lambda *args, **words: (given.append(words["split"]), tw.decode(*args, **words))[1])
+    for flag, split in ((True, varlen.SPLIT), (False, None)):
+        assert torch.equal(tw.attention_varlen(q, k, v, batch_invariant=flag, **where), plain) and given.pop() == split
+    with pytest.raises(ValueError, match="batch_invariant must be True or False, got int 1"):
+        tw.attention_varlen(q, k, v, batch_invariant=1, **where)

@@ -71,8 +71,9 @@ def attention(
         precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way: Q K^T in e4m3 or int8, P V in e4m3 or, "int8_qk", the inputs'
             dtype. It is less exact (docs/guide/eight-bits.md), and faster where a backend has kernels for it; not with a bias or dropout. Gradients
             are straight-through: those of the call without it, for which the backward pass computes O once more. None quantises nothing.
-        q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by; None is 1. By their dimensions: () the whole tensor;
-            (batch, heads) each head; (batch, heads, tokens) each token; of k and v also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys.
+        q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by, above 0 as `quantise` makes them (nobody looks, and kernels
+            count on it); None is 1. By their dimensions: () the whole tensor; (batch, heads) each head; (batch, heads, tokens) each token; of k and v
+            also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys. A v of 16 bits has none.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
         return_lse: also return the logarithm of each row's softmax denominator.
         return_max_logits: also return, last, each head's largest score, as QK-clip wants it (MuonClip, Kimi Team 2025).
@@ -239,12 +240,10 @@ def eight_bits(
     named = {"q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2]}
     if precision is not None and (not isinstance(precision, str) or precision not in RECIPES):
         raise ValueError(f"precision must be one of {', '.join(map(repr, RECIPES))} or None, got {precision!r}")
+    for (name, scale), x in zip(named.items(), (q, k, v), strict=True):
+        if scale is not None and x.dtype not in errors.EIGHT_BITS:
+            raise ShapeError(f"{name} is for tensors of 8 bits, but {name[0]} is {x.dtype}; leave it out, or quantise {name[0]}")
     if q.dtype not in errors.EIGHT_BITS:
-        for name, scale in named.items():
-            if scale is not None:
-                raise ShapeError(
-                    f"{name} is for tensors of 8 bits, but {name[0]} is {getattr(given, name[0]).dtype}; leave it out, or quantise {name[0]}"
-                )
         if precision is None:
             return given
         if q.dtype not in (torch.bfloat16, torch.float16):

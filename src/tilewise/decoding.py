@@ -14,17 +14,21 @@ from tilewise.errors import (
     EIGHT_BITS,
     ShapeError,
     UnsupportedError,
+    check_apart,
     check_flag,
     check_head_dim,
     check_heads,
     check_like,
     check_no_grad,
     check_no_tangent,
+    check_out,
     check_size,
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
 from tilewise.runtime import append_operator, decode_operator, decode_repeats
+from tilewise.runtime.operator import traced
+from tilewise.runtime.plain import watched
 
 OF_CACHES = (*DTYPES, *EIGHT_BITS)
 
@@ -77,7 +81,7 @@ def decode(
             attended (their scales, by token, are the caller's to write before). With cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a
             sequence as it has queries. cache_seqlens is not advanced.
         cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
-            speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0.
+            speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0 and LSE = -inf, sinks or none.
         cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
         leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
         tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.
@@ -94,7 +98,7 @@ def decode(
             (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
             table (pages, page_size, heads_k), each token and head: laid out as the cache without its last dimension. Scales of what is never
             read may be NaN.
-        out: where to write O; it is returned.
+        out: where to write O, as in `attention`; it is returned. It must share no memory with the caches.
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
             there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked.
 
@@ -153,7 +157,7 @@ def decode(
     )
     slopes = _packed_slopes(alibi_slopes, q, batch) if packed else given.alibi_slopes
     if out is not None:
-        _check_out(out, (*q.shape[:-1], v_cache.shape[3]), q)
+        _check_out(out, q, caches)
     if k is not None and v is not None:
         if seqlens is None and length is None:
             raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
@@ -217,7 +221,7 @@ def append(
     """Write new keys and values into a cache, in place, behind the tokens that each sequence has there.
 
     Args:
-        k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page that is written to must be one sequence's alone.
+        k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page or entry that is written to must be one sequence's alone.
         k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype, or with cu_seqlens packed, (total_new, heads_k, ...).
         cache_seqlens: tokens in the cache before, (batch,) int32 (best) or int64, or one int for all; it is not advanced.
         cu_seqlens: (batch + 1,) int32 (best) or int64: sequence b owns the new tokens cu_seqlens[b]:cu_seqlens[b + 1].
@@ -267,6 +271,7 @@ def _append(
         check_like(name, x, cache, other=f"{name}_cache")
         check_size(name, "heads_k", x.shape[-2], cache.shape[-2], f"{name}_cache")
         check_size(name, dim, x.shape[-1], cache.shape[-1], f"{name}_cache")
+        _check_own_memory(f"{name}_cache", cache)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         check_no_grad(name, x, append_operator.NO_GRADIENT)
         check_no_tangent(name, x, append_operator.NO_GRADIENT)
@@ -286,6 +291,14 @@ def _append(
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
     return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check))
+
+
+def _check_own_memory(name: str, cache: Tensor) -> None:
+    if any(size > 1 and step == 0 for size, step in zip(cache.shape, cache.stride(), strict=True)):
+        raise ShapeError(
+            f"{name} has strides {tuple(cache.stride())} for shape {tuple(cache.shape)}: tokens share memory there, and would overwrite each other; "
+            f"pass {name}.contiguous(), or choose entries with cache_batch_idx"
+        )
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
@@ -416,11 +429,10 @@ def _packed_slopes(slopes: Tensor | None, q: Tensor, batch: int) -> Tensor | Non
     return slopes
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    check_tensor("out", out, tuple(map(str, shape)))
-    check_like("out", out, q)
-    check_size("out", "shape", tuple(out.shape), shape, "O")
-    check_no_grad("out", out, decode_operator.NO_GRADIENT)
+def _check_out(out: Tensor, q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
+    check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=(q.dtype,))
+    if not traced() and not watched((out, *caches)):
+        check_apart("out", out, dict(zip(("k_cache", "v_cache"), caches, strict=True)))
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Tensor | None, batch: int, other: str = "q") -> int:

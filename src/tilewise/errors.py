@@ -102,7 +102,7 @@ def check_head_dim(head_dim: int, head_dim_v: int) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool = False) -> None:
     """q, k, v of one call: (batch, seqlen, heads, dim), or (total, heads, dim) where sequences are packed."""
     lead = (("total_q",), ("total_k",)) if packed else (("batch", "seqlen_q"), ("batch", "seqlen_k"))
-    dtypes = (*DTYPES, *EIGHT_BITS) if isinstance(q, Tensor) and q.dtype in EIGHT_BITS else DTYPES
+    dtypes = DTYPES if isinstance(q, Tensor) and q.dtype in DTYPES else (*DTYPES, *EIGHT_BITS)
     check_tensor("q", q, (*lead[0], "heads_q", "head_dim"), dtypes, memory=packed)
     check_tensor("k", k, (*lead[1], "heads_k", "head_dim"), dtypes, memory=packed)
     check_tensor("v", v, (*lead[1], "heads_k", "head_dim_v"), dtypes, memory=packed)
@@ -233,7 +233,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
     """Whether numbers of the two may lie at the same address."""
     if not (x.numel() and y.numel()):
         return False
-    whole = x.element_size() * max(x.stride()) * max(x.shape) + y.element_size() * max(y.stride()) * max(y.shape)
+    whole = sum(each.element_size() * max(each.stride(), default=1) * max(each.shape, default=1) for each in (x, y))
     start = min(x.data_ptr(), y.data_ptr())
     far = whole + abs(x.data_ptr() - y.data_ptr())
     periods = {step * x.element_size() for step, size in zip(x.stride(), x.shape, strict=True) if size > 1}

@@ -12,6 +12,7 @@ from tilewise.masks import Full, Mask
 from tilewise.runtime import operator, repeats
 
 PAGES = ("pages", "page_size", "heads_k", "head_dim")
+SPLIT = 256  # keys of one piece of decode, where a document's bits are to be its own
 NO_GRADIENT = "keys in pages are for inference and have no gradient"
 
 
@@ -35,6 +36,7 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     precision: str | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -46,8 +48,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
-    Equal to a loop of `attention` over the documents, with `precision` to within its error; `causal` and `mask` apply within each document, with its
-    own lengths.
+    Equal to a loop of `attention` over the documents but for rounding, with `precision` to within its error; `causal` and `mask` apply within each
+    document, with its own lengths.
 
     Args:
         q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
@@ -63,12 +65,14 @@ def attention_varlen(
             likewise, there is no cu_seqlens_k, and seqused_k says how many tokens each document has; its queries are the last of them. This is
             `decode` with cu_seqlens_q, as in chunked prefill: forward only, without bias, dropout, max_logits, precision and q_scale. k_scale and
             v_scale are decode's then.
+        batch_invariant: the bits of that loop, in results and gradients, whatever a document is packed with. The CPU backend's forward pass has them
+            anyway. With a page table, results whose bits are each document's own, as `decode` has them with `split`.
         q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
     The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q), scales
-    (documents, heads), or seqused_k in 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count
-    positions in the document, whose index is added to dropout_offset. Otherwise `precision` quantises all documents as one sequence, by one set of
-    scales: O is as exact as by a call for each (docs/numerics.md), but not the same to the bit, where it depends on the documents beside.
+    (documents, heads), batch_invariant, or seqused_k in 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers
+    then count positions in the document, whose index is added to dropout_offset. Otherwise `precision` quantises all documents as one sequence, by
+    one set of scales: O is as exact as by a call for each (docs/numerics.md), but not the same to the bit, where it depends on the documents beside.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also
@@ -77,6 +81,7 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
+    errors.check_flag("batch_invariant", batch_invariant)
     if page_table is not None:
         lacking = {"bias": bias is not None, "dropout_p": dropout_p != 0.0, "return_max_logits": return_max_logits is not False}
         lacking |= {"precision": precision is not None, "q_scale": q_scale is not None}
@@ -84,12 +89,14 @@ def attention_varlen(
         errors.check_flag("deterministic", deterministic)
         where = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
         scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
+        scores["split"] = SPLIT if batch_invariant else None
         return decode(q, k, v, **where, **scores, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
     options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
     tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
     if not q_scale is k_scale is v_scale is None:
         beside = *beside, q_scale, k_scale, v_scale
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
+    usual = usual and not batch_invariant
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         if known.draws:
             beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
@@ -118,7 +125,7 @@ def attention_varlen(
         backend=backend,
     )._replace(row_max=return_max_logits)
     in_eight_bits, scales = precision is not None or q.dtype in errors.EIGHT_BITS, (q_scale, k_scale, v_scale)
-    apart = in_eight_bits and (seqused_k is not None or any(map(_of_documents, scales)))
+    apart = batch_invariant or (in_eight_bits and (seqused_k is not None or any(map(_of_documents, scales))))
     changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "apart": apart}
     given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
     if in_eight_bits or not q_scale is k_scale is v_scale is None:

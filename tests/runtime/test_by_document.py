@@ -151,3 +151,30 @@ def test_bad_arguments(case):
     options, words = BAD[case]
     with pytest.raises(ShapeError, match=words):
         tw.attention_varlen(*tensors(torch.float32), CU_Q, CU_K, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"mask": tw.SlidingWindow(40, 3)}], ids=str)
+def test_batch_invariant_documents_have_the_bits_of_a_loop(dtype, options):
+    """O, LSE and gradients, eagerly and compiled; the last number of each is nobody's."""
+    torch._dynamo.reset()
+    used, bounds = [90, 0, 3, 33], torch.tensor([0, 90, 91, 96, 130])
+    source = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(131, heads, 24, generator=source).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    d_o = torch.randn(131, 4, 24, generator=source).to(dtype)
+
+    def call(q, k, v):
+        words = {"seqused_k": torch.tensor(used), "return_lse": True, "batch_invariant": True}
+        return tw.attention_varlen(q, k, v, bounds, bounds, **words, **options)
+
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        o, lse = run(*leaves)
+        grads = torch.autograd.grad(o, leaves, d_o)
+        for d, n in enumerate(used):
+            at, keys = slice(bounds[d], bounds[d + 1]), slice(bounds[d], bounds[d] + n)
+            alone = [x[None, s].detach().requires_grad_() for x, s in zip(leaves, (at, keys, keys), strict=True)]
+            want, want_lse = tw.attention(*alone, return_lse=True, **options)
+            assert torch.equal(o[at], want[0]) and torch.equal(lse[:, at], want_lse[0])
+            for got, expected, s in zip(grads, torch.autograd.grad(want, alone, d_o[None, at]), (at, keys, keys), strict=True):
+                assert torch.equal(got[s], expected[0])
+        assert all((x[-1] == 0).all() for x in (o, *grads))

@@ -30,7 +30,7 @@ def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) 
         o[start:end], lse[:, start:end] = (x[0] for x in forward(sequence(call, b, rows[None, start:end], length))[:2])
     if packed:
         return o, lse
-    return o.view(*call.q.shape[:3], -1), lse.view(rows.shape[1], *call.q.shape[:2]).transpose(0, 1)
+    return o.view(*call.q.shape[:3], o.shape[2]), lse.view(rows.shape[1], *call.q.shape[:2]).transpose(0, 1)
 
 
 def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:

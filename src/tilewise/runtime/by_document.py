@@ -1,4 +1,5 @@
-"""Packed documents with a bias, slopes of ALiBi or scales of 8-bit numbers of their own: within the operators, a call for each document.
+"""Packed documents with a bias, slopes of ALiBi or scales of 8-bit numbers of their own, or that are to have their own bits: within the operators, a
+call for each document.
 
 Document d is computed by its own lengths. Its random numbers of dropout count positions within it, and have d added to their offset, so that no two
 documents drop the same pairs.

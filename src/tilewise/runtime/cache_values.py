@@ -27,7 +27,10 @@ def check_lengths(lengths: list[int], k_cache: Tensor, page_table: Tensor | None
     """Refuse lengths, of which `new` tokens are about to be appended, that a sequence's cache does not hold."""
     capacity = capacity_of(k_cache, page_table)
     for b, length in enumerate(lengths):
-        if not (0 if new is None else new[b]) <= length <= capacity:
+        before = length - (0 if new is None else new[b])
+        if before < 0:
+            raise ShapeError(f"cache_seqlens[{b}] is {before}; a length must not be negative, and is 0 where a sequence has no tokens yet")
+        if length > capacity:
             least = f"cache_seqlens[{b}] is {length}{' with the new tokens' if new is not None else ''}"
             pages = (
                 "" if page_table is None else f", for page_table has {page_table.shape[1]} pages of {k_cache.shape[1]} tokens a sequence"
