@@ -42,8 +42,6 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
     if problem.precision is not None:
-        if RECIPES[problem.precision].pv is None:
-            wrong.append(f"it does not multiply P and V in 16 bits beside Q and K in 8 (precision={problem.precision!r})")
         return wrong
     if (problem.v_dtype or problem.dtype) != E4M3:
         wrong.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, not {problem.v_dtype or problem.dtype}")
@@ -105,6 +103,7 @@ def config_of(call: Call, **fields) -> Config:
         visibility.sees(call.mask),
         long=call.seqlen_q > LONG,
         centred=call.precision is not None,
+        wide_values=_wide_values(call),
         tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
         sink=call.sink is not None,
         row_max=call.row_max,
@@ -113,9 +112,14 @@ def config_of(call: Call, **fields) -> Config:
     )
 
 
+def _wide_values(call: Call) -> bool:
+    """Whether P and V are multiplied in 16 bits."""
+    return call.precision is not None and RECIPES[call.precision].pv is None
+
+
 def quantiser_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim)
+    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, values=not _wide_values(call))
 
 
 def quantise(call: Call) -> tuple[Made, Scales, float]:
@@ -128,16 +132,19 @@ def quantise(call: Call) -> tuple[Made, Scales, float]:
 
     sizes = (call.heads_q, call.seqlen_q), (call.heads_k, call.seqlen_k)
     of_tokens = (empty(torch.int8, call.batch, *each, config.head_dim).transpose(1, 2) for each in sizes)
-    made = Made(*of_tokens, empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)))
+    of_values = None
+    if config.values:
+        of_values = empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS))
+    made = Made(*of_tokens, of_values)
     of_rows = [empty(torch.float32, call.batch, call.heads_q, call.seqlen_q) for _ in range(2)]
-    of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) for _ in range(2)]
+    of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) if config.values else None for _ in range(2)]
     groups = -(-call.seqlen_k // GROUP)
     of_keys = [
         empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
     ]
     scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
-    chunks = min(-(-call.seqlen_k // CHUNK), CHUNKS)
-    channels = empty(torch.float32, call.batch, call.heads_k, 2 + 2 * chunks, config.head_dim)
+    surveyed = 2 + 2 * min(-(-call.seqlen_k // CHUNK), CHUNKS) if config.values else 1
+    channels = empty(torch.float32, call.batch, call.heads_k, surveyed, config.head_dim)
     jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
     return made, scales, scale / config.head_dim
 
@@ -204,12 +211,13 @@ def arguments(config: Config) -> list:
 
     batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
     q, k = (jit.tensor(Int8, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    v, o = jit.tensor(Int8, batch, heads_k, dim_v, tokens), jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
+    v = None if config.wide_values else jit.tensor(Int8, batch, heads_k, dim_v, tokens)
+    o = jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     of_rows, of_keys = (batch, heads_q, seqlen_q), (batch, heads_k, jit.size())
     factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
     if config.centred:
-        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2))
+        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) if config.channels else None for _ in range(2))
         scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
     else:
         scales = Scales(*factors, jit.tensor_of_any_strides(Float32, *of_keys), None, None, None, None)
@@ -235,11 +243,11 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     of_inputs = (seqlen_q, heads_q, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim_v)
     q, k = (jit.tensor(Int8, batch, *sizes, padded) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
-    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) for _ in range(2)]
+    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) if config.values else None for _ in range(2)]
     of_keys = batch, heads_k, jit.size()
     scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
-    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
+    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
     return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
 
 

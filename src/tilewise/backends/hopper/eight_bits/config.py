@@ -28,7 +28,8 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
-    centred: bool = False  # K and V lack a constant, and V has a scale for each channel
+    centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
+    wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
     q_stages: int = 1
     kv_stages: int = 2
@@ -40,7 +41,6 @@ class Config(ScoreChanges):
     row_max: bool = False
 
     blocks = 1  # of a multiprocessor
-    in_eight_bits = True
     late = False
     from_zero = False
 
@@ -48,6 +48,16 @@ class Config(ScoreChanges):
     def loses(self) -> bool:
         """Whether K had numbers that its own cannot say, NaN and infinities (`Scales.lost`)."""
         return self.centred and self.dtype == torch.int8
+
+    @property
+    def channels(self) -> bool:
+        """Whether O's channels have a scale and a constant."""
+        return self.centred and not self.wide_values
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a number of V."""
+        return 2 if self.wide_values else 1
 
     @property
     def hides(self) -> bool:
@@ -70,7 +80,8 @@ class Config(ScoreChanges):
     @property
     def pieces_of_O(self) -> int:
         """In how many pieces, a part of the columns each, O leaves through shared memory."""
-        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        of_key = self.head_dim + self.value_bytes * self.head_dim_v
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * of_key
         sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
         return next(n for n in sizes if operands + 2 * self.tile_m * self.head_dim_v // n <= SHARED_BYTES - 2048)
 
@@ -96,6 +107,14 @@ TILES = {
 }
 
 
+# Where P and V have 16 bits: cut as in forward/config.py, but for what K's groups and rotation ask for. Not measured.
+TILES_OF_WIDE_VALUES = {
+    (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, pingpong=True),
+    (128, 128): dict(tile_m=128, tile_n=128, promote=False, q_stages=2),
+    (256, 128): dict(tile_m=128, tile_n=128, promote=False),
+    (256, 256): dict(tile_m=128, tile_n=64, promote=False),
+}
+
 LONG = 2048
 WHEN_LONG = {
     (64, 64, "all"): {"cluster": 2},
@@ -118,7 +137,8 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
-    usual = {"dynamic": not shared, **TILES[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
+    tiles = TILES_OF_WIDE_VALUES if fields.get("wide_values") else TILES
+    usual = {"dynamic": not shared, **tiles[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
     elif sees == "runs" and dims == (128, 128):
@@ -134,6 +154,7 @@ class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
+    values: bool = True  # V is made, too
 
     @property
     def loses(self) -> bool:

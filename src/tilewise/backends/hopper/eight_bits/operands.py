@@ -10,10 +10,10 @@ class Tensors(NamedTuple):
 
     Q: Tensor  # (batch, seqlen_q, heads_q, head_dim)
     K: Tensor  # (batch, seqlen_k, heads_k, head_dim)
-    V: Tensor  # (batch, heads_k, head_dim_v, tokens): those of a row in the order that P has (sm90/eight_bits.py), 0 from seqlen_k on
+    V: Tensor | None  # (batch, heads_k, head_dim_v, tokens): those of a row in the order of P (sm90/eight_bits.py), 0 from seqlen_k on
     O: Tensor  # (batch, seqlen_q, heads_q, head_dim_v), bf16 or fp16
     L: Tensor  # (batch, heads_q, seqlen_q) fp32
-    values: Tensor  # (batch, seqlen_k, heads_k, head_dim_v): what V was made from, for numbers that are not finite
+    values: Tensor  # (batch, seqlen_k, heads_k, head_dim_v): what V was made from, for numbers that are not finite; without V what is multiplied
 
 
 class Scales(NamedTuple):
@@ -21,7 +21,7 @@ class Scales(NamedTuple):
 
     q: Tensor  # (batch, heads_q, seqlen_q)
     k: Tensor  # (batch, heads_k, groups of GROUP keys)
-    v: Tensor  # (batch, heads_k, head_dim_v) with `centre`; without it (batch, heads_k, groups of GROUP keys)
+    v: Tensor | None  # (batch, heads_k, head_dim_v) with `centre`; without it (batch, heads_k, groups of GROUP keys); None: V has 16 bits
     centre: Tensor | None  # (batch, heads_k, head_dim_v): what V lacks
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
     whole: Tensor | None  # as k, but NaN where a key of the group was not finite, which int8 cannot say
@@ -41,4 +41,4 @@ class Made(NamedTuple):
 
     Q: Tensor
     K: Tensor
-    V: Tensor
+    V: Tensor | None

@@ -41,14 +41,16 @@ CENTRE_K, CENTRE_V, EXTREMES = range(3)  # rows of `channels`; from EXTREMES on 
 def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
-    """channels: (batch, heads_k, EXTREMES + 2 * chunks, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+    """channels: (batch, heads_k, EXTREMES + 2 * chunks, or 1 without V, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, mV = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
     threads = (WARPS * WARP, 1, 1)
-    chunks = (channels.shape[2] - EXTREMES) // 2
-    survey(mK, mV, channels, config).launch(grid=(EXTREMES + chunks, heads_k, batch), block=threads, stream=stream)
+    surveys, heads = 1, heads_q + heads_k
+    if const_expr(config.values):
+        surveys, heads = (channels.shape[2] + EXTREMES) // 2, heads + heads_k
+    survey(mK, mV, channels, config).launch(grid=(surveys, heads_k, batch), block=threads, stream=stream)
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
-    quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads_q + 2 * heads_k, batch), block=threads, stream=stream)
+    quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads, batch), block=threads, stream=stream)
 
 
 @cute.kernel
@@ -58,7 +60,9 @@ def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Cons
     storage = SmemAllocator()
     s = storage.allocate_tensor(Float32, cute.make_layout((config.numbers, WARP, 2, WARPS)), 16)
     target = channels[batch, head, None, None]
-    if row < EXTREMES:
+    if const_expr(not config.values):
+        centre(mK[batch, None, head, None], s, target[CENTRE_K, None], config)
+    elif row < EXTREMES:
         if row == CENTRE_K:
             centre(mK[batch, None, head, None], s, target[row, None], config)
         else:
@@ -167,7 +171,7 @@ def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, sc
     block, head, batch = arch.block_idx()
     storage = SmemAllocator()
     of_warps = storage.allocate_tensor(Int32, cute.make_layout((2, WARPS)), 16)
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16) if const_expr(config.values) else None
     lane = arch.lane_idx()
     first = block * GROUP + arch.warp_idx() * TOKENS
     heads_q, heads_k = given.Q.shape[2], given.K.shape[2]
@@ -175,7 +179,7 @@ def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, sc
         queries(given, made, scales, channels, scale, Of(batch, head, first, lane), config)
     elif head < heads_q + heads_k:
         keys(given, made, scales, channels, of_warps, Of(batch, head - heads_q, first, lane), config)
-    else:
+    elif const_expr(config.values):
         values(given, made, scales, channels, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
 
 

@@ -4,7 +4,7 @@ A score is a dot product d of int8 or e4m3 numbers times a factor, which is one 
 bits: what comes out, read as fp32, is 2^23 + 2^22 + d, exactly while |d| < 2^22. So no number is converted, MAGIC leaves by the same fused
 multiply-add that subtracts the maximum, and, as all numbers are positive, their maximum is that of integers, of which three are compared at once.
 
-P is 2^HEADROOM times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
+P in e4m3 is 2^HEADROOM times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
 """
 
 from tilewise.sm90 import fragments
@@ -34,7 +34,7 @@ def online_softmax(
             above = 0.0 if m == -Float32.inf else m
         rescale[r] = cute.math.exp2(rows.m[r] - above, fastmath=True)
         rows.m[r] = m
-        base[r] = above - HEADROOM
+        base[r] = above - headroom(config)
         if const_expr(is_integer(config)):
             base[r] = factors[r] * MAGIC + base[r]
     for r in range_constexpr(fragments.ROWS):
@@ -60,14 +60,19 @@ def dequantise(acc_S: cute.Tensor, factors: cute.Tensor, shift: cute.Tensor | No
         S[r, None].store(S[r, None].load() * factors[r] + start)
 
 
-@cute.jit
-def give_headroom(acc_S: cute.Tensor):
-    """P in place, times 2^HEADROOM."""
-    acc_S.store(acc_S.load() * 2.0**HEADROOM)
+def headroom(config) -> float:
+    """What P is computed too large by, in powers of two: nothing where it has 16 bits."""
+    return 0.0 if config.wide_values else HEADROOM
 
 
 @cute.jit
-def take_headroom(x: cute.Tensor):
+def give_headroom(acc_S: cute.Tensor, config: Constexpr):
+    """P in place, times 2^headroom."""
+    acc_S.store(acc_S.load() * 2.0 ** headroom(config))
+
+
+@cute.jit
+def take_headroom(x: cute.Tensor, config: Constexpr):
     """Likewise divided by it. x: (ROWS,) fp32."""
     for r in range_constexpr(fragments.ROWS):
-        x[r] *= 2.0**-HEADROOM
+        x[r] *= 2.0 ** -headroom(config)
