@@ -50,7 +50,7 @@ def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 256])
 @pytest.mark.parametrize("precision", RECIPES)
 def test_recipes(precision, dim, mask):
     q, k, v = qkv(dim=dim)
@@ -58,6 +58,26 @@ def test_recipes(precision, dim, mask):
     call = Call(q=q, k=k, v=v, mask=MASKS[mask], scale=dim**-0.5, precision=precision)
     o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
     hold(o, lse, call)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_values_that_are_narrower(precision, mask):
+    q, k, _ = qkv(dim=192)
+    v = qkv()[2]
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=192**-0.5, precision=precision))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_changed_scores_in_fp16(precision, mask):
+    q, k, v = (x.half() for x in qkv())
+    given = {"softcap": 20.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.0]), "sink": torch.tensor([0.5, -1.0, 3.0, 0.0])}
+    on_device = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True, **on_device)
+    given["alibi_slopes"] = given["alibi_slopes"][None]
+    hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=128**-0.5, precision=precision, **given))
 
 
 @pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head")])
@@ -81,11 +101,12 @@ def test_kinds_of_inputs(precision, kind, mask):
     hold(o, lse, call, apart=1.0 if mask == "full" else 1 / 3)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int8_qk"])
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 15), (17, 16), (127, 129), (129, 127), (5, 128)])
-def test_lengths(lengths):
+def test_lengths(lengths, precision):
     q, k, v = qkv(*lengths)
-    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision="int8", return_lse=True)
-    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Causal(), scale=128**-0.5, precision="int8"), slack=1.5)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Causal(), scale=128**-0.5, precision=precision), slack=1.5)
 
 
 def test_integers_are_exact():
@@ -112,11 +133,12 @@ def test_sums_do_not_stop_growing(dim):
 @pytest.mark.parametrize("precision", RECIPES)
 def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(precision):
     q, k, v = (x.clone() for x in qkv(700))
-    k[0, 450, 0, 3], v[0, 400, 1, 2], q[0, 100, 3, 0] = math.inf, math.nan, math.nan
+    k[0, 450, 0, 3], v[0, 400, 1, 2], q[0, 100, 3, 0], v[0, 420, 0, 5] = math.inf, math.nan, math.nan, -math.inf
     o = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision).cpu()
     spoiled = torch.zeros(o.shape, dtype=torch.bool)
-    spoiled[0, 450:, :2], spoiled[0, 400:, 2:, 2], spoiled[0, 100, 3] = True, True, True
+    spoiled[0, 450:, :2], spoiled[0, 400:, 2:, 2], spoiled[0, 100, 3], spoiled[0, 420:, :2, 5] = True, True, True, True
     assert torch.equal(o.isfinite(), ~spoiled)
+    assert torch.isneginf(o).sum() == (2 * 30 if precision == "int8_qk" else 0)  # e4m3 has no infinity
 
 
 @pytest.mark.parametrize("precision", RECIPES)

@@ -166,7 +166,26 @@ EIGHT_BITS_TOO = [
     *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True)),
 ]
 EIGHT_BITS_TOO = [case for case in EIGHT_BITS_TOO if case not in EIGHT_BITS]
-QUANTISERS = list(itertools.product((torch.int8, E4M3), (64, 128, 256)))
+WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
+    *((dims, "all", True, {}) for dims in eight_bits.TILES),
+    *((dims, "causal", True, {}) for dims in ((64, 64), (128, 128))),
+    ((128, 128), "interval", False, {}),
+    ((64, 64), "interval", False, {"softcap": True, "alibi": True, "diagonal": True, "sink": True, "row_max": True}),
+]
+WIDE_VALUES_TOO = [
+    *(
+        (dims, sees, long, {})
+        for dims in eight_bits.TILES
+        for sees in ("all", "causal", "interval", "rows", "runs")
+        for long in (False, True)
+    ),
+    *((dims, sees, False, WIDE_VALUES[-1][-1]) for dims in eight_bits.TILES for sees in ("all", "causal", "rows", "runs")),
+]
+WIDE_VALUES_TOO = [case for case in WIDE_VALUES_TOO if case not in WIDE_VALUES]
+QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made
+    *itertools.product((torch.int8, E4M3), (64, 128, 256), (True,)),
+    *((torch.int8, head_dim, False) for head_dim in (64, 128, 256)),
+]
 
 
 def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -> Kernel:
@@ -174,8 +193,13 @@ def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -
     return Kernel(f"8 bits {dtype} {head_dim} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
-def of_quantiser(dtype: torch.dtype, head_dim: int) -> Kernel:
-    config = eight_bits.QuantiserConfig(given=torch.bfloat16, dtype=dtype, head_dim=head_dim)
+def of_wide_values(dims: tuple[int, int], sees: str, long: bool, changes: dict) -> Kernel:
+    config = eight_bits.configure(torch.int8, torch.bfloat16, *dims, sees, long=long, centred=True, wide_values=True, **changes)
+    return Kernel(f"8 and 16 bits {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_quantiser(dtype: torch.dtype, head_dim: int, values: bool) -> Kernel:
+    config = eight_bits.QuantiserConfig(given=torch.bfloat16, dtype=dtype, head_dim=head_dim, values=values)
     return Kernel(f"quantiser {dtype} {head_dim}", eight_bits_call.QUANTISE, eight_bits_call.quantiser_arguments, config)
 
 
@@ -280,6 +304,7 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(of_decode, DECODE)
     yield from map(of_append, APPEND)
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS)
+    yield from itertools.starmap(of_wide_values, WIDE_VALUES)
     yield from itertools.starmap(of_quantiser, QUANTISERS)
     yield from map(of_backward, shipped_backward())
     yield from REPAIRS
@@ -294,3 +319,4 @@ def slow() -> Iterator[Kernel]:
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
     yield from itertools.starmap(of_decode, DECODE_TOO)
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)
+    yield from itertools.starmap(of_wide_values, WIDE_VALUES_TOO)

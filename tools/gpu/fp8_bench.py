@@ -40,7 +40,8 @@ START, DEVICE = time.monotonic(), "cuda"
 SECONDS = 0.06  # for each figure
 MASKS = {"full": Full(), "causal": Causal()}
 GIVEN = "given"  # e4m3 with a scale for each tensor
-WAYS = ("int8", "fp8", GIVEN)
+QK = "int8_qk"  # P and V in 16 bits
+WAYS = ("int8", QK, "fp8", GIVEN)
 CELLS = [(d, s, name) for s in (8192, 16384, 2048) for d in (128, 64, 256) for name in MASKS]
 LENGTHS = [(1, 1), (3, 15), (130, 16), (129, 17), (300, 127), (256, 128), (257, 129), (70, 1000), (1000, 1900)]  # queries and keys
 TUNINGS = {
@@ -65,6 +66,17 @@ TUNINGS = {
         {"tile_m": 192, "tile_n": 64, "cluster": 1, "hold": True},
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
+}
+TUNINGS_OF_QK = {
+    128: [
+        {"cluster": 1},
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": True},
+        {"cluster": 2, "kv_stages": 2},
+        {"cluster": 2, "hold": True},
+    ],
+    64: [{"pingpong": False}, {"cluster": 2}, {"tile_m": 128}, {"tile_m": 128, "pingpong": False, "cluster": 2}],
+    256: [{"pingpong": True}, {"cluster": 2}, {"cluster": 2, "kv_stages": 3}, {"kv_stages": 3}],
 }
 
 
@@ -130,15 +142,17 @@ def compile_ahead(rows: Rows, only: set[str]) -> None:
         for way in WAYS:
             call = cell_of(way, dim, seqlen, mask, "meta")
             todo += eight_bits.kernels(call)
-            if "tuning" in only and (way == "int8" or dim == 128) and seqlen == CELLS[0][1]:
-                todo += [(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **each)) for each in TUNINGS[dim]]
+            if "tuning" in only and seqlen == CELLS[0][1]:
+                tuned = (eight_bits.config_of(call, **each) for each in tunings_of(way, dim))
+                todo += [(eight_bits.LAUNCH, eight_bits.arguments, config) for config in tuned]
         if "speed" in only:
             todo += sixteen_bits.kernels(cell_of("bf16", dim, seqlen, mask, "meta"))
         todo.append(
             (eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(cell_of(GIVEN, dim, seqlen, mask, "meta"), promote=False))
         )
     if "check" in only:
-        todo += eight_bits.kernels(call_of("int8", *draw(1, 256, 256, (2, 1), 128, "meta"), SlidingWindow(90, 3)))
+        for way in ("int8", QK):
+            todo += eight_bits.kernels(call_of(way, *draw(1, 256, 256, (2, 1), 128, "meta"), SlidingWindow(90, 3)))
     outcomes = list(warmup.warm(dict.fromkeys(warmup.Kernel(*each) for each in todo)))
     states = [each.state for each in outcomes]
     failures = [f"{each.kernel.config}: {each.reason[:300]}" for each in outcomes if each.state == "failed"]
@@ -152,7 +166,7 @@ def rms(x: Tensor) -> float:
 def check(rows: Rows) -> None:
     emulated = Tiled()
     cases = [(d, q, k, mask, way) for d in (128, 64, 256) for mask in MASKS.values() for way in WAYS for q, k in LENGTHS]
-    cases += [(128, q, k, SlidingWindow(90, 3), "int8") for q, k in LENGTHS]
+    cases += [(128, q, k, SlidingWindow(90, 3), way) for q, k in LENGTHS for way in ("int8", QK)]
     worst: dict[tuple, dict] = {}
     for dim, seqlen_q, seqlen_k, mask, way in cases:
         q, k, v = draw(2, seqlen_q, seqlen_k, (4, 2), dim, DEVICE, seqlen_q + seqlen_k)
@@ -245,24 +259,35 @@ def tflops(dim: int, seqlen: int, mask: str, seconds: float) -> float:
 def contenders_of(calls: dict[str, Call], bf16: Call) -> dict[str, Callable]:
     alone = {way: kernel_of(call) for way, call in calls.items()}
     whole = {f"{way}, all": partial(eight_bits.forward, call) for way, call in calls.items()}
-    ahead = {"quantiser": partial(eight_bits.quantise, calls["int8"]), "transposing": partial(eight_bits.given, calls[GIVEN])}
-    return {**alone, **whole, "bf16": partial(sixteen_bits.forward, bf16), **ahead}
+    return {**alone, **whole, "bf16": partial(sixteen_bits.forward, bf16)}
+
+
+def ahead_of(calls: dict[str, Call]) -> dict[str, Callable]:
+    """What comes before the kernel."""
+    quantisers = {f"quantiser, {way}": partial(eight_bits.quantise, calls[way]) for way in ("int8", QK)}
+    return {**quantisers, "transposing": partial(eight_bits.given, calls[GIVEN])}
 
 
 def speed(rows: Rows) -> None:
     for dim, seqlen, mask in CELLS:
-        contenders = contenders_of({way: cell_of(way, dim, seqlen, mask) for way in WAYS}, cell_of("bf16", dim, seqlen, mask))
-        found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
+        calls = {way: cell_of(way, dim, seqlen, mask) for way in WAYS}
+        contenders = contenders_of(calls, cell_of("bf16", dim, seqlen, mask))
+        found = interleave(contenders | ahead_of(calls), budget_s=SECONDS, device=DEVICE, clock="events")
         times = {name: each.median for name, each in found.items()}
         us = {name: round(1e6 * seconds, 1) for name, seconds in times.items()}
-        rates = {name: tflops(dim, seqlen, mask, seconds) for name, seconds in times.items() if name not in ("quantiser", "transposing")}
+        rates = {name: tflops(dim, seqlen, mask, times[name]) for name in contenders}
         rows.note(kind="speed", d=dim, s=seqlen, mask=mask, tflops=rates, us=us)
+
+
+def tunings_of(way: str, dim: int) -> list[dict]:
+    """None where another way's are enough."""
+    return TUNINGS_OF_QK[dim] if way == QK else TUNINGS[dim] if dim == 128 or way == "int8" else []
 
 
 def tuning(rows: Rows) -> None:
     seqlen = CELLS[0][1]
-    for (dim, each), mask, way in itertools.product(TUNINGS.items(), MASKS, WAYS):
-        if dim == 128 or way == "int8":
+    for dim, mask, way in itertools.product(TUNINGS, MASKS, WAYS):
+        if each := tunings_of(way, dim):
             call, contenders = cell_of(way, dim, seqlen, mask), {}
             for fields in ({}, *each):
                 try:

@@ -44,6 +44,8 @@ from kernel_inventory import (
     RUNS,
     SEES,
     SHIPPED,
+    WIDE_VALUES,
+    WIDE_VALUES_TOO,
     Kernel,
     changed_forward,
     fast,
@@ -61,6 +63,7 @@ from kernel_inventory import (
     of_length,
     of_quantiser,
     of_rung,
+    of_wide_values,
 )
 
 from tilewise.backends.hopper.backward import config as backward_config
@@ -233,9 +236,24 @@ def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
     assert counts["UTMALDG"] > 0
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [*QUANTISERS[:1], *slow(QUANTISERS[1:])], ids=str)
-def test_quantiser(dtype, head_dim, inspect):
-    found = inspect(of_quantiser(dtype, head_dim))
+@pytest.mark.parametrize(("dims", "sees", "long", "changes"), WIDE_VALUES + slow(WIDE_VALUES_TOO), ids=str)
+def test_forward_in_eight_and_sixteen_bits(dims, sees, long, changes, inspect):
+    """Q K^T in int8, 32 numbers an instruction; P V as in 16 bits, 16 an instruction; nothing is rounded to 8 bits."""
+    kernel = of_wide_values(dims, sees, long, changes)
+    config, found = kernel.config, inspect(kernel)
+    check_nothing_spills(found)
+    check_registers(found, config)
+    check_descriptors(found)
+    loops = {"all": 1, "causal": 2, "runs": 2}.get(sees, 2 + (not config.pingpong))
+    groups, counts = 1 + loops, found.counts
+    assert counts["IGMMA"] == groups * config.head_dim // 32 and counts["HGMMA"] == groups * config.tile_n // 16
+    assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
+    assert counts["QGMMA"] == counts["E4M3"] == 0 and counts["UTMALDG"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "values"), [*QUANTISERS[:1], *slow(QUANTISERS[1:])], ids=str)
+def test_quantiser(dtype, head_dim, values, inspect):
+    found = inspect(of_quantiser(dtype, head_dim, values))
     assert len(found.usage) == 2
     check_nothing_spills(found)
 

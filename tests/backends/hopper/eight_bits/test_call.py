@@ -6,6 +6,7 @@ import pytest
 import torch
 from eight_bits_problems import E4M3, Quantised, made
 
+from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import Hopper, coverage
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits.config import GROUP, TILES, configure, sign_words
@@ -18,7 +19,8 @@ def refused(call, **changes) -> str:
 
 def test_what_is_covered():
     assert Hopper.eight_bits
-    for case in (Quantised(), Quantised("fp8"), Quantised("given", per=("token", "tile", "head")), Quantised("given int8")):
+    given = (Quantised("given", per=("token", "tile", "head")), Quantised("given int8"))
+    for case in (*(Quantised(recipe) for recipe in RECIPES), *given):
         call = replace(made(case), softcap=2.0, sink=torch.zeros(2), alibi_slopes=torch.zeros(1, 2))
         assert refused(call) == ""
         assert eight_bits.kernels(call)
@@ -27,7 +29,6 @@ def test_what_is_covered():
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        (Quantised("int8_qk"), {}, "it does not multiply P and V in 16 bits beside Q and K in 8 (precision='int8_qk')"),
         (Quantised(dims=(264, 64)), {}, "it takes head_dim and head_dim_v up to 256, not 264 and 64"),
         (Quantised("given", dims=(72, 64)), {}, "in 8 bits it takes head_dim and head_dim_v that are multiples of 16, not 72 and 64"),
         (Quantised("given", per=("head", "token", "tensor")), {}, "it takes no scale of k for each token"),
@@ -54,7 +55,7 @@ def test_a_negative_scale_beside_int8():
 @pytest.mark.parametrize("dims", TILES, ids=str)
 @pytest.mark.parametrize("sees", ["all", "causal", "interval", "rows", "runs"])
 def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
-    for changes in ({}, {"softcap": True}):
+    for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}):
         config = configure(torch.int8, torch.bfloat16, *dims, sees, centred=True, **changes)
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 

@@ -107,14 +107,6 @@ TILES = {
 }
 
 
-# Where P and V have 16 bits: cut as in forward/config.py, but for what K's groups and rotation ask for. Not measured.
-TILES_OF_WIDE_VALUES = {
-    (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, pingpong=True),
-    (128, 128): dict(tile_m=128, tile_n=128, promote=False, q_stages=2),
-    (256, 128): dict(tile_m=128, tile_n=128, promote=False),
-    (256, 256): dict(tile_m=128, tile_n=64, promote=False),
-}
-
 LONG = 2048
 WHEN_LONG = {
     (64, 64, "all"): {"cluster": 2},
@@ -124,6 +116,16 @@ WHEN_LONG = {
     (256, 256, "all"): {"cluster": 2},
     (256, 256, "causal"): {"cluster": 2},
 }
+
+# Likewise with `wide_values`. K and V have three quarters of the bytes of 16 bits, and the products take three quarters of the time. So turns, pairs
+# and tiles of queries are those of forward/config.py; here they were not measured.
+TILES_OF_WIDE_VALUES = {
+    (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, kv_stages=3, pingpong=True),
+    (128, 128): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
+    (256, 128): dict(tile_m=128, tile_n=128, promote=False),
+    (256, 256): dict(tile_m=128, tile_n=64, promote=False),
+}
+WIDE_VALUES_WHEN_LONG = {(128, 128, "all"): {"cluster": 2}, (128, 128, "causal"): {"cluster": 2}}
 FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
 
 
@@ -137,8 +139,8 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
     dims = tile_dims(head_dim, head_dim_v)
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
-    tiles = TILES_OF_WIDE_VALUES if fields.get("wide_values") else TILES
-    usual = {"dynamic": not shared, **tiles[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
+    tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
+    usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
     elif sees == "runs" and dims == (128, 128):

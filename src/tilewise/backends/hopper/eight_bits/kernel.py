@@ -1,12 +1,12 @@
-"""The forward pass on Hopper in 8 bits: S = Q K^T of int8 or e4m3, O = P V of e4m3 or, `wide_values`, of 16 bits as in ../forward/kernel.py. Read that
+"""The forward pass on Hopper in 8 bits: S = Q K^T of int8 or e4m3, O = P V of e4m3 or, with `wide_values`, of 16 bits. Read ../forward/kernel.py
 first; this file says what differs.
 
 - V of 8 bits comes with its tokens contiguous, in the order that P has in registers (sm90/eight_bits.py): products of 8 bits read no other operands;
 - scores have a factor a row (Q's scale) and tile (K's); P in e4m3 is kept times 2^8, as that has nothing below 2^-9 (softmax.py);
-- the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no time: O has to
-  be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in the units of the
-  maximum that P was made with;
-- O = scale O + centre for each channel at the end: V was divided by the one, after the other was subtracted.
+- the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
+  time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
+  the units of the maximum that P was made with;
+- O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
