@@ -19,7 +19,7 @@ from tilewise.backends.hopper.eight_bits.config import (
     configure,
     tile_dims,
 )
-from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
+from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales, Tensors
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
@@ -47,9 +47,6 @@ def why_not(problem: Problem) -> list[str]:
         wrong.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, not {problem.v_dtype or problem.dtype}")
     if any(dim % MULTIPLE for dim in dims):
         wrong.append(f"in 8 bits it takes head_dim and head_dim_v that are multiples of {MULTIPLE}, not {dims[0]} and {dims[1]}")
-    _, k, v = problem.scales or (None, None, None)
-    wrong += ["it takes no scale of k for each token"] if k == "token" else []
-    wrong += ["it takes no scale of v for each token"] if v == "token" else []
     return wrong
 
 
@@ -105,11 +102,18 @@ def config_of(call: Call, **fields) -> Config:
         centred=call.precision is not None,
         wide_values=_wide_values(call),
         tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
+        **_tokens(call),
         sink=call.sink is not None,
         row_max=call.row_max,
         **changes.fields(call),
         **fields,
     )
+
+
+def _tokens(call: Call) -> dict[str, bool]:
+    """Which of K and V have a scale for each token, as `Config` has it."""
+    _, k, v = call.scales or (None, None, None)
+    return {"tokens_k": k == "token", "tokens_v": v == "token"}
 
 
 def _wide_values(call: Call) -> bool:
@@ -142,7 +146,7 @@ def quantise(call: Call) -> tuple[Made, Scales, float]:
     of_keys = [
         empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
     ]
-    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None))
+    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None), None, None)
     surveyed = 2 + 2 * min(-(-call.seqlen_k // CHUNK), CHUNKS) if config.values else 1
     channels = empty(torch.float32, call.batch, call.heads_k, surveyed, config.head_dim)
     jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
@@ -157,20 +161,28 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     v = jit.aligned(call.v.view(torch.int8))
     shape = call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)
     transposed = torch.empty(shape, dtype=torch.int8, device=v.device)
-    jit.compiled(TRANSPOSE, transpose_arguments, _transposer_of(call))(v, transposed)
+    config, groups = _transposer_of(call), -(-call.seqlen_k // GROUP)
+    tokens = _scales_of_tokens(call, config, groups)
+    jit.compiled(TRANSPOSE, transpose_arguments, config)(v, transposed, tokens if any(x is not None for x in tokens) else None)
     made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
-    groups = -(-call.seqlen_k // GROUP)
-    scales = (
-        _spread(call.q_scale, call, call.heads_q, call.seqlen_q),
-        _spread(call.k_scale, call, call.heads_k, groups),
-        _spread(call.v_scale, call, call.heads_k, groups),
-    )
-    return made, Scales(*scales, None, None, None, None), scale
+    of_queries = _spread(call.q_scale, call, call.heads_q, call.seqlen_q)
+    of_keys = _spread(None if config.tokens_k else call.k_scale, call, call.heads_k, groups)
+    of_values = tokens.units if config.tokens_v else _spread(call.v_scale, call, call.heads_k, groups)
+    return made, Scales(of_queries, of_keys, of_values, None, None, None, None, tokens.columns, tokens.weights), scale
+
+
+def _scales_of_tokens(call: Call, config: QuantiserConfig, groups: int) -> OfTokens:
+    def empty(wanted: bool, last: int) -> Tensor | None:
+        return torch.empty((call.batch, call.heads_k, last), dtype=torch.float32, device=call.q.device) if wanted else None
+
+    k, v = call.k_scale if config.tokens_k else None, call.v_scale if config.tokens_v else None
+    whole = groups * GROUP
+    return OfTokens(k, v, empty(config.tokens_k, whole), empty(config.tokens_v, whole), empty(config.tokens_v, groups))
 
 
 def _transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
-    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim)
+    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim, **_tokens(call))
 
 
 def _negative(call: Call) -> Tensor:
@@ -218,9 +230,10 @@ def arguments(config: Config) -> list:
     factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
     if config.centred:
         of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) if config.channels else None for _ in range(2))
-        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
+        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys), None, None)
     else:
-        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, *of_keys), None, None, None, None)
+        of_values = jit.tensor_of_any_strides(Float32, *of_keys)
+        scales = Scales(*factors, of_values, None, None, None, None, *_tokens_of_keys(config, batch, heads_k))
     values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
     return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
 
@@ -234,6 +247,13 @@ def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
     return jit.tensor(Float32, *of_keys, aligned=False), jit.tensor(Float32, *of_keys[:2], jit.size(), aligned=False)
 
 
+def _tokens_of_keys(config: Config | QuantiserConfig, batch, heads_k) -> list:
+    """Likewise for `columns` and `weights`."""
+    from tilewise.sm90.dsl import Float32
+
+    return [jit.tensor(Float32, batch, heads_k, jit.size()) if there else None for there in (config.tokens_k, config.tokens_v)]
+
+
 def quantiser_arguments(config: QuantiserConfig) -> list:
     """Stand-ins for the quantiser's operands."""
     from tilewise.sm90.dsl import Float32, Int8
@@ -245,14 +265,18 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) if config.values else None for _ in range(2)]
     of_keys = batch, heads_k, jit.size()
-    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
+    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys), None, None)
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
     return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:
-    from tilewise.sm90.dsl import Int8
+    from tilewise.sm90.dsl import Float32, Int8
 
     batch, seqlen_k, tokens, heads_k, dim_v = (jit.size() for _ in range(5))
-    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens)]
+    of_head, there = (batch, heads_k), (config.tokens_k, config.tokens_v)
+    given = [jit.tensor_of_any_strides(Float32, *of_head, seqlen_k) if each else None for each in there]
+    units = jit.tensor(Float32, *of_head, jit.size(), aligned=False) if config.tokens_v else None
+    of_tokens = OfTokens(*given, *_tokens_of_keys(config, *of_head), units) if any(there) else None
+    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens), of_tokens]

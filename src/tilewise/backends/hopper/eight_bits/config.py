@@ -31,6 +31,8 @@ class Config(ScoreChanges):
     centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
     wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
+    tokens_k: bool = False  # each token of K has a scale
+    tokens_v: bool = False  # likewise of V; the group's, of `tiles_of_values`, is then the largest
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
@@ -126,7 +128,7 @@ TILES_OF_WIDE_VALUES = {
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
 WIDE_VALUES_WHEN_LONG = {(128, 128, "all"): {"cluster": 2}, (128, 128, "causal"): {"cluster": 2}}
-FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
+FEWER = 64  # keys of a tile where scores are changed, tokens have scales, or at (128, 128) for runs: 128 would spill
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -141,7 +143,7 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
     usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
-    if fields.get("softcap") or fields.get("alibi"):
+    if any(fields.get(name) for name in ("softcap", "alibi", "tokens_k", "tokens_v")):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
     elif sees == "runs" and dims == (128, 128):
         usual["tile_n"] = FEWER
@@ -157,6 +159,8 @@ class QuantiserConfig:
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
     values: bool = True  # V is made, too
+    tokens_k: bool = False  # as `Config` has it, where V is transposed
+    tokens_v: bool = False
 
     @property
     def loses(self) -> bool:

@@ -169,16 +169,14 @@ class Keys(NamedTuple):
     units: cute.Tensor | None  # likewise V's; or what all tiles have
     whole: cute.Tensor | None
     lost: cute.Tensor | None  # (groups * GROUP,)
+    columns: cute.Tensor | None  # likewise
+    weights: cute.Tensor | None
 
 
 @cute.jit
 def keys_of(scales: Scales, block: Block, config: Constexpr[Config]) -> Keys:
-    factors, units, whole, lost = scales.k[block.batch, block.head_k, None], None, None, None
-    if const_expr(not config.wide_values):
-        units = scales.v[block.batch, block.head_k, None]
-    if const_expr(config.loses):
-        whole, lost = scales.whole[block.batch, block.head_k, None], scales.lost[block.batch, block.head_k, None]
-    return Keys(factors, units, whole, lost)
+    of_head = (scales.k, scales.v, scales.whole, scales.lost, scales.columns, scales.weights)
+    return Keys(*(None if const_expr(x is None) else x[block.batch, block.head_k, None] for x in of_head))
 
 
 class Tile(NamedTuple):
@@ -297,14 +295,14 @@ def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Bl
 
 @cute.jit
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
-    of_keys = factor_of(tile, n_block, True, config)
+    of_keys, tokens = factor_of(tile, n_block, True, config), tokens_of(tile, n_block, config)
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
     factors = factors_of(tile, of_keys, True)
     seen = forward.seen_of(tile, n_block, ref, config)
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
-    weigh(tile, acc_S, n_block, factors, seen, True, config)
+    weigh(tile, acc_S, n_block, factors, tokens, seen, True, config)
     if const_expr(config.tiles_of_values):
         tile.unit[0] = unit_of(tile, n_block, config)
     round_into(tile, acc_S, config)
@@ -316,7 +314,7 @@ def step(
 ):
     """S of tile n_block and P V of the tile before it, both in flight at once; softmax of the one under the other."""
     masked = const_expr(how == How.MASKED)
-    of_keys = factor_of(tile, n_block, masked, config)
+    of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
@@ -329,7 +327,7 @@ def step(
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
-    rescale = weigh(tile, acc_S, n_block, factors, seen, masked, config)
+    rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
     if const_expr(config.tiles_of_values):
         to_units_of(tile, n_block, rescale, config)
     if const_expr(config.hold):
@@ -353,6 +351,31 @@ def factor_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Const
     """The scale of a tile of keys; asked for ahead of its products, under which it comes."""
     of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
     return of_groups[n_block * config.tile_n // GROUP]
+
+
+class Tokens(NamedTuple):
+    """Factors of the thread's keys of a tile, (tile_n / 4,) fp32 in registers."""
+
+    columns: cute.Tensor | None  # of the scores
+    weights: cute.Tensor | None  # of P
+
+
+@cute.jit
+def tokens_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> Tokens:
+    """Likewise asked for ahead."""
+    first = n_block * config.tile_n + fragments.by_rows(tile.tScS)[0, 0][1]
+    return Tokens(*(None if const_expr(x is None) else pairs_of(x, first, config) for x in (tile.keys.columns, tile.keys.weights)))
+
+
+@cute.jit
+def pairs_of(of_head: cute.Tensor, first: Int32, config: Constexpr[Config]) -> cute.Tensor:
+    """What the thread's keys have, two neighbours at a time, from its first on."""
+    found = cute.make_rmem_tensor(config.tile_n // fragments.QUAD, Float32)
+    pairs = cute.make_tensor(found.iterator, cute.make_layout((2, cute.size(found) // 2)))
+    for i in range_constexpr(cute.size(pairs, mode=[1])):
+        place = (of_head.iterator + first + fragments.column(2 * i)).align(8)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, i])
+    return found
 
 
 @cute.jit
@@ -440,20 +463,26 @@ def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, conf
 
 @cute.jit
 def weigh(
-    tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, seen: Seen | None, masked: Constexpr[bool], config: Constexpr[Config]
+    tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, tokens: Tokens, seen: Seen | None, masked: Constexpr[bool],
+    config: Constexpr[Config],
 ) -> cute.Tensor:  # fmt: skip
     """S becomes P; returns the factors by which O must be rescaled. seen: what the rows see of the tile, None where that is everything."""
     if const_expr(masked and config.loses):
         spoil(tile, acc_S, n_block, config)
+    if const_expr(config.tokens_k):
+        softmax.scale_columns(acc_S, tokens.columns, config)
     if const_expr(config.modified):
         softmax.dequantise(acc_S, factors, tile.shift, config)
         forward.change(tile, acc_S, n_block, seen, config)
         rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
         softmax.give_headroom(acc_S, config)
-        return rescale
-    if const_expr(seen is not None):
-        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
-    return softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+    else:
+        if const_expr(seen is not None):
+            visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+        rescale = softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+    if const_expr(config.tokens_v):
+        softmax.weigh_columns(acc_S, tokens.weights, masked)
+    return rescale
 
 
 @cute.jit

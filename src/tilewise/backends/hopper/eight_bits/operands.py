@@ -26,6 +26,18 @@ class Scales(NamedTuple):
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
     whole: Tensor | None  # as k, but NaN where a key of the group was not finite, which int8 cannot say
     lost: Tensor | None  # (batch, heads_k, groups * GROUP): NaN for the keys that were not finite, 0 for the others
+    columns: Tensor | None  # (batch, heads_k, groups * GROUP): beside `k`, of each token
+    weights: Tensor | None  # likewise, beside `v`
+
+
+class OfTokens(NamedTuple):
+    """Scales that each token has, fp32: as given, by any strides, and what becomes of them."""
+
+    k: Tensor | None  # (batch, heads_k, seqlen_k)
+    v: Tensor | None
+    columns: Tensor | None  # (batch, heads_k, groups * GROUP): k, and 0 from seqlen_k on
+    weights: Tensor | None  # likewise v, over `units`; NaN for what is not finite
+    units: Tensor | None  # (batch, heads_k, groups): the largest finite |v| of a group, or 1 where that is 0
 
 
 class Given(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE
 from tilewise.backends.hopper.eight_bits import softmax
 from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
-from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
+from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
     Boolean,
@@ -299,14 +299,16 @@ def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, together: Con
 
 
 @cute.jit
-def launch_transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig], stream: CUstream):
+def launch_transpose(
+    mV: cute.Tensor, mT: cute.Tensor, tokens: OfTokens | None, config: Constexpr[QuantiserConfig], stream: CUstream
+):  # fmt: skip
     """mV: (batch, seqlen_k, heads_k, head_dim_v) of 8 bits; mT: (batch, heads_k, head_dim_v, tokens), as the forward kernel reads it."""
     grid = cute.ceil_div(mV.shape[1], GROUP), mV.shape[2], mV.shape[0]
-    transpose(mV, mT, config).launch(grid=grid, block=(WARPS * WARP, 1, 1), stream=stream)
+    transpose(mV, mT, tokens, config).launch(grid=grid, block=(WARPS * WARP, 1, 1), stream=stream)
 
 
 @cute.kernel
-def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig]):
+def transpose(mV: cute.Tensor, mT: cute.Tensor, tokens: OfTokens | None, config: Constexpr[QuantiserConfig]):
     """GROUP tokens of a head: a thread has four channels of 16 tokens at a time."""
     group, head, batch = arch.block_idx()
     storage = SmemAllocator()
@@ -330,6 +332,35 @@ def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfi
                     sV[w, part ^ (column % WARPS), 4 * column + c] = of_channels[c]
     arch.sync_threads()
     write_rows(sV, mT[batch, head, None, None], group, 4, config)
+    if const_expr(config.tokens_k):
+        token, scale = scale_of_token(tokens.k[batch, head, None], group)
+        tokens.columns[batch, head, token] = scale
+    if const_expr(config.tokens_v):
+        of_warps = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        token, scale = scale_of_token(tokens.v[batch, head, None], group)
+        unit = unit_of(scale, of_warps)
+        tokens.weights[batch, head, token] = finite_or_nan(scale) / unit
+        tokens.units[batch, head, group] = unit
+
+
+@cute.jit
+def scale_of_token(of_head: cute.Tensor, group: Int32) -> tuple[Int32, Float32]:
+    """A thread's token of the group, which several have, and its scale; 0 for a token that does not exist."""
+    token = group * GROUP + arch.thread_idx()[0] % GROUP
+    scale = of_head[min(token, of_head.shape[0] - 1)]
+    return token, scale if token < of_head.shape[0] else Float32(0.0)
+
+
+@cute.jit
+def unit_of(scale: Float32, of_warps: cute.Tensor) -> Float32:
+    """The largest finite magnitude of the thread block's scales; 1 where that is 0."""
+    warp, most = arch.warp_idx(), largest_of_warp(bits_of(cute.math.absf(finite_or_0(scale))))
+    if arch.lane_idx() == 0:
+        of_warps[warp] = most
+    arch.sync_threads()
+    for w in range_constexpr(WARPS):
+        most = max(most, of_warps[w])
+    return number_of(most) if most > 0 else Float32(1.0)
 
 
 def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
