@@ -23,6 +23,7 @@ QUICK = [
     Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
     Quantised("int8_qk", seqlen_q=70, seqlen_k=150, mask=Causal()),
     Quantised("given", 70, 40, per=("token", "tile", "head"), mask=Causal()),
+    Quantised("given", 70, 150, per=("token", "token", "token"), mask=Causal()),
 ]
 WIDE = [
     *(
@@ -43,6 +44,10 @@ WIDE = [
     Quantised("given", 130, 400, per=("tensor", "tile", "tile"), mask=Causal()),
     Quantised("given", 130, 400, per=("head", "tensor", "tile"), dims=(256, 256)),
     Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "tile", "tensor")),
+    Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "token", "head")),
+    Quantised("given", 130, 400, per=("head", "tensor", "token"), dims=(128, 128)),
+    Quantised("given int8", 130, 300, per=("head", "token", "token"), dims=(256, 256), mask=Causal()),
+    Quantised("given", 3, 1, per=("token", "token", "token")),
     Quantised("int8", 130, 300, row_max=True, mask=Causal()),
 ]
 
@@ -85,6 +90,7 @@ CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1,
         Quantised("given", 70, 150),
         Quantised("fp8", 70, 150, mask=Causal(), row_max=True),
         Quantised("int8_qk", 70, 150, mask=Causal(), row_max=True),
+        Quantised("given int8", 70, 150, mask=Causal(), row_max=True, per=("token", "token", "token")),
     ],
     ids=str,
 )
@@ -128,6 +134,19 @@ def test_numbers_that_are_not_finite(case):
     held(call, o, lse)
     assert o.isinf().any() == (case.way == "int8_qk" and case.mask != Full())
     assert o.isnan().any() and (case.mask == Full() or not lse.isnan().all())
+
+
+@pytest.mark.parametrize("way", ["given", pytest.param("given int8", marks=pytest.mark.slow)])
+def test_scales_of_tokens_of_any_size_and_sign(way):
+    """Nothing of a token whose scale is 0; NaN for the rows that see one whose scale is not finite, and for no others."""
+    call, source = made(Quantised(way, 150, 200, per=("token",) * 3, mask=SlidingWindow(40, 3))), torch.Generator().manual_seed(5)
+    k, v = (x * torch.randn(x.shape, generator=source, dtype=torch.float32) for x in (call.k_scale, call.v_scale))
+    k[..., 130], v[..., 3], v[..., 128:190] = 0.0, 0.0, 0.0
+    k[..., 195], v[..., 100], v[..., 50] = math.nan, math.inf, math.nan
+    call = replace(call, k_scale=k, v_scale=v)
+    o, lse = run(call)
+    held(call, o, lse)
+    assert o.isnan().any(-1).any(-1).sum() < 150 and lse.isnan().any()
 
 
 def of_quantiser(call):
@@ -176,6 +195,23 @@ def test_values_that_are_given_are_transposed(dim, seqlen):
     with Emulated().on_gpu():
         operands, *_ = eight_bits.given(call)
     assert torch.equal(operands.V, key_order.transposed(call.v.transpose(1, 2)).view(torch.int8))
+
+
+@pytest.mark.parametrize("seqlen", [17, pytest.param(300, marks=pytest.mark.slow)])
+def test_scales_of_tokens_become_their_groups(seqlen):
+    call = made(Quantised("given", 3, seqlen, per=("token",) * 3, heads=(2, 2), batch=2))
+    call.v_scale[0, 1, 7:9] = torch.tensor([-1e6, math.nan])
+    call.v_scale[1, 0, :128] = 0.0
+    with Emulated().on_gpu():
+        _, scales, _ = eight_bits.given(call)
+    for name, given in (("columns", call.k_scale), ("weights", call.v_scale)):
+        found, behind = getattr(scales, name).split((seqlen, -seqlen % 128), dim=2)
+        if name == "weights":
+            assert (scales.v > 0.0).all() and (found.nan_to_num().abs() <= 1.0).all()
+            found = found * scales.v.repeat_interleave(128, dim=2)[..., :seqlen]
+        torch.testing.assert_close(found, given, rtol=1e-6, atol=0.0, equal_nan=True)
+        assert not behind.any()
+    assert scales.v[0, 1, 0] == 1e6 and scales.v[1, 0, 0] == 1.0
 
 
 def test_what_is_exact_in_e4m3_is_exact():

@@ -80,15 +80,37 @@ def test_changed_scores_in_fp16(precision, mask):
     hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=128**-0.5, precision=precision, **given))
 
 
-@pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head")])
+@pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head"), ("token",) * 3, ("head", "token", "tile")])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_given_tensors(dim, per):
+def test_given_tensors(dim, mask, per):
     tensors, scales = zip(*(tw.quantise(x, "fp8", per=each) for x, each in zip(qkv(dim=dim), per, strict=True)), strict=True)
     named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    call = Call(**dict(zip("qkv", tensors, strict=True)), **named, mask=tw.Causal(), scale=dim**-0.5, out_dtype=torch.bfloat16)
+    call = Call(**dict(zip("qkv", tensors, strict=True)), **named, mask=MASKS[mask], scale=dim**-0.5, out_dtype=torch.bfloat16)
     on_device = {name: x.to(DEVICE) for name, x in named.items()}
-    o, lse = tw.attention(*(x.to(DEVICE) for x in tensors), **on_device, causal=True, return_lse=True)
-    hold(o, lse, call)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in tensors), **on_device, mask=MASKS[mask], return_lse=True)
+    hold(o, lse, call, apart=1.0 if "token" in per[1:] or mask == "full" else 1 / 3)  # tiles of fewer keys, and other maxima
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_scales_of_tokens_of_any_size_and_sign(precision):
+    q, k, v = qkv(700)
+    x, q_scale = tw.quantise(q, precision, per="token")
+    y, k_scale = tw.quantise(k, precision, per="token")
+    z, v_scale = tw.quantise(v, "fp8", per="token")
+    source = torch.Generator().manual_seed(5)
+    k_scale, v_scale = (scale * torch.randn(scale.shape, generator=source, dtype=torch.float32) for scale in (k_scale, v_scale))
+    k_scale[..., 30], v_scale[..., 128:256], v_scale[..., 300] = 0.0, 0.0, math.nan
+    named = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    call = Call(q=x, k=y, v=z, **named, mask=tw.Causal(), scale=128**-0.5, out_dtype=torch.bfloat16)
+    on_device = {name: scale.to(DEVICE) for name, scale in named.items()}
+    o, lse = tw.attention(*(each.to(DEVICE) for each in (x, y, z)), **on_device, causal=True, return_lse=True)
+    assert torch.equal(o[:, :300].isfinite(), torch.ones_like(o[:, :300], dtype=torch.bool)) and o[:, 300:].isnan().all()
+    v_scale[..., 300] = 0.0
+    o, lse = tw.attention(
+        *(each.to(DEVICE) for each in (x, y, z)), **(on_device | {"v_scale": v_scale.to(DEVICE)}), causal=True, return_lse=True
+    )
+    hold(o, lse, call, apart=1.0)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

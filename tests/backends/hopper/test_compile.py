@@ -44,6 +44,9 @@ from kernel_inventory import (
     RUNS,
     SEES,
     SHIPPED,
+    TOKENS,
+    TOKENS_TOO,
+    TRANSPOSERS,
     WIDE_VALUES,
     WIDE_VALUES_TOO,
     Kernel,
@@ -63,6 +66,8 @@ from kernel_inventory import (
     of_length,
     of_quantiser,
     of_rung,
+    of_tokens,
+    of_transposer,
     of_wide_values,
 )
 
@@ -221,14 +226,22 @@ def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
     """As the forward pass; Q K^T in the dtype, P V in e4m3, 32 numbers an instruction. P is rounded by two conversions a word, of which half take one
     more instruction to join.
     """
-    kernel = of_eight_bits(dtype, head_dim, sees, centred)
+    check_eight_bits(of_eight_bits(dtype, head_dim, sees, centred), inspect)
+
+
+@pytest.mark.parametrize(("dtype", "dims", "sees", "tokens"), TOKENS + slow(TOKENS_TOO), ids=str)
+def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, inspect):
+    check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
+
+
+def check_eight_bits(kernel: Kernel, inspect):
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[sees], found.counts
-    scores, values = groups * head_dim // 32, groups * config.tile_n // 32
-    integers = dtype == torch.int8
+    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[config.sees], found.counts
+    scores, values = groups * config.head_dim // 32, groups * config.tile_n // 32
+    integers = config.dtype == torch.int8
     assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
     bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
@@ -256,6 +269,11 @@ def test_quantiser(dtype, head_dim, values, inspect):
     found = inspect(of_quantiser(dtype, head_dim, values))
     assert len(found.usage) == 2
     check_nothing_spills(found)
+
+
+@pytest.mark.parametrize(("head_dim", "tokens"), TRANSPOSERS, ids=str)
+def test_transposer(head_dim, tokens, inspect):
+    check_nothing_spills(inspect(of_transposer(head_dim, tokens)))
 
 
 def check_shipped(kernel: Kernel, inspect):

@@ -19,7 +19,7 @@ def refused(call, **changes) -> str:
 
 def test_what_is_covered():
     assert Hopper.eight_bits
-    given = (Quantised("given", per=("token", "tile", "head")), Quantised("given int8"))
+    given = (*(Quantised("given", per=("token", *each)) for each in (("tile", "head"), ("token", "token"))), Quantised("given int8"))
     for case in (*(Quantised(recipe) for recipe in RECIPES), *given):
         call = replace(made(case), softcap=2.0, sink=torch.zeros(2), alibi_slopes=torch.zeros(1, 2))
         assert refused(call) == ""
@@ -31,8 +31,6 @@ def test_what_is_covered():
     [
         (Quantised(dims=(264, 64)), {}, "it takes head_dim and head_dim_v up to 256, not 264 and 64"),
         (Quantised("given", dims=(72, 64)), {}, "in 8 bits it takes head_dim and head_dim_v that are multiples of 16, not 72 and 64"),
-        (Quantised("given", per=("head", "token", "tensor")), {}, "it takes no scale of k for each token"),
-        (Quantised("given", per=("head", "tile", "token")), {}, "it takes no scale of v for each token"),
         (
             Quantised("given"),
             {"v_dtype": torch.bfloat16},
@@ -55,7 +53,7 @@ def test_a_negative_scale_beside_int8():
 @pytest.mark.parametrize("dims", TILES, ids=str)
 @pytest.mark.parametrize("sees", ["all", "causal", "interval", "rows", "runs"])
 def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
-    for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}):
+    for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}, {"tokens_k": True}):
         config = configure(torch.int8, torch.bfloat16, *dims, sees, centred=True, **changes)
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 

@@ -265,7 +265,9 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
     of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) if config.values else None for _ in range(2)]
     of_keys = batch, heads_k, jit.size()
-    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys), None, None)
+    scales = Scales(
+        of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys), None, None
+    )
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
     return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]

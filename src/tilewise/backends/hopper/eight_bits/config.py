@@ -128,7 +128,7 @@ TILES_OF_WIDE_VALUES = {
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
 WIDE_VALUES_WHEN_LONG = {(128, 128, "all"): {"cluster": 2}, (128, 128, "causal"): {"cluster": 2}}
-FEWER = 64  # keys of a tile where scores are changed, tokens have scales, or at (128, 128) for runs: 128 would spill
+FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) for runs: 128 would spill
 
 
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -143,9 +143,10 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
     usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
-    if any(fields.get(name) for name in ("softcap", "alibi", "tokens_k", "tokens_v")):
+    tokens = fields.get("tokens_k") or fields.get("tokens_v")
+    if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
-    elif sees == "runs" and dims == (128, 128):
+    elif (tokens and dims != (64, 64)) or (sees == "runs" and dims == (128, 128)):
         usual["tile_n"] = FEWER
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
 
