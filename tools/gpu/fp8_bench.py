@@ -39,9 +39,9 @@ E4M3, TOKENS, HIDDEN = torch.float8_e4m3fn, 16384, 2048
 START, DEVICE = time.monotonic(), "cuda"
 SECONDS = 0.06  # for each figure
 MASKS = {"full": Full(), "causal": Causal()}
-GIVEN = "given"  # e4m3 with a scale for each tensor
+GIVEN, TOKEN_WISE = "given", "given, tokens"  # e4m3 with a scale for each tensor, or each token
 QK = "int8_qk"  # P and V in 16 bits
-WAYS = ("int8", QK, "fp8", GIVEN)
+WAYS = ("int8", QK, "fp8", GIVEN, TOKEN_WISE)
 CELLS = [(d, s, name) for s in (8192, 16384, 2048) for d in (128, 64, 256) for name in MASKS]
 LENGTHS = [(1, 1), (3, 15), (130, 16), (129, 17), (300, 127), (256, 128), (257, 129), (70, 1000), (1000, 1900)]  # queries and keys
 TUNINGS = {
@@ -105,14 +105,15 @@ def call_of(way: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
     call = Call(q=q, k=k, v=v, mask=mask, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     if way in arithmetic.RECIPES:
         return replace(call, precision=way)
-    if way != GIVEN:
+    if way not in (GIVEN, TOKEN_WISE):
         return call
     fields: dict = {"out_dtype": q.dtype}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_meta:
-            fields |= {name: torch.empty(x.shape, dtype=E4M3, device=x.device), f"{name}_scale": torch.empty((), device=x.device)}
+            of_scale = (x.shape[0], x.shape[2], x.shape[1]) if way == TOKEN_WISE else ()
+            fields |= {name: torch.empty(x.shape, dtype=E4M3, device=x.device), f"{name}_scale": torch.empty(of_scale, device=x.device)}
         else:
-            fields[name], fields[f"{name}_scale"] = arithmetic.quantised(x.float(), E4M3, "tensor")
+            fields[name], fields[f"{name}_scale"] = arithmetic.quantised(x.float(), E4M3, "token" if way == TOKEN_WISE else "tensor")
     return replace(call, **fields)
 
 
@@ -281,7 +282,7 @@ def speed(rows: Rows) -> None:
 
 def tunings_of(way: str, dim: int) -> list[dict]:
     """None where another way's are enough."""
-    return TUNINGS_OF_QK[dim] if way == QK else TUNINGS[dim] if dim == 128 or way == "int8" else []
+    return TUNINGS_OF_QK[dim] if way == QK else TUNINGS[dim] if way == "int8" or (dim == 128 and way != TOKEN_WISE) else []
 
 
 def tuning(rows: Rows) -> None:
