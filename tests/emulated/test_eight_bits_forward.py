@@ -149,6 +149,25 @@ def test_scales_of_tokens_of_any_size_and_sign(way):
     assert o.isnan().any(-1).any(-1).sum() < 150 and lse.isnan().any()
 
 
+def test_scales_that_are_nan():
+    """They reach the rows that see their group, and no others."""
+    call = made(Quantised("given int8", 150, 300, per=("token", "tile", "head"), mask=SlidingWindow(40, 3)))
+    call.q_scale[0, 1, 3], call.k_scale[0, 0, 1] = math.nan, math.nan
+    o, lse = run(call)
+    held(call, o, lse)
+    assert 0 < lse.isnan().sum() < lse.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "int8_qk", "fp8"])
+def test_queries_that_are_not_finite_and_see_nothing(way):
+    call = made(Quantised(way, 70, 40, mask=Causal()))
+    call.q[0, 3, 0, 1], call.q[0, 50, 1, 2] = math.nan, math.inf
+    o, lse = run(call)
+    held(call, o, lse)
+    assert not o[:, :30].any() and o[0, 50, 1].isnan().all()
+
+
 def of_quantiser(call):
     with Emulated().on_gpu():
         return eight_bits.quantise(call)

@@ -164,6 +164,15 @@ def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(precision):
 
 
 @pytest.mark.parametrize("precision", RECIPES)
+def test_queries_that_are_not_finite_and_see_nothing(precision):
+    q, k, v = qkv(700, 300)
+    q[0, 100, 1, 3], q[0, 600, 2, 3] = math.nan, math.inf
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision, return_lse=True)
+    assert not o[:, :400].any() and torch.isneginf(lse[:, :, :400]).all()
+    assert o[0, 600, 2].isnan().all() and o.isnan().any(-1).sum() == 1
+
+
+@pytest.mark.parametrize("precision", RECIPES)
 def test_gradients_go_straight_through(precision):
     leaves, d_o = [x.to(DEVICE).requires_grad_() for x in qkv()], randn(2, 300, 4, 128, seed=5).to(DEVICE)
     got, want = (torch.autograd.grad(tw.attention(*leaves, causal=True, precision=each), leaves, d_o) for each in (precision, None))

@@ -52,6 +52,11 @@ class Config(ScoreChanges):
         return self.centred and self.dtype == torch.int8
 
     @property
+    def nan_scales(self) -> bool:
+        """Whether scales of Q may be NaN, and those of K that are not the quantiser's."""
+        return self.dtype == torch.int8 or not self.centred
+
+    @property
     def channels(self) -> bool:
         """Whether O's channels have a scale and a constant."""
         return self.centred and not self.wide_values

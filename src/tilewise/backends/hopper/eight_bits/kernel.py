@@ -477,6 +477,8 @@ def weigh(
         rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
         softmax.give_headroom(acc_S, config)
     else:
+        if const_expr(config.hides and config.nan_scales and masked):
+            move_nan(acc_S, factors)
         if const_expr(seen is not None):
             visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
         rescale = softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
@@ -496,6 +498,18 @@ def spoil(tile: Tile, acc_S: cute.Tensor, n_block: Int32, config: Constexpr[Conf
             lost = of_thread[fragments.column(c)]
             for r in range_constexpr(fragments.ROWS):
                 S[r, c] += lost
+
+
+@cute.jit
+def move_nan(acc_S: cute.Tensor, factors: cute.Tensor):
+    """From factors of rows to their scores, of which some are about to be hidden. factors: (ROWS,) fp32."""
+    if arch.vote_any_sync(factors[0] != factors[0] or factors[1] != factors[1]):
+        S = fragments.by_rows(acc_S)
+        for r in range_constexpr(fragments.ROWS):
+            nan = factors[r] * 0.0
+            factors[r] = factors[r] if nan == 0.0 else Float32(softmax.LEAST_FACTOR)
+            for c in range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] += nan
 
 
 @cute.jit
