@@ -39,6 +39,7 @@ WIDE = [
     Quantised("int8_qk", 200, 30, mask=Causal()),
     Quantised("int8_qk", 130, 300, batch=2, heads=(4, 2), dtype=torch.float16, scale=-0.2),
     Quantised("int8_qk", 130, 300, mask=SlidingWindow(40, 3), dims=(96, 96), row_max=True),
+    Quantised("int8_qk", 130, 300, dims=(96, 96), dtype=torch.float16),
     Quantised("int8_qk", 130, 300, mask=Causal(), dims=(192, 128)),
     Quantised("given", 130, 300, batch=2, heads=(4, 2), per=("head", "head", "head"), scale=-0.2),
     Quantised("given", 130, 400, per=("tensor", "tile", "tile"), mask=Causal()),

@@ -183,7 +183,7 @@ TOKENS_TOO = [
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
-    *((dims, "all", True, {}) for dims in eight_bits.TILES),
+    *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
     *((dims, "causal", True, {}) for dims in ((64, 64), (128, 128))),
     ((128, 128), "interval", False, {}),
     ((64, 64), "interval", False, {"softcap": True, "alibi": True, "diagonal": True, "sink": True, "row_max": True}),
@@ -191,11 +191,11 @@ WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
 WIDE_VALUES_TOO = [
     *(
         (dims, sees, long, {})
-        for dims in eight_bits.TILES
+        for dims in eight_bits.TILES_OF_WIDE_VALUES
         for sees in ("all", "causal", "interval", "rows", "runs")
         for long in (False, True)
     ),
-    *((dims, sees, False, WIDE_VALUES[-1][-1]) for dims in eight_bits.TILES for sees in ("all", "causal", "rows", "runs")),
+    *((dims, sees, False, WIDE_VALUES[-1][-1]) for dims in eight_bits.TILES_OF_WIDE_VALUES for sees in ("all", "causal", "rows", "runs")),
 ]
 WIDE_VALUES_TOO = [case for case in WIDE_VALUES_TOO if case not in WIDE_VALUES]
 QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made

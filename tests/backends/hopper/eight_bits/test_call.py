@@ -9,7 +9,7 @@ from eight_bits_problems import E4M3, Quantised, made
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import Hopper, coverage
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.backends.hopper.eight_bits.config import GROUP, TILES, configure, sign_words
+from tilewise.backends.hopper.eight_bits.config import GROUP, TILES_OF_WIDE_VALUES, configure, sign_words
 from tilewise.errors import UnsupportedError
 
 
@@ -50,7 +50,7 @@ def test_a_negative_scale_beside_int8():
     assert torch.equal(eight_bits._negative(call).view(E4M3).float(), -call.q.float())
 
 
-@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("dims", TILES_OF_WIDE_VALUES, ids=str)  # and so of others
 @pytest.mark.parametrize("sees", ["all", "causal", "interval", "rows", "runs"])
 def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
     for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}, {"tokens_k": True}):

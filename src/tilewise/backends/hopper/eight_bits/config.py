@@ -128,25 +128,26 @@ WHEN_LONG = {
 # and tiles of queries are those of forward/config.py; here they were not measured.
 TILES_OF_WIDE_VALUES = {
     (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, kv_stages=3, pingpong=True),
+    (128, 96): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
     (128, 128): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
     (256, 128): dict(tile_m=128, tile_n=128, promote=False),
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
-WIDE_VALUES_WHEN_LONG = {(128, 128, "all"): {"cluster": 2}, (128, 128, "causal"): {"cluster": 2}}
+WIDE_VALUES_WHEN_LONG = {(128, dim, sees): {"cluster": 2} for dim in (96, 128) for sees in ("all", "causal")}
 FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) for runs: 128 would spill
 
 
-def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+def tile_dims(head_dim: int, head_dim_v: int, tiles: dict[tuple[int, int], dict] = TILES) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
-    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+    return next((dims for dims in sorted(tiles) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, **fields) -> Config:
     """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
-    dims = tile_dims(head_dim, head_dim_v)
-    shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
+    dims = tile_dims(head_dim, head_dim_v, tiles)
+    shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
     usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
     tokens = fields.get("tokens_k") or fields.get("tokens_v")
     if fields.get("softcap") or fields.get("alibi"):
