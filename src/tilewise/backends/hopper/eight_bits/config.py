@@ -134,7 +134,7 @@ TILES_OF_WIDE_VALUES = {
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
 WIDE_VALUES_WHEN_LONG = {(128, dim, sees): {"cluster": 2} for dim in (96, 128) for sees in ("all", "causal")}
-FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) for runs: 128 would spill
+FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) promoted for runs: 128 would spill
 
 
 def tile_dims(head_dim: int, head_dim_v: int, tiles: dict[tuple[int, int], dict] = TILES) -> tuple[int, int] | None:
@@ -152,7 +152,7 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
     tokens = fields.get("tokens_k") or fields.get("tokens_v")
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
-    elif (tokens and dims != (64, 64)) or (sees == "runs" and dims == (128, 128)):
+    elif (tokens and dims != (64, 64)) or (sees == "runs" and dims == (128, 128) and usual["promote"]):
         usual["tile_n"] = FEWER
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
 
