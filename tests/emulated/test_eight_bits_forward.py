@@ -23,7 +23,6 @@ QUICK = [
     Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
     Quantised("int8_qk", seqlen_q=70, seqlen_k=150, mask=Causal()),
     Quantised("given", 70, 40, per=("token", "tile", "head"), mask=Causal()),
-    Quantised("given", 70, 150, per=("token", "token", "token"), mask=Causal()),
 ]
 WIDE = [
     *(
@@ -48,6 +47,7 @@ WIDE = [
     Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "token", "head")),
     Quantised("given", 130, 400, per=("head", "tensor", "token"), dims=(128, 128)),
     Quantised("given int8", 130, 300, per=("head", "token", "token"), dims=(256, 256), mask=Causal()),
+    Quantised("given", 70, 150, per=("token", "token", "token"), mask=Causal()),
     Quantised("given", 3, 1, per=("token", "token", "token")),
     Quantised("int8", 130, 300, row_max=True, mask=Causal()),
 ]
