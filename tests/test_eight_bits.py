@@ -1,9 +1,11 @@
 """8 bits: what quantise promises, the arithmetic of each recipe against the formula and against itself written out, NaN, gradients, bad arguments."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from eight_bits_problems import NEEDLE_WAYS, QUERIES, attend_by, needles, not_found
 from torch import Tensor
 
 import tilewise as tw
@@ -12,7 +14,7 @@ from tilewise.backends import eight_bits
 from tilewise.backends.eight_bits import INT8, RECIPES, TILE
 from tilewise.backends.reference import Reference
 from tilewise.backends.tiled import Tiled
-from tilewise.bench.eight_bits import INPUTS, PER_TENSOR, errors
+from tilewise.bench.eight_bits import INPUTS, PER_TENSOR, errors, inputs
 from tilewise.masks import Causal
 from tilewise.problem import Call
 from tilewise.runtime import operator
@@ -330,21 +332,73 @@ class TestGradients:
 
 
 class TestPacked:
-    @pytest.mark.parametrize("precision", [None, *RECIPES])
-    def test_documents_are_calls_of_their_own(self, precision):
-        q, k, v = (x[0] for x in qkv(seqlen_q=60, seqlen_k=300))
-        cu_q, cu_k = torch.tensor([0, 20, 20, 55]), torch.tensor([0, 150, 160, 290])
-        words = {"causal": True, "precision": precision, "return_lse": True}
-        of = {}
-        if precision is None:
-            scales = [0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(7)) for shape in ((3, 4), (1, 2, 300), ())]
-            (q, k, v), of = (x.to(E4M3) for x in (q, k, v)), dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-        o, lse = tw.attention_varlen(q, k, v, cu_q, cu_k, **words, **of)
+    ENDS = [0, 20, 20, 55], [0, 150, 160, 290]
+
+    @pytest.mark.parametrize("kind", INPUTS)
+    @pytest.mark.parametrize("precision", RECIPES)
+    def test_documents_are_one_sequence(self, precision, kind):
+        """As `attention` has them by a mask; and as exact as by a call for each."""
+        q, k, v = (x[0] for x in inputs(kind, 300, 64, 4, 60))
+        cu_q, cu_k = map(torch.tensor, self.ENDS)
+        words = {"precision": precision, "return_lse": True}
+        o, lse = tw.attention_varlen(q, k, v, cu_q, cu_k, causal=True, **words)
         assert not o[55:].any() and (lse[:, 55:] == -math.inf).all()
+        mask = tw.Documents(*self.ENDS, inner=Causal())
+        whole, whole_lse = tw.attention(q[None], k[None], v[None], mask=mask, **words)
+        assert torch.equal(o, whole[0]) and torch.equal(lse, whole_lse[0])
+        exact, exact_lse = tw.attention_varlen(*(x.double() for x in (q, k, v)), cu_q, cu_k, causal=True, return_lse=True)
+        alone, alone_lse = torch.zeros_like(o), torch.full_like(lse, -math.inf)
+        for a, b, c, e in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            of_one = tw.attention(q[None, a:b], k[None, c:e], v[None, c:e], causal=True, **words)
+            alone[a:b], alone_lse[:, a:b] = (x[0] for x in of_one)
+        assert off(o, exact) < 1.25 * off(alone, exact)  # of so few rows: some per cent of many
+        seen = exact_lse.isfinite()
+        assert (lse - exact_lse)[seen].square().mean() < 1.5 * (alone_lse - exact_lse)[seen].square().mean()
+
+    @pytest.mark.parametrize("precision", RECIPES)
+    @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+    def test_what_lies_behind_the_last_document_is_not_there(self, precision, garbage):
+        q, k, v = (x[0] for x in qkv(seqlen_q=60, seqlen_k=300))
+        ends = list(map(torch.tensor, self.ENDS))
+        want = tw.attention_varlen(q, k, v, *ends, precision=precision)
+        behind = [x.clone() for x in (q, k, v)]
+        for x, end in zip(behind, (55, 290, 290), strict=True):
+            x[end:] = garbage
+        mask = tw.Documents(*self.ENDS)
+        assert torch.equal(tw.attention_varlen(*behind, *ends, precision=precision), want)
+        assert torch.equal(tw.attention(*(x[None] for x in behind), mask=mask, precision=precision)[0], want)
+        nowhere = torch.zeros(4, dtype=torch.int32)
+        assert not tw.attention_varlen(*behind, nowhere, nowhere, precision=precision).any()
+
+    def test_documents_with_scales_are_calls_of_their_own(self):
+        q, k, v = (x[0].to(E4M3) for x in qkv(seqlen_q=60, seqlen_k=300))
+        scales = [0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(7)) for shape in ((3, 4), (1, 2, 300), ())]
+        of = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+        cu_q, cu_k = map(torch.tensor, self.ENDS)
+        o, lse = tw.attention_varlen(q, k, v, cu_q, cu_k, **of, causal=True, return_lse=True)
         for d, (a, b, c, e) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
-            each = {"q_scale": of["q_scale"][d : d + 1], "k_scale": of["k_scale"][:, :, c:e], "v_scale": of["v_scale"]} if of else {}
-            alone, alone_lse = tw.attention(q[None, a:b], k[None, c:e], v[None, c:e], **words, **each)
+            each = {"q_scale": of["q_scale"][d : d + 1], "k_scale": of["k_scale"][:, :, c:e], "v_scale": of["v_scale"]}
+            alone, alone_lse = tw.attention(q[None, a:b], k[None, c:e], v[None, c:e], causal=True, return_lse=True, **each)
             assert torch.equal(o[a:b], alone[0]) and torch.equal(lse[:, a:b], alone_lse[0])
+
+    @pytest.mark.parametrize("shapes", [((), (), ()), ((1, 4), (1, 2), (1, 2)), ((1, 4, 60), (1, 2, 300), (1, 2, 300))])
+    def test_documents_with_one_set_of_scales(self, shapes):
+        """One call, whose tiles of keys are not those of each document."""
+        q, k, v = (x[0].to(E4M3) for x in qkv(seqlen_q=60, seqlen_k=300))
+        scales = [0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(7)) for shape in shapes]
+        of, ends = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)), list(map(torch.tensor, self.ENDS))
+        o, lse = tw.attention_varlen(q, k, v, *ends, **of, causal=True, return_lse=True)
+        same, same_lse = tw.attention_varlen(q, k, v, *ends, **of, causal=True, return_lse=True, backend="reference")
+        seen = same_lse.isfinite()
+        assert off(o, same) < 0.04 and (lse - same_lse)[seen].abs().max() < 1e-4 and torch.equal(lse.isfinite(), seen)
+
+    @pytest.mark.parametrize("precision", RECIPES)
+    def test_keys_that_are_not_used_do_not_count(self, precision):
+        q, k, v = (x[0] for x in qkv(seqlen_q=60, seqlen_k=300))
+        (cu_q, cu_k), used = map(torch.tensor, self.ENDS), torch.tensor([100, 10, 90])
+        want = tw.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, precision=precision)
+        k[100:150], v[250:290] = 1e30, 1e30
+        assert torch.equal(tw.attention_varlen(q, k, v, cu_q, cu_k, seqused_k=used, precision=precision), want)
 
     def test_gradients(self):
         leaves = [x[0].requires_grad_() for x in qkv(seqlen_q=60, seqlen_k=60)]
@@ -522,6 +576,28 @@ class TestCaches:
     def test_bad_arguments(self, changes, message):
         with pytest.raises(ShapeError, match=message):
             tw.decode(**({"q": Q, "k_cache": K8, "v_cache": V8} | changes))
+
+
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_a_needle_is_found(way):
+    problem = needles(2048, 128)
+    assert not not_found(attend_by(way, problem), problem)
+
+
+def test_a_needle_that_is_not_there_is_not_found():
+    """A V of other channels, and scores that no longer stand out."""
+    problem = needles(2048, 128)
+    shifted = problem.v.roll(1, 1)
+    assert len(not_found(attend_by("int8", replace(problem, v=shifted)), problem)) == QUERIES
+    flat = attend_by("int8", replace(problem, q=0.4 * problem.q))
+    assert len(not_found(flat, problem)) == QUERIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_a_needle_is_found_among_many(way):
+    problem = needles(1 << 15, 128, seed=1)
+    assert not not_found(attend_by(way, problem), problem)
 
 
 # How much less wrong than e4m3 with a scale a tensor, for keys by length: what the design expects, less what chance does over 16 heads.

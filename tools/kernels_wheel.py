@@ -3,8 +3,8 @@
     python tools/kernels_wheel.py                                      # all that ships, into dist/
     python tools/kernels_wheel.py --head-dim 64,128 --dtype bf16       # less
 
-A kernel takes five seconds; all of them, on two cores, twenty minutes. What is compiled is kept in build/kernels under a digest of what it is
-made from, so that a run that was stopped goes on, and after a change only what it reached is compiled.
+A kernel takes five seconds; all of them, on two cores, three quarters of an hour. What is compiled is kept in build/kernels under a digest of what
+it is made from, so that a run that was stopped goes on, and after a change only what it reached is compiled.
 
 The DSL compiles a launch function for the processor that it runs on, and to call its runtime library, which may not be handed on. So the function
 leaves the DSL as LLVM's text, and zig (from PyPI) compiles it for any x86-64-v2 processor and glibc 2.17, together with kernels/launch.c in place of
@@ -25,6 +25,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,8 @@ from tilewise.sm90 import cache, jit, prebuilt
 ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 40_000_000
 HEAD_DIMS, DTYPES, MASKS = "64,96,128,192/128,256", "bf16,fp16", "full,band,runs"
+LATENT = "576/512"  # of caches, which decoding alone takes
+IN_EIGHT_BITS, PRECISIONS = ("64", "128", "256"), ("int8", "fp8")  # head dims and recipes of attention, forward, under one band
 LAUNCH = ROOT / "tools/kernels/launch.c"
 BUILD = ROOT / "build/kernels"
 TARGET = ["-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64_v2", "-fPIC"]
@@ -77,11 +80,23 @@ def kernels(wanted: Iterable[Problem]) -> list[warmup.Kernel]:
     return list(dict.fromkeys(kernel for problem in wanted for kernel in warmup.of_problem(problem)))
 
 
+def of_eight_bits(wanted: Iterable[Problem]) -> list[warmup.Kernel]:
+    """The kernels of the forward pass in 8 bits, quantiser and all, for those of the problems that are often computed so."""
+    dims = [(int(dim), int(dim)) for dim in IN_EIGHT_BITS]
+    alike = [replace(each, grad=False) for each in wanted if (each.head_dim, each.head_dim_v) in dims and each.mask in ("full", "band")]
+    return kernels(replace(each, precision=precision) for each in alike for precision in PRECISIONS)
+
+
 def of_decode(wanted: Iterable[Problem]) -> list[warmup.Kernel]:
     """The kernels that decode, where the problems' masks are such as they take."""
     return warmup.of_decode(
         warmup.Cell(each.head_dim, each.head_dim_v, each.dtype, mask) for each in wanted for mask in warmup.MASKS[each.mask]
     )
+
+
+def table(wanted: list[Problem], latent: Iterable[Problem] = ()) -> list[warmup.Kernel]:
+    """All that the wheel holds for these problems, each once; latent: those of which there are kernels that decode only."""
+    return list(dict.fromkeys([*kernels(wanted), *of_eight_bits(wanted), *of_decode([*wanted, *latent])]))
 
 
 def zig() -> Path:
@@ -190,7 +205,7 @@ def main() -> int:
     given = parser.parse_args()
     os.environ["TILEWISE_CACHE"] = "0"
     wanted = list(problems(given.head_dim, given.dtype, given.mask, not given.forward))
-    todo = [*kernels(wanted), *of_decode(wanted)]
+    todo = table(wanted, [*problems(LATENT, given.dtype, "full", grad=False)] if given.head_dim == HEAD_DIMS else [])
     if given.list:
         for kernel in todo:
             print(*warmup.describe(kernel))

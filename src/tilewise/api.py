@@ -92,9 +92,11 @@ def attention(
         ValueError: a number, flag or name out of its range.
         UnsupportedError: no backend, or not the one asked for, can run this.
     """
-    options = (causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse)
+    options = (causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None, None)
-    usual = return_max_logits is False and out is None and precision is q_scale is k_scale is v_scale is None
+    if not q_scale is k_scale is v_scale is None:
+        beside = *beside, q_scale, k_scale, v_scale
+    usual = return_max_logits is False and out is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         if known.draws:
             beside = bias, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), None, None

@@ -109,11 +109,9 @@ def decode(
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
     """
     where = cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree
-    tensors = q, k_cache, v_cache, *where, alibi_slopes, sink, k_scale, v_scale
+    tensors = q, k_cache, v_cache, *where, alibi_slopes, sink, k_scale, v_scale, k, v, rotary_cos, rotary_sin, out
     options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check
-    usual = k is v is rotary_cos is rotary_sin is out is None
-    if usual and (known := decode_repeats.find(tensors, options)) is not None:
-        results = known(tensors)
+    if (known := decode_repeats.find(tensors, options)) is not None and (results := known(tensors)) is not None:
         return results if return_lse else results[0]
     packed = cu_seqlens_q is not None
     check_tensor("q", q, ("total_q", "heads_q", "head_dim") if packed else ("batch", "seqlen_q", "heads_q", "head_dim"))
@@ -195,8 +193,7 @@ def decode(
         check=check,
     )
     o, lse = decode_operator.run(asked)
-    if usual:
-        decode_repeats.remember(tensors, options, asked)
+    decode_repeats.remember(tensors, options, asked)
     o = o if out is None else out.copy_(o)
     return (o, lse) if return_lse else o
 

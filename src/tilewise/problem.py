@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -245,10 +245,13 @@ def _scaled(scale: Tensor | None, tokens: int) -> str:
     return "head" if scale.dim() == 2 else "token" if scale.shape[2] == tokens else "tile"
 
 
-def with_tensors(call: DecodeCall, tensors: dict[str, Tensor | None]) -> DecodeCall:
+Fielded = TypeVar("Fielded", DecodeCall, AppendCall)
+
+
+def with_fields(call: Fielded, fields: dict) -> Fielded:
     """The call with some fields replaced: as `dataclasses.replace`, in a fifth of its time."""
-    other = object.__new__(DecodeCall)
-    object.__setattr__(other, "__dict__", {**call.__dict__, **tensors})
+    other = object.__new__(type(call))
+    object.__setattr__(other, "__dict__", {**call.__dict__, **fields})
     return other
 
 

@@ -46,7 +46,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
-    Equal to a loop of `attention` over the documents; `causal` and `mask` apply within each document, with its own lengths.
+    Equal to a loop of `attention` over the documents, with `precision` to within its error; `causal` and `mask` apply within each document, with its
+    own lengths.
 
     Args:
         q: (total_q, heads_q, head_dim).  k: (total_k, heads_k, head_dim).  v: (total_k, heads_k, head_dim_v).
@@ -64,9 +65,10 @@ def attention_varlen(
             v_scale are decode's then.
         q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
-    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q) or
-    numbers of 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count positions in the document,
-    whose index is added to dropout_offset.
+    The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q), scales
+    (documents, heads), or seqused_k in 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers then count
+    positions in the document, whose index is added to dropout_offset. Otherwise `precision` quantises all documents as one sequence, by one set of
+    scales: O is as exact as by a call for each (docs/numerics.md), but not the same to the bit, where it depends on the documents beside.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also
@@ -83,10 +85,11 @@ def attention_varlen(
         where = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
         scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         return decode(q, k, v, **where, **scores, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
-    options = causal, scale, softcap, dropout_p, deterministic, backend, mask, return_lse
+    options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
     tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
+    if not q_scale is k_scale is v_scale is None:
+        beside = *beside, q_scale, k_scale, v_scale
     usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
-    usual = usual and precision is q_scale is k_scale is v_scale is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         if known.draws:
             beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
@@ -114,11 +117,12 @@ def attention_varlen(
         deterministic=deterministic,
         backend=backend,
     )._replace(row_max=return_max_logits)
-    in_eight_bits = precision is not None or q.dtype in errors.EIGHT_BITS
-    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "apart": in_eight_bits}
+    in_eight_bits, scales = precision is not None or q.dtype in errors.EIGHT_BITS, (q_scale, k_scale, v_scale)
+    apart = in_eight_bits and (seqused_k is not None or any(map(_of_documents, scales)))
+    changes = {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "apart": apart}
     given = documents(given, cu_seqlens_q, cu_seqlens_k, combine(causal, mask), **changes)
     if in_eight_bits or not q_scale is k_scale is v_scale is None:
-        given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out, cu_seqlens_q.shape[0] - 1)
+        given = eight_bits(given, precision, scales, out, cu_seqlens_q.shape[0] - 1)
     if out is not None:
         check_out(out, given, packed=True)
     o, lse, row_max = operator.attend(given, None if out is None else out[None])
@@ -130,6 +134,11 @@ def attention_varlen(
         largest = largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
         return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o
+
+
+def _of_documents(scale: Tensor | None) -> bool:
+    """Whether a scale, which nobody has checked, is another one for each document."""
+    return isinstance(scale, Tensor) and scale.dim() == 2 and scale.shape[0] != 1
 
 
 def _check_paged(

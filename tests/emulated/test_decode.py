@@ -13,11 +13,11 @@ from emulator.machine import PACES
 
 import tilewise
 from tilewise.backends.hopper import short
+from tilewise.backends.hopper.decode import append_call, prefix, repeat, workspace
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
-from tilewise.runtime import cache_values, decode_operator, decode_repeats
+from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats
 
 pytestmark = NEEDED
 
@@ -27,6 +27,19 @@ QUICK = [
     DecodeCase(lengths=(0, 1, 63, 64, 65, 300)),
     DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
     DecodeCase(lengths=(70, 0, 140), queries=5, page=4),
+]
+CHUNKS = [  # several units a key head, of which later ones see later keys; two warpgroups, but for the last two
+    DecodeCase(lengths=(170, 20, 100), queries=(100, 1, 40), heads=(4, 1), page=16),
+]
+CHUNKS_TOO = [
+    DecodeCase(lengths=(300, 170, 20), queries=70, heads=(2, 1)),
+    DecodeCase(lengths=(400, 100, 500, 9), queries=(130, 1, 90, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
+    DecodeCase(lengths=(350, 100), queries=200, heads=(3, 1), mask=Causal(offset=-2), page=5),
+    DecodeCase(lengths=(350, 300), queries=(300, 1), heads=(2, 2), dims=(128, 128), page=64, mask=SlidingWindow(80, 30)),
+    DecodeCase(lengths=(350, 300), queries=(200, 1), heads=(1, 1), mask=Full(), dims=(192, 128), page=64),
+    DecodeCase(lengths=(70, 300), queries=90, tree=20, leftpad=(0, 100), dims=(96, 96)),
+    DecodeCase(lengths=(350, 100), queries=70, heads=(3, 1), dims=(256, 256)),
+    DecodeCase(lengths=(400, 130), queries=(150, 0), heads=(8, 2), dims=(256, 256), mask=SlidingWindow(100, 0), page=16),
 ]
 WIDE = [
     DecodeCase(lengths=(300, 17, 0), page=16),
@@ -50,7 +63,7 @@ def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = US
     return found
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
+@pytest.mark.parametrize("case", [*QUICK, *CHUNKS, *(pytest.param(case, marks=pytest.mark.slow) for case in (*CHUNKS_TOO, *WIDE))], ids=str)
 def test_cases(case):
     call = made(case)
     results = [run(call, pace, seed) for seed, pace in enumerate(PACES)]
@@ -144,6 +157,36 @@ def test_pieces_of_a_fixed_size():
         assert torch.equal(alone, o[1:2]) and torch.equal(of_alone, lse[1:2])
 
 
+@pytest.mark.parametrize("mask", [Causal(), pytest.param(SlidingWindow(60, 0), marks=pytest.mark.slow)], ids=str)
+def test_pieces_of_a_fixed_size_of_chunks(mask):
+    """Bits depend neither on how rows are cut nor on the batch; one unit may have one piece, and another so many that groups come first."""
+    call = made(DecodeCase(lengths=(420, 130), queries=(80, 2), heads=(2, 1), split=64, mask=mask, page=16))
+    grouped = {"most_pieces": 3, "group": 2}
+    found = run(call, **grouped)
+    held(call, *found)
+    narrow = {"consumers": 1} | grouped
+    for others in (narrow, narrow | {"rising": False}):
+        assert all(map(torch.equal, found, run(call, slots=7, **others)))
+    alone = replace(
+        call,
+        q=call.q[80:82],
+        cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
+        max_seqlen_q=2,
+        **{name: getattr(call, name)[1:] for name in ("seqlens", "page_table")},
+    )
+    o, lse = run(alone, **grouped)
+    assert torch.equal(o, found[0][80:82]) and torch.equal(lse, found[1][:, 80:82])
+
+
+def test_keys_that_only_later_units_see():
+    """May hold anything: they do not reach the rows of earlier ones."""
+    call = made(DecodeCase(lengths=(300,), queries=200, heads=(2, 1)))
+    spoiled = replace(call, v_cache=call.v_cache.index_fill(1, torch.tensor([299]), torch.nan))
+    (o, lse), (o_spoiled, lse_spoiled) = run(call), run(spoiled)
+    assert torch.equal(lse, lse_spoiled)
+    assert torch.equal(o[:, :192], o_spoiled[:, :192]) and o_spoiled[:, 199].isnan().all()
+
+
 def test_columns_of_key_heads():
     """Thread blocks side by side have the key heads of the same tokens, one each or several; queries and pieces are as in one row."""
     call = made(DecodeCase(lengths=(400, 0, 65), queries=(2, 40, 3), heads=(8, 4)))
@@ -176,6 +219,26 @@ def test_many_pieces(group):
         held(call, *found)
     for i, found in enumerate(results[2:]):
         assert all(map(torch.equal, results[i % 2], found))
+
+
+@pytest.mark.parametrize("length", [900, pytest.param(1900, marks=pytest.mark.slow)])
+def test_many_pieces_of_few_rows(length):
+    """A row a warp: its pieces are added up in halves, one of which may have none."""
+    call = made(DecodeCase(lengths=(length, 3, 0), heads=(3, 1), dims=(64, 40), queries=(1, 1, 0), sink=True))
+    results = [run(call, pace, seed, slots, Cut(numbers=1 << 20)) for seed, pace in enumerate(PACES) for slots in (32, 5)]
+    for found in results[:2]:
+        held(call, *found)
+    for i, found in enumerate(results[2:]):
+        assert all(map(torch.equal, results[i % 2], found))
+
+
+@pytest.mark.parametrize("rows", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_units_of_few_rows(rows):
+    """Several of a key head, where a tile would hold all rows; and registers left for another launch."""
+    call = made(DecodeCase(lengths=(200, 3, 70), queries=(3, 1, 0), heads=(8, 2), page=16))
+    found = run(call, slots=12, unit_rows=rows, room=True)
+    held(call, *found)
+    assert all(map(torch.equal, found, run(call, "lazy", slots=12, unit_rows=rows, room=True)))
 
 
 @pytest.mark.slow
@@ -259,6 +322,30 @@ def test_public_calls_like_one_before(on_gpu, monkeypatch):
     monkeypatch.setattr(repeat, "_key", None)
     for lengths in (call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
         held(replace(call, seqlens=lengths), *tilewise.decode(**given, cache_seqlens=lengths))
+    decode_repeats.forget()
+
+
+def test_public_calls_with_new_tokens_like_one_before(on_gpu, monkeypatch):
+    """They are written by the appending kernel that the first one found, where each sequence ends now."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+    monkeypatch.setattr(append_operator, "_backend", lambda _: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    monkeypatch.setattr(append_call, "_KNOWN", {})
+    decode_repeats.forget()
+    call = made(DecodeCase(lengths=(1, 63, 64, 65, 300)))
+    for first in (1, 2):
+        lengths = torch.where(call.seqlens > first, call.seqlens - first, 0)
+        k, v = (torch.stack([x[b, n : n + 1] for b, n in enumerate(lengths.tolist())]) for x in (call.k_cache, call.v_cache))
+        grown = replace(call, seqlens=lengths + 1)
+        spoiled = [x.clone() for x in (call.k_cache, call.v_cache)]
+        for x in spoiled:
+            for b, n in enumerate(lengths.tolist()):
+                x[b, n:] = torch.nan
+        given = {"q": call.q, "k_cache": spoiled[0], "v_cache": spoiled[1], "k": k, "v": v, "return_lse": True}
+        held(grown, *tilewise.decode(**given, cache_seqlens=lengths))
+        monkeypatch.setattr(decode_operator, "run", None)
+        monkeypatch.setattr(append_operator, "run", None)
+    assert len(decode_repeats._KNOWN) == 1
     decode_repeats.forget()
 
 

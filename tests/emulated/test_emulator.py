@@ -46,6 +46,24 @@ def run(body, threads=32, blocks=1, n=0, pace="random", seed=0, x=None, end=STOR
     return x.tolist()
 
 
+@pytest.mark.parametrize("more", [208, 216])
+def test_warps_share_out_the_registers_of_their_launch(more):
+    """Three warpgroups of 168 a thread each, of which the first gives 80 back and the others take 40, or more than there are."""
+    body = f"""
+    setp.lt.u32 %p1, %r2, 128;
+    @%p1 bra LESS;
+    setmaxnreg.inc.sync.aligned.u32 {more};
+    bra.uni OUT;
+    LESS: setmaxnreg.dec.sync.aligned.u32 88;
+    OUT: mov.u32 %r9, 1;
+    """
+    if more == 208:
+        assert run(body, threads=384) == [1] * 384
+    else:
+        with pytest.raises(Fault, match="and their launch has 168 each: one waits for ever"):
+            run(body, threads=384)
+
+
 def test_threads_go_ways_of_their_own():
     """A loop that lane i leaves after i rounds, an inner branch, and labels of two blocks with the same names."""
     count = """
@@ -75,6 +93,14 @@ def test_threads_go_ways_of_their_own():
         ("redux.sync.max.s32 %r9, %r2, -1;", [31] * 32),
         ("elect.sync %r3|%p1, -1;\n selp.b32 %r9, 5, %r3, %p1;", [5] + [0] * 31),
         ("sub.s32 %r9, %r2, 3;\n max.relu.s32 %r9, %r9, 2;\n", [max(i - 3, 2) for i in range(32)]),
+        *(  # halves: NaN (bits 7FFF) and infinity, 2 and -3
+            (
+                f"mov.b32 %r3, {0x7FFF << 16 | two};\n mov.b32 %r4, {infinity << 16 | minus_three};\n {name}.{kind}x2 %r9, %r3, %r4;",
+                [want] * 32,
+            )
+            for kind, two, infinity, minus_three in (("bf16", 0x4000, 0x7F80, 0xC040), ("f16", 0x4000, 0x7C00, 0xC200))
+            for name, want in (("max", infinity << 16 | two), ("min", infinity << 16 | minus_three))
+        ),
         ("shl.b32 %r9, 1, %r2;\n shr.u32 %r9, %r9, 30;\n", [0] * 30 + [1, 2]),
         ("sub.s32 %r3, 4, %r2;\n mul.hi.s32 %r9, %r3, 1073741824;\n", [(4 - i) >> 2 for i in range(32)]),
         ("sub.s32 %r3, %r2, 9;\n div.s32 %r9, %r3, 4;\n", [int((i - 9) / 4) for i in range(32)]),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from eight_bits_problems import NEEDLE_WAYS, attend_by, needles, not_found
 from torch import Tensor
 
 import tilewise as tw
@@ -152,6 +153,15 @@ def test_sums_do_not_stop_growing(dim):
     assert (given - 10.0).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("way", NEEDLE_WAYS)
+def test_one_key_of_many_is_found(way, dim, seed):
+    """131,072 keys, of which each of 128 queries looks for another one: all are found, and exactly where they are (`not_found`)."""
+    problem = needles(1 << 17, dim, seed, DEVICE)
+    assert not not_found(attend_by(way, problem), problem)
+
+
 @pytest.mark.parametrize("precision", RECIPES)
 def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(precision):
     q, k, v = (x.clone() for x in qkv(700))
@@ -170,6 +180,96 @@ def test_queries_that_are_not_finite_and_see_nothing(precision):
     o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision, return_lse=True)
     assert not o[:, :400].any() and torch.isneginf(lse[:, :, :400]).all()
     assert o[0, 600, 2].isnan().all() and o.isnan().any(-1).sum() == 1
+
+
+ENDS = (0, 300, 301, 301, 431, 931, 990), (0, 310, 330, 340, 500, 1000, 1090)
+KERNELS = 4  # of a call: intervals of keys, what all tokens decide, the quantiser, attention
+
+
+def packed(dim: int, seed: int = 0) -> list[Tensor]:
+    """(total, heads, dim), with numbers behind the last document that would be the largest by far."""
+    shapes = (ENDS[0][-1] + 30, 4, dim), (ENDS[1][-1] + 30, 2, dim), (ENDS[1][-1] + 30, 2, dim)
+    tensors = [randn(*shape, seed=3 * seed + n) for n, shape in enumerate(shapes)]
+    for x in tensors:
+        x[-30:] = 1e30
+    return tensors
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("precision", RECIPES)
+def test_packed_documents(precision, dim, mask):
+    """As the emulation has them as one sequence; twice, as the second call takes the short way."""
+    cu_seqlens = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ENDS]
+    for seed in range(2):
+        q, k, v = packed(dim, seed)
+        o, lse = tw.attention_varlen(
+            *(x.to(DEVICE) for x in (q, k, v)), *cu_seqlens, mask=MASKS[mask], precision=precision, return_lse=True
+        )
+        assert not o[ENDS[0][-1] :].any() and (lse[:, ENDS[0][-1] :] == -math.inf).all()
+        there = q[: ENDS[0][-1]], k[: ENDS[1][-1]], v[: ENDS[1][-1]]
+        call = Call(
+            **{name: x[None] for name, x in zip("qkv", there, strict=True)},
+            mask=tw.Documents(*ENDS, inner=MASKS[mask]),
+            scale=dim**-0.5,
+            precision=precision,
+        )
+        hold(o[None, : ENDS[0][-1]], lse[None, :, : ENDS[0][-1]], call)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("number", [1, 200])
+def test_how_many_kernels_documents_take(precision, number):
+    q, k, v = (x.to(DEVICE) for x in packed(128))
+    cu = torch.linspace(0, 990, number + 1).int().to(DEVICE)
+    for _ in range(2):
+        tw.attention_varlen(q, k, v, cu, cu, causal=True, precision=precision)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        tw.attention_varlen(q, k, v, cu, cu, causal=True, precision=precision)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels) <= KERNELS, kernels
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_documents_in_a_graph(precision):
+    """Their ends are read at each replay."""
+    q, k, v = (x.to(DEVICE) for x in packed(128))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ENDS)
+
+    def attend():
+        return tw.attention_varlen(q, k, v, cu_q, cu_k, causal=True, precision=precision)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for ends in (ENDS, ((0, 10, 500, 501, 600, 700, 960), (0, 100, 500, 501, 700, 800, 1050)), ((0,) * 6 + (100,), (0,) * 6 + (100,))):
+        cu_q.copy_(torch.tensor(ends[0]))
+        cu_k.copy_(torch.tensor(ends[1]))
+        graph.replay()
+        found = captured.clone()
+        assert torch.equal(found, attend())
+
+
+@pytest.mark.parametrize("per", ["tensor", "head"])
+def test_packed_tensors_in_8_bits(per):
+    """By one set of scales for all documents, in one launch, or by documents' own."""
+    tensors, scales = zip(*(tw.quantise(x[None, :-30], "fp8", per=per) for x in packed(128)), strict=True)
+    named, number = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)), len(ENDS[0]) - 1
+    cu_seqlens = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ENDS]
+    call = Call(
+        **dict(zip("qkv", tensors, strict=True)),
+        **named,
+        mask=tw.Documents(*ENDS, inner=tw.Causal()),
+        scale=128**-0.5,
+        out_dtype=torch.bfloat16,
+    )
+    for own in (False, True) if per == "head" else (False,):
+        of = {name: (x.expand(number, -1) if own else x).to(DEVICE) for name, x in named.items()}
+        o, lse = tw.attention_varlen(*(x[0].to(DEVICE) for x in tensors), *cu_seqlens, **of, causal=True, return_lse=True)
+        hold(o[None], lse[None], call, apart=1.5 if own else 1 / 3)  # tiles begin where documents do, and P is rounded otherwise
 
 
 @pytest.mark.parametrize("precision", RECIPES)

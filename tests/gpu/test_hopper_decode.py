@@ -63,6 +63,43 @@ def test_masks(mask, queries):
         checked(DecodeCase(lengths=(1, 64, 200, 1000, 3000), queries=queries, mask=mask, page=page, **BIG))
 
 
+CHUNKS = [1024, (700, 1, 0, 1, 300), (1, 1, 1, 513, 2)]
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal(), Full(), Causal(offset=-3), SlidingWindow(100, 0), SlidingWindow(1000, 0), SlidingWindow(70, 5)], ids=repr
+)
+@pytest.mark.parametrize("queries", CHUNKS, ids=str)
+def test_chunks(mask, queries):
+    """Many tokens of a sequence: each unit of rows goes over the keys that it sees."""
+    lengths = (5000, 64, 200, 1000, 3000) if isinstance(queries, int) else (5000, 64, 200, 1000, 700)
+    for page, heads in ((0, (8, 2)), (16, (4, 4)), (64, (6, 1)), (5, (8, 1))):
+        checked(DecodeCase(lengths=lengths, queries=queries, mask=mask, page=page, heads=heads, dims=(128, 128)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (72, 40)], ids=str)
+def test_chunks_of_all_dims(dims):
+    for changes in ({}, {"softcap": 9.0, "alibi": True, "sink": True}, {"split": 300}, {"dtype": torch.float16, "leftpad": (100, 0, 5)}):
+        checked(
+            DecodeCase(
+                lengths=(3000, 100, 900), queries=(700, 1, 300), heads=(8, 2), dims=dims, page=64 * ("leftpad" not in changes), **changes
+            )
+        )
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
+def test_chunks_in_pieces_of_a_fixed_size(mask):
+    """The same bits however rows are cut, and alone."""
+    call, (o, lse) = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=16, split=64, mask=mask, **BIG))
+    for others in ({"consumers": 1}, {"consumers": 1, "rising": False}, {"rising": False}):
+        assert all(map(torch.equal, (o, lse), decoding.decode(call, **others)))
+    for b, (first, last) in enumerate(((0, 700), (700, 701), (701, 1001))):
+        entry = {name: getattr(call, name)[b : b + 1] for name in ("seqlens", "page_table")}
+        cu = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")
+        alone = run(replace(call, q=call.q[first:last], cu_seqlens_q=cu, max_seqlen_q=last - first, **entry))
+        assert torch.equal(alone[0], o[first:last]) and torch.equal(alone[1], lse[:, first:last])
+
+
 @pytest.mark.parametrize(
     "changes", [{"softcap": 5.0}, {"alibi": True}, {"sink": True}, {"softcap": 9.0, "alibi": True, "sink": True}], ids=str
 )

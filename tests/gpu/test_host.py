@@ -189,6 +189,75 @@ def test_gradients_in_a_graph():
         assert same(found, run(*x))
 
 
+IN_EIGHT_BITS = "int8", "fp8", "e4m3", "e4m3 with scales"
+
+
+def in_eight_bits(kind, seed, seqlen=700, head_dim=128):
+    """q, k, v and the other arguments of a call."""
+    x = qkv(seqlen, head_dim=head_dim, seed=seed)
+    if kind in ("int8", "fp8"):
+        return x, {"precision": kind}
+    tensors, scales = zip(*(tw.quantise(each, per="head") for each in x), strict=True)
+    return tensors, dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)) if kind == "e4m3 with scales" else {}
+
+
+@pytest.mark.parametrize("options", (*OPTIONS, {"causal": True, "softcap": 5.0}), ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("kind", IN_EIGHT_BITS)
+def test_the_short_way_in_eight_bits(kind, head_dim, options):
+    (first, given), (second, others) = (in_eight_bits(kind, seed, head_dim=head_dim) for seed in (1, 2))
+    tw.attention(*first, **given, **options)
+    assert [type(short) for short in short_ways()] == [Repeat]
+    short = [tw.attention(*second, **others, **options) for _ in range(3)]
+    repeats.forget()
+    long = tw.attention(*second, **others, **options)
+    assert all(same(each, long) for each in short)
+
+
+@pytest.mark.parametrize("before", (0, 2))
+@pytest.mark.parametrize("kind", IN_EIGHT_BITS)
+def test_graphs_in_eight_bits(kind, before):
+    """Captured after so many calls like those in it, and replayed beside eager ones on another stream: nobody has another's scratch."""
+    (x, given), (other, others) = (in_eight_bits(kind, seed, 3000) for seed in (1, 2))
+    right, of_others = tw.attention(*x, causal=True, **given), tw.attention(*other, causal=True, **others)
+    repeats.forget()
+    for _ in range(before):
+        tw.attention(*x, causal=True, **given)
+    static, numbers = (
+        tuple(each.clone() for each in other),
+        {name: y.clone() if isinstance(y, torch.Tensor) else y for name, y in others.items()},
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [tw.attention(*static, causal=True, **numbers) for _ in range(3)]
+    for mine, new in zip((*static, *numbers.values()), (*x, *given.values()), strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(new)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            graph.replay()
+        eager = [tw.attention(*other, causal=True, **others) for _ in range(5)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, right) for o in outputs) and all(torch.equal(o, of_others) for o in eager)
+
+
+@pytest.mark.parametrize("kind", IN_EIGHT_BITS)
+def test_streams_that_run_at_once_in_eight_bits(kind):
+    problems = [in_eight_bits(kind, seed, 3000) for seed in range(4)]
+    expected = [tw.attention(*x, causal=True, **given) for x, given in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        for stream, (x, given) in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                results.append([tw.attention(*x, causal=True, **given) for _ in range(8)])
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, right) for mine, right in zip(results, expected, strict=True) for o in mine)
+
+
 def test_the_lse_is_not_overwritten_by_the_next_call():
     first, second = qkv(seed=1), qkv(seed=2)
     results = [tw.attention(*x, return_lse=True) for x in (first, first, second, first, second)]

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.backends.cpu import Cpu
 from tilewise.masks import Causal, Dense, SlidingWindow
-from tilewise.runtime import cache_values, decode_operator, decode_repeats, repeats
+from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats, repeats
 
 WANTED = cache_values.wanted
 
@@ -16,15 +16,25 @@ WANTED = cache_values.wanted
 class Repeating(Cpu):
     """A backend with a short way, which counts the calls that take it."""
 
-    short = 0
+    short, refuses = 0, False  # refuses: to write, for where caches lie
 
     def repeat_decode(self, call):
         def run(call):
             self.short += 1
-            o, lse = self.decode(call)
+            o, lse = self.decode(decode_operator._rotated(call) if call.rotary else call)
             return o.contiguous(), lse.contiguous()
 
         return run
+
+    def repeat_append(self, call):
+        def write(call):
+            if self.refuses:
+                return None
+            append_operator._append(append_operator.Operands(**vars(call), check=False))
+            more = call.k.shape[1] if call.cu_seqlens is None else call.cu_seqlens.diff()
+            return (call.cache_seqlens + more).int()
+
+        return write
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +42,7 @@ def backend(monkeypatch):
     """As on a GPU: values are read where the caller or the environment asks."""
     found = Repeating()
     monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: found)
+    monkeypatch.setattr(append_operator, "_backend", lambda _: found)
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: WANTED(torch.device("cuda"), check))
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
     decode_repeats.forget()
@@ -103,6 +114,52 @@ def test_the_short_way_has_the_bits_of_the_long_way(make, more, backend, monkeyp
     assert len(decode_repeats._KNOWN) == 1
 
 
+def new(seed, *shape, **more):
+    return {"k": drawn(*shape, seed=seed + 7), "v": drawn(*shape, seed=seed + 8), "out": torch.full((2, 3, 4, 8), -1.0)} | more
+
+
+def tables(seed):
+    angles = drawn(12, 3, seed=seed + 20)
+    return {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+
+
+WRITTEN = {
+    "contiguous": (contiguous, lambda seed: new(seed, 2, 3, 2, 8, cache_seqlens=ints(2, 9 - seed))),
+    "paged, rotated": (paged, lambda seed: new(seed, 2, 3, 2, 8, cache_seqlens=ints(2, 9 - seed), **tables(seed), interleaved=True)),
+    "packed": (packed, lambda seed: new(seed, 6, 2, 8, cache_seqlens=ints(2, 7 - seed), out=None, return_lse=True)),
+    "fewer than queries": (contiguous, lambda seed: new(seed, 2, 1, 2, 8, cache_seqlens=ints(2, 9), cache_batch_idx=ints(1, 0), out=None)),
+    "queries rotated": (contiguous, tables),
+    "out": (contiguous, lambda seed: {"out": torch.full((2, 3, 4, 8), -1.0)}),
+}
+
+
+@pytest.mark.parametrize("make, more", WRITTEN.values(), ids=WRITTEN)
+def test_the_short_way_writes_what_the_long_way_does(make, more, backend, monkeypatch):
+    tensors, given = make()
+    tw.decode(*tensors, **given | more(0))
+    for seed in (1, 2):
+        (q, *caches), given = make(seed)
+        with monkeypatch.context() as patched:
+            patched.setattr(decode_operator, "run", None)
+            short = tw.decode(q, *(x1 := [x.clone() for x in caches]), **(options := given | more(seed)))
+        assert backend.short == seed and (options.get("out") is None or short is options["out"])
+        kept = dict(decode_repeats._KNOWN)
+        decode_repeats.forget()
+        wanted = tw.decode(q, *caches, **given | more(seed))
+        decode_repeats._KNOWN.update(kept)
+        assert all(map(torch.equal, (*results(short), *x1), (*results(wanted), *caches)))
+    assert len(decode_repeats._KNOWN) == 1
+
+
+def test_caches_that_the_short_way_cannot_write_are_written_by_the_long_way(backend):
+    (q, *caches), given = contiguous()
+    given |= new(0, 2, 3, 2, 8, cache_seqlens=ints(2, 9))
+    wanted = tw.decode(q, *(x.clone() for x in caches), **given).clone()
+    backend.refuses = True
+    tw.decode(q, *caches, **given)
+    assert torch.equal(given["out"], wanted) and backend.short == 0
+
+
 def strided(x, dim=-1):
     """x's numbers with other steps between them."""
     return torch.stack((x, x), dim).select(dim, 0)
@@ -148,6 +205,7 @@ def changes():
         (q, k.clone(), v.clone()),
         {"cache_seqlens": ints(5, 9), "k": drawn(2, 3, 2, 8, seed=7), "v": drawn(2, 3, 2, 8, seed=8)},
     )
+    yield "tables", (q, k, v), tables(0)
     yield "a negative view", (torch._neg_view(q), k, v), {}
 
 
@@ -381,4 +439,4 @@ def test_it_does_not_grow_without_end(monkeypatch):
 def test_options_and_tensors_are_arguments_of_decode():
     names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
     known = {"cache_seqlens" if name == "seqlens" else name for name in decode_repeats.Given._fields + decode_repeats.Options._fields}
-    assert known < names and names - known == {"k", "v", "rotary_cos", "rotary_sin", "out"}
+    assert known == names

@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tilewise import attention, quantise
 from tilewise.backends import eight_bits
 from tilewise.backends.reference import Reference
 from tilewise.backends.tiled import Tiled
+from tilewise.bench.eight_bits import inputs
 from tilewise.masks import Full, Mask
 from tilewise.problem import Call
 
 E4M3, FULL = torch.float8_e4m3fn, Full()
+TILE = eight_bits.TILE
 MOST_ERROR = 1.1  # over the emulation's: P lies on the other side of a boundary between two numbers of e4m3 now and then
 MOST_OF_LSE = 1e-3  # in powers of e: with integers, the constant that leaves the exponent is rounded
 
@@ -84,3 +87,51 @@ def held(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None) -> N
 
 def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+NEEDLE_WAYS = "fp8", "int8", "int8_qk", "e4m3, per tensor"
+QUERIES, LEAD = 128, 7.0  # a needle's score over the logarithm of all others' sum: its weight is 0.999
+MOST_OFF = 0.1  # of O from the needle's V, relative
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Queries that each look for one key among all: another one, so that they try as many places. Others are normal with outliers
+    (FlashAttention-3, section 4.3).
+    """
+
+    q: Tensor  # (1, QUERIES, 1, dim), bf16
+    k: Tensor  # (1, keys, 1, dim)
+    v: Tensor
+    at: Tensor  # (QUERIES,): each query's needle; the first and the last key and those beside a tile's end among them
+
+
+def needles(keys: int, dim: int, seed: int = 0, device: str = "cpu") -> Needles:
+    q, k, v = (x[0, :, 0].to(device) for x in inputs("outliers", keys, dim, 1, QUERIES, seed))
+    ends = torch.tensor([0, TILE - 1, TILE, keys - TILE, keys - 1])
+    others = torch.randperm(keys, generator=torch.Generator().manual_seed(seed))
+    at = torch.cat((ends, others[~torch.isin(others, ends)]))[:QUERIES].to(device)
+    scale, wide = dim**-0.5, q.double()
+    sums = (scale * wide @ k.double().T).logsumexp(-1)
+    k[at] = (wide * ((sums + LEAD) / (scale * wide.square().sum(-1)))[:, None]).bfloat16()
+    weights = (scale * wide @ k.double().T).softmax(-1).gather(1, at[:, None])
+    assert bool((weights > 0.99).all())
+    return Needles(*(x[None, :, None] for x in (q, k, v)), at)
+
+
+def attend_by(way: str, problem: Needles) -> Tensor:
+    """O (QUERIES, dim), by one of NEEDLE_WAYS."""
+    tensors = problem.q, problem.k, problem.v
+    if way in eight_bits.RECIPES:
+        return attention(*tensors, precision=way)[0, :, 0]
+    tensors, scales = zip(*(quantise(x, "fp8", per="tensor") for x in tensors), strict=True)
+    return attention(*tensors, **dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)))[0, :, 0]
+
+
+def not_found(o: Tensor, problem: Needles) -> list[int]:
+    """Needles whose V is not, of all keys', the nearest to O, or is further from it than MOST_OFF of its norm."""
+    o, v = o.double(), problem.v[0, :, 0].double()
+    apart = torch.cdist(o, v)
+    least, nearest = apart.min(1)
+    found = (nearest == problem.at) & (least <= MOST_OFF * v[problem.at].norm(dim=-1))
+    return problem.at[~found].tolist()

@@ -128,6 +128,8 @@ DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64
 DECODE += [((576, 512), 64, {}), ((576, 512), 8, DECODE_CHANGES)]
 DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
 DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
+DECODE_CHUNK = {"rising": True, "consumers": 2} | decoding.CHUNK
+DECODE.append(((128, 128), 64, {"ragged": True} | DECODE_CHUNK))
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 DECODE.append(((128, 128), 64, {"cached": (E4M3, E4M3), "scales": ("head", "head")}))
 DECODE_TOO = [
@@ -151,6 +153,12 @@ DECODE_TOO += [(dims, 0, {"out": torch.float32}) for dims in decoding.LATENT_TIL
 DECODE_TOO += [
     ((256, 256), 16, changes) for changes in ({"tree": True}, {"tree": True, "split": True}, {"tree": True, "cached": (E4M3, E4M3)})
 ]
+DECODE_TOO += [
+    (dims, page, DECODE_CHUNK | changes)
+    for dims in decoding.WIDE
+    for page, changes in ((16, DECODE_CHANGES), (0, {"split": True, "onto": True, "tree": True}), (0, {}), (8, {"out": torch.float32}))
+]
+DECODE_TOO += [(dims, page, {"rising": True} | DECODE_CHANGES) for dims in decoding.TILES for page in (4, 16)]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]
@@ -217,7 +225,7 @@ def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tupl
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
     fields = {"tokens_k": tokens[0], "tokens_v": tokens[1]}
-    config = eight_bits.QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim, **fields)
+    config = eight_bits.configure_quantiser(torch.int8, torch.int8, head_dim, **fields)
     return Kernel(f"transposer {head_dim} {tokens}", eight_bits_call.TRANSPOSE, eight_bits_call.transpose_arguments, config)
 
 
@@ -227,7 +235,7 @@ def of_wide_values(dims: tuple[int, int], sees: str, long: bool, changes: dict) 
 
 
 def of_quantiser(dtype: torch.dtype, head_dim: int, values: bool) -> Kernel:
-    config = eight_bits.QuantiserConfig(given=torch.bfloat16, dtype=dtype, head_dim=head_dim, values=values)
+    config = eight_bits.configure_quantiser(torch.bfloat16, dtype, head_dim, values=values)
     return Kernel(f"quantiser {dtype} {head_dim}", eight_bits_call.QUANTISE, eight_bits_call.quantiser_arguments, config)
 
 

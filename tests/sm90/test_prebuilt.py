@@ -45,6 +45,17 @@ def wheel(tool, exported, small, tmp_path_factory) -> Path:
         return tool.write(tmp_path_factory.mktemp("dist"), {kernel: tool.entry(kernel) for kernel in kernels})
 
 
+def test_what_the_wheel_holds(tool):
+    """Each kernel once: of the passes, of decoding with its kinds, and of attention in 8 bits, where that is asked for at all."""
+    wanted, latent = list(tool.problems("64,128", "bf16")), list(tool.problems(tool.LATENT, "bf16", "full", grad=False))
+    found = tool.table(wanted, latent)
+    names = [warmup.describe(kernel)[0] for kernel in found]
+    assert len(found) == len(set(found)) and {"forward", "backward", "decode", "latent", "append", "quantiser", "eight_bits"} <= set(names)
+    assert names.count("quantiser") == len(tool.PRECISIONS) * 2 and set(warmup.of_problem(PROBLEM)) <= set(found)
+    assert {each.head_dim for each in (kernel.config for kernel in found) if hasattr(each, "head_dim")} == {64, 128, 576}
+    assert "eight_bits" not in {warmup.describe(kernel)[0] for kernel in tool.table(list(tool.problems("96", "bf16", "band")))}
+
+
 def forget() -> None:
     for each in (prebuilt.folder, prebuilt.why_not, jit.compiled):
         each.cache_clear()

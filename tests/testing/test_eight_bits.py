@@ -37,6 +37,17 @@ def test_what_is_rounded_once_passes_and_what_is_coarser_does_not():
         )
 
 
+def test_a_sink_is_in_the_denominator():
+    """Of rows without keys, too."""
+    call = replace(CALL, q=torch.cat((CALL.q, CALL.q[:, :20]), 1), sink=torch.tensor([0.5, 30.0]))
+    o, lse = eight_bits.naive(call)
+    assert 0.3 < eight_bits.check_outputs(call, o.bfloat16(), lse.float()) < 0.6
+    assert not o[:, :20].any() and torch.equal(lse[0, :, :20], call.sink[:, None].double().expand(2, 20))
+    without = eight_bits.naive(replace(call, sink=None))
+    with pytest.raises(AssertionError, match="^(o|lse)"):
+        eight_bits.check_outputs(call, without[0].bfloat16(), without[1].float())
+
+
 def test_products_are_cut_off_at_thirteen_bits():
     """Numbers that fit are exact; of 1 and 31 numbers below its thirteenth bit only the 1 is left, and what cancels is not."""
     p, v = torch.ones(1, 64, dtype=torch.float64), torch.zeros(64, 3, dtype=torch.float64)

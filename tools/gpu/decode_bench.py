@@ -1,6 +1,6 @@
 """Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,merge,fp8,latent,features,sweep]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,chunks,merge,fp8,latent,features,sweep]
 
 How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
 calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once, a latent cache once
@@ -106,13 +106,10 @@ class Bench:
         best = next(iter(ranked.values()))
         self.note(kind=kind, **vars(cell), best_TBps=round(size / best / 1e6, 3) if isinstance(best, float) else None, us=ranked)
 
-    def compile(self, cells: list[Cell], tunings: dict[str, dict]) -> None:
-        """What a sweep of the cells needs, on all cores at once."""
-        todo = []
-        for cell in cells:
-            call, *_ = self.caches(cell)
-            fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
-            todo += [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for each in fields]
+    def compile(self, calls: list[DecodeCall], tunings: dict[str, dict]) -> None:
+        """What a sweep of such calls needs, on all cores at once."""
+        fields = [{name: value for name, value in tuning.items() if name != "cut"} for tuning in tunings.values()]
+        todo = [warmup.Kernel(decoding.LAUNCH, decoding.arguments, decoding.config_of(call, **each)) for call in calls for each in fields]
         states = [outcome.state for outcome in warmup.warm(dict.fromkeys(todo))]
         self.note(kind="compile", **{state: states.count(state) for state in sorted(set(states))})
 
@@ -172,6 +169,70 @@ MERGED = [Cell(*each, 64) for each in itertools.product((1,), (1024, 8192, 32768
 MERGED += [Cell(b, s, 32, 1, 64) for b, s in ((4, 8192), (16, 1024), (16, 8192), (64, 1024))]
 MERGED += [Cell(1, 1024, 32, 8, 64), Cell(4, 1024, 32, 8, 64), Cell(1, 1024, 64, 8, 64), Cell(1, 1024, 32, 32, 64)]
 MERGED += [Cell(1, s, hq, 8, 64, 4) for s in (1024, 8192) for hq in (32, 64)]
+
+
+SHORT = [Cell(1, s, 32, hk, page) for s in (1024, 8192) for hk, page in ((8, 0), (8, 64), (1, 64))]
+SHORT += [
+    Cell(1, 32768, 32, 1, 64),
+    Cell(1, 1024, 8, 1, 64),
+    Cell(1, 8192, 8, 1, 64),
+    Cell(16, 1024, 32, 1, 64),
+    Cell(1, 1024, 64, 8, 64, 4),
+]
+SHORT += [Cell(4, 1024, 32, 8, 64), Cell(16, 8192, 32, 8, 0)]
+
+
+def shorts() -> dict[str, dict]:
+    """The usual, then what a launch of little work may do without, or have beside; and rows of a unit, where it has several."""
+    found = {"usual": {}, "sums not in halves": {"halves": False}, "table not touched": {"touch": False}, "room": {"room": True}}
+    found |= {f"units of {n} rows": {"unit_rows": n} for n in (4, 8, 16)}
+    return found | {f"room, units of {n} rows": {"unit_rows": n, "room": True} for n in (8, 16)}
+
+
+CHUNKS = [Cell(1, 16384 + q, 32, 8, page, q) for q in (128, 512, 2048, 4096) for page in (0, 64)] + [Cell(8, 16384 + 512, 32, 8, 64, 512)]
+CHUNKS += [Cell(1, 2048, 32, 8, 64, 2048), Cell(4, 16384, 32, 8, 64, 16)]
+
+
+MIXED = (2048, 0), (1920, 128), (512, 128), (1, 255)  # tokens of one sequence, and of how many others one each
+
+
+def tokens_of(bench: Bench, new: int, others: int) -> list[DecodeCall]:
+    """Packed, over caches of 4,096 tokens."""
+    cell, rows = Cell(1 + others, 4096, 32, 8, 64), new + others
+    cu = torch.tensor([0, *range(new, rows + 1)], dtype=torch.int32, device=DEVICE)
+    q = torch.randn(rows, cell.hq, DIM, dtype=torch.bfloat16, device=DEVICE)
+    return [replace(call, q=q, cu_seqlens_q=cu, max_seqlen_q=rows) for call in bench.caches(cell)[:2]]
+
+
+def chunks(bench: Bench) -> None:
+    """Many new tokens of a sequence, behind those that it has: products a second, beside the forward pass of contiguous keys; then one chunk among
+    single tokens of other sequences.
+    """
+    tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}}
+    tunings["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "kv_stages": 2, "evict_first": True}
+    tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {
+        "evict first": {"evict_first": True},
+        "one row": {"cut": decoding.Cut(aligned=False)},
+    }
+    tokens = [tokens_of(bench, *each) for each in MIXED]
+    bench.compile([bench.caches(cell)[0] for cell in (*CHUNKS[:2], CHUNKS[-1])] + [calls[0] for calls in tokens], tunings)
+    for cell in CHUNKS:
+        calls, found = bench.caches(cell), {}
+        for name, tuning in tunings.items():
+            found[name] = round(bench.ours(calls[:3], **tuning), 2)
+        pairs = cell.q * (cell.s - cell.q) + cell.q * (cell.q + 1) // 2
+        row = {
+            "us": found,
+            "TFps": round(4 * cell.b * cell.hq * DIM * pairs / found["usual"] / 1e6, 1),
+            "error": spot_check(calls[0], cell.s),
+        }
+        if cell.page == 0:
+            q, k, v = calls[0].q, calls[0].k_cache, calls[0].v_cache
+            row["forward_us"] = round(replayed_us([lambda q=q, k=k, v=v: tw.attention(q, k, v, causal=True)]), 2)
+        bench.note(kind="chunk", **vars(cell), **row)
+    for (new, others), calls in zip(MIXED, tokens, strict=True):
+        found = {name: round(bench.ours(calls, **tuning), 2) for name, tuning in tunings.items()}
+        bench.note(kind="chunk among tokens", new=new, others=others, us=found)
 
 
 def spot_check(call: DecodeCall, length: int) -> float:
@@ -265,7 +326,10 @@ def host(bench: Bench) -> None:
     """What a call costs on the host, beside a kernel that takes next to no time: rounds of 100 calls, of which a process's first may cost more."""
     cell = Cell(1, 64, 8, 8, 0)
     (call, *_) = bench.caches(cell)
+    new = {name: torch.randn(1, 1, cell.hk, DIM, dtype=torch.bfloat16, device=DEVICE) for name in "kv"}
+    shorter = call.seqlens - 1
     ways = {
+        "public, new tokens": lambda: tw.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=shorter, **new),
         "public": lambda: tw.decode(call.q, call.k_cache, call.v_cache, cache_seqlens=call.seqlens),
         "repeated": lambda: repeat.decode(call, decoding.decoder),
         "first": lambda: decoding.decode(call),
@@ -400,7 +464,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,merge,fp8,latent,features,sweep")
+    parser.add_argument("--only", default="check,host,append,short,chunks,merge,fp8,latent,features,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
     bench = Bench(given.out)
@@ -415,14 +479,21 @@ def main() -> None:
         guarded(bench, host)
     if "append" in only:
         guarded(bench, appending)
+    if "short" in only:
+        bench.compile([bench.caches(cell)[0] for cell in SHORT[:2]], shorts())
+        for cell in SHORT:
+            if left():
+                bench.sweep("short", cell, shorts())
+    if "chunks" in only and left():
+        guarded(bench, chunks)
     if "sweep" in only:
         cells = [Cell(b, s, 32, 8, page) for page in (0, 16, 64) for b, s in SWEPT]
-        bench.compile(cells, tunings())
+        bench.compile([bench.caches(cell)[0] for cell in cells], tunings())
         for cell in cells:
             if left():
                 bench.sweep("sweep", cell, tunings())
     if "merge" in only:
-        bench.compile(MERGED[:1], merges())
+        bench.compile(bench.caches(MERGED[0])[:1], merges())
         for cell in MERGED:
             if left():
                 bench.sweep("merge", cell, merges())

@@ -1,6 +1,6 @@
 """Measures the forward pass in 8 bits on one Hopper GPU: checked first, then its errors on four distributions, then its speed beside bf16's.
 
-    python tools/gpu/fp8_bench.py OUT.jsonl [--only check,accumulator,errors,speed,tuning] [--seconds 300]
+    python tools/gpu/fp8_bench.py OUT.jsonl [--only check,accumulator,errors,speed,tuning,quantiser] [--seconds 300]
 
 check: against the emulation in torch (backends/tiled/eight_bits.py) and, by the root of the mean square, against fp64; odd lengths, every head_dim.
 accumulator: values with a mean of 10, without centring and promoted or not: what the tensor cores' sums of 13 bits lose.
@@ -8,6 +8,8 @@ errors: against fp64, pooled over 16 heads of 8,192 keys; `gain` is over e4m3 wi
 speed: the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s on visible pairs, all in one process, interleaved: the kernel alone, on
 operands that are there, and with quantising (or, of e4m3 that is given, transposing V).
 tuning: the kernel alone with other tiles and schedules.
+quantiser: what makes the operands: its bits against the emulation's on the CPU, then microseconds and the share of the speed at which this GPU
+copies memory: both launches, each of them, and the transposing of a V that comes in e4m3.
 
 Kernels are compiled ahead, on all cores. Every row is printed and written to OUT.jsonl as soon as it is there.
 """
@@ -15,6 +17,7 @@ Kernels are compiled ahead, on all cores. Every row is printed and written to OU
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +30,7 @@ from torch import Tensor
 from tilewise.backends import eight_bits as arithmetic
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.backends.hopper.eight_bits.config import QuantiserConfig
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.reference import Reference
 from tilewise.backends.tiled import Tiled
@@ -34,6 +38,7 @@ from tilewise.bench import provenance
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.problem import Call
+from tilewise.sm90 import key_order
 
 E4M3, TOKENS, HIDDEN = torch.float8_e4m3fn, 16384, 2048
 START, DEVICE = time.monotonic(), "cuda"
@@ -78,6 +83,8 @@ TUNINGS_OF_QK = {
     64: [{"pingpong": False}, {"cluster": 2}, {"tile_m": 128}, {"tile_m": 128, "pingpong": False, "cluster": 2}],
     256: [{"pingpong": True}, {"cluster": 2}, {"cluster": 2, "kv_stages": 3}, {"kv_stages": 3}],
 }
+QUANTISERS = [{}, {"cluster": 1}, {"cluster": 2}]  # fields of its configuration
+QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
 
 
 class Rows:
@@ -138,8 +145,8 @@ def cell_of(way: str, dim: int, seqlen: int, mask: str, device: str = "") -> Cal
 
 
 def compile_ahead(rows: Rows, only: set[str]) -> None:
-    todo = []
-    for dim, seqlen, mask in CELLS:
+    todo = quantisers() if "quantiser" in only else []
+    for dim, seqlen, mask in CELLS if only - {"quantiser"} else []:
         for way in WAYS:
             call = cell_of(way, dim, seqlen, mask, "meta")
             todo += eight_bits.kernels(call)
@@ -304,6 +311,115 @@ def tuning(rows: Rows) -> None:
             rows.note(kind="tuning", d=dim, way=way, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])))
 
 
+def quantiser_configs(call: Call) -> dict[str, QuantiserConfig]:
+    """By what is unusual of them."""
+    found = {}
+    for fields in QUANTISERS:
+        config = eight_bits.quantiser_of(call, **fields)
+        if config not in found.values():
+            found[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = config
+    return found
+
+
+def quantisers() -> list[tuple]:
+    """What `jit.compiled` takes, of the part `quantiser`."""
+    todo = []
+    for dim, way in itertools.product((64, 128, 256), WAYS):
+        for dtype in (torch.bfloat16, torch.float16) if way == "int8" else (torch.bfloat16,):
+            call = call_of(way, *(x.to(dtype) for x in draw(1, 256, 256, (2, 1), dim, "meta")), Full())
+            if way in (GIVEN, TOKEN_WISE):
+                todo += [each for each in eight_bits.kernels(call) if each[0] == eight_bits.TRANSPOSE]
+            else:
+                todo += [(eight_bits.QUANTISE, eight_bits.quantiser_arguments, each) for each in quantiser_configs(call).values()]
+    return todo
+
+
+def quantiser(rows: Rows) -> None:
+    for dim, way in itertools.product((128, 64, 256), arithmetic.RECIPES):
+        quantiser_check(rows, dim, way)
+    big, other = (torch.empty(50 << 20, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    copy = interleave({"copy": partial(other.copy_, big)}, budget_s=SECONDS, device=DEVICE, clock="graph")["copy"].median
+    rate = 4 * big.numel() / copy
+    rows.note(kind="quantiser", of="copy", gb_s=round(rate / 1e9), us=round(1e6 * copy, 1))
+    del big, other
+    for dim, seqlen, batch in QUANTISER_CELLS:
+        q, k, v = draw(batch, seqlen, seqlen, (HIDDEN // dim, HIDDEN // dim), dim, DEVICE)
+        contenders, least = {}, {}
+        for way in arithmetic.RECIPES:
+            call = call_of(way, q, k, v, Full())
+            for name, config in quantiser_configs(call).items():
+                contenders[f"{way} {name}"] = partial(eight_bits.quantise, call, config)
+                least[f"{way} {name}"] = (9 if config.values else 6) * q.numel() / rate
+        for way, name in ((GIVEN, "transposing"), (TOKEN_WISE, "transposing, tokens")):
+            contenders[name] = partial(eight_bits.given, call_of(way, q, k, v, Full()))
+            least[name] = 2 * q.numel() / rate
+        found = {name: each.median for name, each in interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="graph").items()}
+        us = {name: round(1e6 * seconds, 1) for name, seconds in found.items()}
+        share = {name: round(least[name] / seconds, 2) for name, seconds in found.items()}
+        alone = kernels_alone({name: run for name, run in contenders.items() if "=" not in name})
+        rows.note(kind="quantiser", d=dim, s=seqlen, batch=batch, us=us, share_of_copy=share, alone_us=alone)
+
+
+def kernels_alone(contenders: dict[str, Callable]) -> dict[str, dict[str, float]]:
+    """Microseconds of each kernel by torch's profiler, the shortest of several; `quantise` begins, and loads, before `survey` has come to its end."""
+    found: dict[str, dict[str, float]] = {}
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=DEVICE)
+    for name, run in contenders.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(10):
+                flush.zero_()
+                run()
+            torch.cuda.synchronize()
+        times: dict[str, float] = {}
+        for event in profile.events() or []:
+            which = next((each for each in ("survey", "quantise", "transpose") if f"kernel_cutlass_{each}" in event.name), None)
+            if which is not None:
+                times[which] = min(times.get(which, math.inf), round(event.device_time, 1))
+        found[name] = times
+    return found
+
+
+def quantiser_check(rows: Rows, dim: int, way: str) -> None:
+    """Bits, but for the shift, whose sum has no order."""
+    wrong, worst, cases = [], 0.0, 0
+    for (seqlen_q, seqlen_k), spoiled in itertools.product([*LENGTHS, (5000, 4500)], (False, True)):
+        dtype = torch.float16 if way == "int8" and seqlen_k % 2 else torch.bfloat16
+        q, k, v = (x.to(dtype) for x in draw(2, seqlen_q, seqlen_k, (4, 2), dim - 8 * (seqlen_q % 2), "cpu", seqlen_q + seqlen_k))
+        k, v = k + 3.0, v + 2.0
+        if spoiled:
+            q[0, -1, 0, 1], k[0, -1, 0, 3], v[0, -1, 0, 1], v[1, 0, 1, 5], v[..., 2] = math.inf, math.nan, -math.inf, math.nan, 5.0
+        call = call_of(way, q, k, v, Full())
+        want = arithmetic.operands_of(call)
+        on_device = replace(call, **{name: getattr(call, name).to(DEVICE) for name in "qkv"})
+        for name, config in quantiser_configs(on_device).items():
+            made, scales, _ = eight_bits.quantise(on_device, config)
+            cases += 1
+            pairs = {
+                "q": (made.Q, want.q.view(torch.int8)),
+                "k": (made.K, want.k.view(torch.int8)),
+                "scale of q": (scales.q, want.q_scale),
+                "scale of k": (scales.k, want.k_scale),
+            }
+            if config.values:
+                pairs |= {
+                    "v": (made.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8)),
+                    "scale of v": (scales.v, want.v_channel),
+                    "centre": (scales.centre, want.v_centre),
+                }
+            for what, (got, expected) in pairs.items():
+                got = got.cpu()
+                differ = got != expected
+                if got.dtype == torch.float32:
+                    differ &= ~(got.isnan() & expected.isnan())
+                elif way == "fp8" or what == "v":
+                    differ &= (got & expected & 0x7F) != 0x7F  # NaN has two codes
+                if differ.any():
+                    wrong.append([name, what, seqlen_q, seqlen_k, spoiled, int(differ.sum())])
+            worst = max(worst, (scales.shift.cpu() - want.shift).nan_to_num(0.0).abs().max().item())
+    told = "wrong" if wrong or worst > 1e-3 else "ok"
+    rows.note(kind="quantiser", of="check", d=dim, way=way, told=told, cases=cases, shift=float(f"{worst:.2g}"), wrong=wrong[:20])
+
+
 def graph(rows: Rows) -> None:
     """A call without waiting for the GPU, captured and replayed on other numbers, gives the bits of one that was not."""
     for way in WAYS:
@@ -326,7 +442,15 @@ def graph(rows: Rows) -> None:
         rows.note(kind="graph", way=way, told="ok" if torch.equal(o, want[0]) and torch.equal(lse, want[1]) else "other bits")
 
 
-PARTS = {"check": check, "graph": graph, "accumulator": accumulator, "errors": errors, "speed": speed, "tuning": tuning}
+PARTS = {
+    "check": check,
+    "graph": graph,
+    "accumulator": accumulator,
+    "errors": errors,
+    "speed": speed,
+    "tuning": tuning,
+    "quantiser": quantiser,
+}
 
 
 def main() -> None:

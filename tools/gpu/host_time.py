@@ -4,7 +4,8 @@ python tools/gpu/host_time.py [--json FILE]       on a Hopper GPU, under 60 s wi
 python tools/gpu/host_time.py --device cpu        a rehearsal
 
 Batch 1, 128 tokens, 2 heads of 64, bf16: kernels take less time than the host, so that the time of a call in a row of them is the host's. One JSON
-line a case: `us`, the median of rounds; `of` is the case to compare with, `above_us` how much it is above that. A drop-in may take 3 % or 15 us more.
+line a case: `us`, the median of rounds, in each of which every case has its turn; `of` is the case to compare with, `above_us` the median of how much
+it is above that in a round. A drop-in may take 3 % or 15 us more.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, 
     yield "attention_varlen", "attention", lambda: tw.attention_varlen(*packed, cu, cu, causal=True), packed
     if not grad:
         yield from decoding(new, device)
+        yield from in_eight_bits([y.detach() for y in x], [y.detach() for y in packed], cu)
     yield "flash_attn_func", "attention", lambda: flash_attn.flash_attn_func(q, k, v, causal=True), x
     yield "flash_attn_func, window", "window", lambda: flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(31, 0)), x
     yield (
@@ -81,10 +83,9 @@ def cases(device: str, grad: bool) -> Iterator[tuple[str, str | None, Callable, 
             [*heads_first, sink],
         )
     yield "torch", None, as_torch(F.scaled_dot_product_attention), heads_first
-    with Registry(device):
-        call = torch_call if device == "cuda" else operator_call
-        yield "registry", "attention", as_torch(call), heads_first
-        yield "registry, tokens first", "attention", as_torch(call, turned), turned
+    call = torch_call if device == "cuda" else operator_call
+    yield "registry", "attention", as_torch(call), heads_first
+    yield "registry, tokens first", "attention", as_torch(call, turned), turned
 
 
 def decoding(new: Callable, device: str) -> Iterator[tuple[str, str | None, Callable, list[torch.Tensor]]]:
@@ -94,7 +95,30 @@ def decoding(new: Callable, device: str) -> Iterator[tuple[str, str | None, Call
     pages = [x.view(4 * SEQLEN // 16, 16, HEADS, HEAD_DIM) for x in (k, v)]
     table = torch.arange(4 * SEQLEN // 16, dtype=torch.int32, device=device).view(4, SEQLEN // 16)
     yield "decode", None, lambda: tw.decode(q, k, v, cache_seqlens=lengths), [q, k, v]
-    yield "decode, paged", "decode", lambda: tw.decode(q, *pages, cache_seqlens=lengths, page_table=table), [q, k, v]
+    where = {"cache_seqlens": lengths, "page_table": table}
+    yield "decode, paged", "decode", lambda: tw.decode(q, *pages, **where), [q, k, v]
+    more = {name: new(4, 1, HEADS, HEAD_DIM) for name in "kv"}
+    angles = torch.rand(SEQLEN, HEAD_DIM // 2, device=device)
+    out, rotary = torch.empty_like(q), {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    yield "decode, paged, new tokens", "decode", lambda: tw.decode(q, *pages, **where, **more), [q, k, v]
+    yield "decode, paged, new tokens rotated", "decode", lambda: tw.decode(q, *pages, **where, **more, **rotary), [q, k, v]
+    yield (
+        "decode, paged, new tokens, out",
+        "decode",
+        lambda: tw.decode(q, *pages, **where, **more, out=out),
+        [q, k, v],
+    )
+
+
+def in_eight_bits(x: list[torch.Tensor], packed: list[torch.Tensor], cu: torch.Tensor) -> Iterator[tuple[str, str | None, Callable, list]]:
+    """Quantised on the way, and given with scales: two or three launches each."""
+    (q, a), (k, b), (v, c) = (tw.quantise(y, per="head") for y in x)
+    scales = {"q_scale": a, "k_scale": b, "v_scale": c}
+    for precision in ("int8", "fp8"):
+        yield precision, "attention", lambda precision=precision: tw.attention(*x, causal=True, precision=precision), x
+    yield "e4m3 with scales", "attention", lambda: tw.attention(q, k, v, causal=True, **scales), [q, k, v]
+    yield "e4m3", "attention", lambda: tw.attention(q, k, v, causal=True), [q, k, v]
+    yield "int8, packed", "attention_varlen", lambda: tw.attention_varlen(*packed, cu, cu, causal=True, precision="int8"), packed
 
 
 def torch_call(q, k, v, is_causal: bool):
@@ -132,20 +156,12 @@ def transformers_attention() -> Callable | None:
     return attention
 
 
-def microseconds(call: Callable, device: str, calls: int, rounds: int) -> float:
-    """Of one call in a row of `calls`, the median of `rounds`; the device is done before each."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(5):
+def microseconds(call: Callable, calls: int) -> float:
+    """Of one call in a row of `calls`."""
+    start = time.perf_counter()
+    for _ in range(calls):
         call()
-    taken = []
-    for _ in range(rounds):
-        wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        taken.append((time.perf_counter() - start) / calls)
-    wait()
-    return statistics.median(taken) * 1e6
+    return (time.perf_counter() - start) / calls * 1e6
 
 
 def trained(call: Callable, leaves: list[torch.Tensor]) -> Callable:
@@ -158,20 +174,38 @@ def trained(call: Callable, leaves: list[torch.Tensor]) -> Callable:
 
 
 def rows(device: str, calls: int, rounds: int) -> Iterator[dict]:
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for backward in (False, True):
-        found = {}
-        for name, of, call, leaves in cases(device, backward):
+        of, runs, errors = {}, {}, {}
+        for name, other, call, leaves in cases(device, backward):
+            runs[name], of[name] = trained(call, leaves) if backward else call, other
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(rounds + 1):  # the first is for what is compiled and remembered
+            for name, run in runs.items():
+                if name in errors:
+                    continue
+                wait()
+                try:
+                    with Registry(device) if name.startswith("registry") else nullcontext():
+                        for _ in range(5):
+                            run()
+                        wait()
+                        us = microseconds(run, calls)
+                except Exception as error:
+                    errors[name] = f"{type(error).__name__}: {error}"[:300]
+                    continue
+                taken[name] += [us] if turn else []
+        wait()
+        for name, each in taken.items():
             row = {"case": name, "pass": "forward and backward" if backward else "forward"}
-            try:
-                us = microseconds(trained(call, leaves) if backward else call, device, calls, rounds)
-            except Exception as error:
-                yield row | {"error": f"{type(error).__name__}: {error}"[:300]}
+            if name in errors:
+                yield row | {"error": errors[name]}
                 continue
-            found[name] = us
-            row |= {"us": round(us, 2)}
-            if of in found:
-                above = us - found[of]
-                row |= {"of": of, "above_us": round(above, 2), "within": above <= max(MOST_US, MOST_SHARE * found[of])}
+            row["us"] = round(statistics.median(each), 2)
+            if taken.get(of[name]):
+                above = statistics.median(a - b for a, b in zip(each, taken[of[name]], strict=True))
+                most = max(MOST_US, MOST_SHARE * statistics.median(taken[of[name]]))
+                row |= {"of": of[name], "above_us": round(above, 2), "within": above <= most}
             yield row
 
 

@@ -93,6 +93,12 @@ class Backend(Protocol):
         """
         return None
 
+    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+        """A shorter way to what `append` does for calls that differ in nothing but what their tensors hold and where they lie; None where there is
+        none. It may find that it cannot serve tensors for where they lie, and then writes nothing and returns None.
+        """
+        return None
+
     def repeat(self, call: Call) -> Repeat | None:
         """A shorter way for calls that differ in nothing but what their tensors hold (see runtime/repeats.py); None where there is none."""
         return None

@@ -19,7 +19,8 @@ The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`,
 A scale of V by token or tile, of tensors that come in 8 bits, goes into P before it is rounded: e4m3(P * 256 * scale / t) with t the largest scale of
 the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group of numbers with one has a scale of NaN; a key with one in
 "int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite numbers
-alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count.
+alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count. Packed documents are one sequence, and its
+keys end with the last document's (`counted`): what lies behind them is as if it were 0.
 """
 
 from dataclasses import replace
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS
+from tilewise.masks import Documents, Unread
 from tilewise.problem import Call
 
 E4M3, INT8 = EIGHT_BITS
@@ -80,7 +82,8 @@ def operands_of(call: Call) -> Quantised:
     if call.precision is None:
         return Quantised(call.q, call.k, call.v, call.q_scale, call.k_scale, call.v_scale, call.scale)
     recipe = RECIPES[call.precision]
-    k_centre, k = centred(call.k)
+    keys = counted(call)
+    k_centre, k = _to(call.seqlen_k, *centred(call.k[:, :keys]))
     q, k = rotated(call.q.float()), rotated(k)
     q8, q_scale = quantised(q, recipe.qk, "token")
     k8, k_scale = quantised(k, recipe.qk, "tile", of_finite=True)
@@ -93,9 +96,15 @@ def operands_of(call: Call) -> Quantised:
     factor = call.scale / q.shape[-1]
     if recipe.pv is None:
         return Quantised(*common, call.v, q_scale, k_scale, None, factor, key_nan, shift=shift)
-    v_centre, v = centred(call.v)
+    v_centre, v = _to(call.seqlen_k, *centred(call.v[:, :keys]))
     scale, inverse = _scale(_largest(v, (1,)), recipe.pv)  # (batch, 1, heads_k, head_dim_v)
     return Quantised(*common, _rounded(v, inverse, recipe.pv), q_scale, k_scale, None, factor, key_nan, scale[:, 0], v_centre, shift)
+
+
+def counted(call: Call) -> int:
+    """How many keys there are to scale and centre: all, or as many as packed documents have together."""
+    mask = call.mask.read() if isinstance(call.mask, Unread) else call.mask
+    return mask.cu_seqlens_k[-1] if isinstance(mask, Documents) else call.seqlen_k
 
 
 def exact(call: Call) -> Call:
@@ -180,6 +189,11 @@ def signs(dim: int, device: torch.device) -> Tensor:
 def e4m3(x: Tensor) -> Tensor:
     """fp32 rounded to e4m3, which keeps what is not finite as NaN and takes 448 for the most."""
     return x.clamp(-MOST[E4M3], MOST[E4M3]).masked_fill(~x.isfinite(), torch.nan).to(E4M3)
+
+
+def _to(tokens: int, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """c, and x with zeros behind its last token, so that it has so many."""
+    return c, torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tokens - x.shape[1]))
 
 
 def _rounded(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,7 +81,7 @@ def eager(call: Call, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
     """O (batch, seqlen_q, heads_q, head_dim_v) and LSE (batch, heads_q, seqlen_q), both in `dtype` and differentiable."""
     call = cast(call, dtype)
     scores = visible_scores(call)
-    logits = torch.cat([scores.s, _sink_column(call, scores.s)], dim=-1)
+    logits = torch.cat([scores.s, sink_column(call, scores.s)], dim=-1)
     top = logits.detach().amax(-1, keepdim=True)
     empty = top == -INF
     logits, top = logits.masked_fill(empty, 0.0), top.masked_fill(empty, 0.0)
@@ -188,7 +188,7 @@ def linearise(call: Call, lse: Tensor, dtype: torch.dtype = torch.float64) -> Li
     scores, lse = visible_scores(call), _per_row(call, lse)
     base = lse.masked_fill(lse == -INF, 0.0)
     p = (scores.s - base).clamp(max=0.0).exp().masked_fill(~scores.visible, 0.0)  # a large LSE is rounded to below its scores
-    sink = None if call.sink is None else (_sink_column(call, scores.s) - base).clamp(max=0.0).exp()
+    sink = None if call.sink is None else (sink_column(call, scores.s) - base).clamp(max=0.0).exp()
     return Linear(p, scores.visible, dropout_factor(call), scores.chain, sink, call.scale)
 
 
@@ -291,7 +291,7 @@ def _per_pair(call: Call, x: Tensor) -> Tensor:
     return whole.reshape(call.batch, call.heads_k, call.group * call.seqlen_q, call.seqlen_k)
 
 
-def _sink_column(call: Call, s: Tensor) -> Tensor:
+def sink_column(call: Call, s: Tensor) -> Tensor:
     """The sink as one more column of the scores: (batch, heads_k, group * seqlen_q, 1), -inf without a sink."""
     if call.sink is None:
         return s.new_full((*s.shape[:-1], 1), -INF)

@@ -1,7 +1,7 @@
 """Contenders that multiply in 8 bits: tilewise's recipes, and FlashAttention-3 and cuDNN on e4m3 tensors.
 
 They take the workload's 16-bit tensors. `Inside` quantises them in each call. The others are given e4m3 tensors: they quantise once for tensors that
-they have not seen yet, outside of what is timed. All are held to `RMS_LIMIT`, as the tolerance is for 16 bits.
+they have not seen yet, outside of what is timed. All are held to the tolerance of testing/eight_bits.py.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from tilewise.masks import Causal, Full
 from tilewise.problem import Problem
 
 E4M3 = torch.float8_e4m3fn
-RMS_LIMIT = 0.25  # of the RMS of O: e4m3 with a scale a tensor has 0.08 on normal inputs, wrong results have about 1
 EMULATION = "tiled"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -78,7 +77,7 @@ class Inside:
     """`tilewise.attention(..., precision=)`, quantising included."""
 
     precision: str
-    rms_limit: float = RMS_LIMIT
+    in_eight_bits = True
 
     @property
     def name(self) -> str:
@@ -100,7 +99,7 @@ class Given:
     """`tilewise.attention` of e4m3 tensors with a scale a head."""
 
     name: str = "tilewise:e4m3"
-    rms_limit: float = RMS_LIMIT
+    in_eight_bits = True
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         problem = replace(workload.problem(device), dtype=E4M3, out_dtype=torch.bfloat16, scales=("head", "head", "head"))
@@ -123,7 +122,7 @@ class FlashAttention3InEightBits:
     """FlashAttention-3's forward on e4m3 tensors, from the library that vLLM ships (see `PackedFlashAttention3`)."""
 
     name: str = "fa3:fp8"
-    rms_limit: float = RMS_LIMIT
+    in_eight_bits = True
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         return PackedFlashAttention3(self.name).why_not(workload, device)
@@ -142,7 +141,7 @@ class CudnnInEightBits:
     """cuDNN's FP8 attention by its Python frontend (`pip install nvidia-cudnn-frontend`), on e4m3 tensors with a scale a tensor."""
 
     name: str = "cudnn:fp8"
-    rms_limit: float = RMS_LIMIT
+    in_eight_bits = True
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         wrong = _wrong(workload) + workload.lacking("scale")

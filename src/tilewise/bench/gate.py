@@ -87,7 +87,7 @@ class Gate:
     def verify(self, attend: Attend, heads_first: bool = False, in_eight_bits: bool = False) -> float:
         """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance.
 
-        in_eight_bits: by that of a contender which rounds Q, K, V and P to 8 bits.
+        in_eight_bits: by that of a contender which rounds Q, K, V and P to 8 bits, and whose O may be of either dtype of 16.
         """
         want = self.want_in_eight_bits if in_eight_bits else self.want
         inputs, extras = self.workload.inputs(self.seed, self.device, heads_first), self.workload.extras(self.seed, self.device)
@@ -95,6 +95,7 @@ class Gate:
         if not self.workload.grad:
             with torch.no_grad():
                 o = self.of_queries(attend(*inputs[:3], **extras))
+            o = o.to(self.workload.dtype) if in_eight_bits else o
             tolerance.hold("o", o, want.o)
             return _error(o, want.o.ref)
         d_o = inputs.d_o

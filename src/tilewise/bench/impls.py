@@ -33,7 +33,7 @@ class Impl(Protocol):
 
     name: str
     # One that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none. One that sets
-    # `rms_limit` is held to that relative error of O in place of the tolerance, which is for 16 bits and more.
+    # `in_eight_bits = True` is held to the tolerance of testing/eight_bits.py in place of that for 16 bits and more.
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         """Sentences that say why `workload` cannot run there; empty when it is worth trying."""

@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         ShapeError: tensors that do not fit together, or nested ones.
         ValueError: attn_mask with is_causal, and what tilewise.attention refuses.
     """
-    options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, False), (attn_mask, None, None, None, None, None)
+    options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, None, False), (attn_mask, None, None, None, None, None)
     added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
     if added and (known := repeats.find(query, key, value, options, beside)) is not None:
         return known(query, key, value, beside)
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
             attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
         )
         if added and as_given:
-            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, mask, False), (bias, None, None, None, None, None)
+            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, None, mask, False), (bias, None, None, None, None, None)
             repeats.remember_as(repeats.TURNED, *given, options, beside, call)
     if lead is None:
         return o

@@ -87,7 +87,7 @@ def _scaled_dot_product_flash_attention(
 ) -> tuple[Tensor | int | None, ...]:
     """(O, LSE, None, None, max_q, max_k, rng_state, unused, debug_mask), O laid out as query."""
     _check_forward(dropout_p, return_debug_mask)
-    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, True
+    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # autograd is above this; torch.no_grad() takes 1 us more
     try:
@@ -96,7 +96,7 @@ def _scaled_dot_product_flash_attention(
         else:
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
-            o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, True), repeats.ALONE)
+            o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, None, True), repeats.ALONE)
             heads_first = query.stride(1) > query.stride(2)
             repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call, heads_first)
         return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
@@ -123,7 +123,7 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
-    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, True
+    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
     with torch.no_grad():
         grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
@@ -209,7 +209,7 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     mask = _window(is_causal, window_size_left, window_size_right)
-    options, beside = (False, scale, 0.0, 0.0, False, None, mask, True), (None, None, None, None, cum_seq_q, cum_seq_k)
+    options, beside = (False, scale, 0.0, 0.0, False, None, None, mask, True), (None, None, None, None, cum_seq_q, cum_seq_k)
     with torch.no_grad():
         grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
     if grads is not None:

@@ -267,7 +267,7 @@ def attention(
     structure = _structure(module, query, key, attention_mask, is_causal)
     if structure is not None:
         causal, mask = structure
-        known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, mask, False)
+        known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, None, mask, False)
         beside = position_bias, None, s_aux, None, None, None
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
@@ -302,7 +302,7 @@ def attention(
     o = tw.attention(q, k, v, **options)
     as_given = keys == seqlen_k and query.shape[0] == key.shape[0] and (s_aux is None or s_aux.dim() == 1)
     if structure is not None and as_given and (position_bias is None or position_bias.dtype == options["bias"].dtype):
-        inner = False, scaling, options["softcap"], dropout, options["deterministic"], None, options.get("mask"), False
+        inner = False, scaling, options["softcap"], dropout, options["deterministic"], None, None, options.get("mask"), False
         call = q, k, v, inner, (options.get("bias"), None, options.get("sink"), None, None, None)
         repeats.remember_as(repeats.TURNED_INPUTS, query, key, value, known_as, beside, call)
     return o, None

@@ -4,6 +4,7 @@ It writes the caches and nothing else. On the CPU it checks values first, and wr
 that have no place (beyond the capacity, on a page that does not exist) are not written.
 """
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -112,6 +113,12 @@ def _append(given: Operands) -> Tensor | None:
 def _by_backend(given: Operands) -> Tensor | None:
     call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
     return _backend(given.k.device).append(call)
+
+
+def repeat(call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+    """`Backend.repeat_append` of that which appends there."""
+    empty = 0 in call.k.shape or 0 in call.v.shape or call.cache_seqlens.shape[0] == 0
+    return None if empty else _backend(call.k.device).repeat_append(call)
 
 
 @cache

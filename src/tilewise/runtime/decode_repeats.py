@@ -2,7 +2,7 @@
 
 A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, all options are equal, and values begin
 where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are remembered, whose index tensors
-are int32, and none whose values are to be checked.
+are int32, and none whose values are to be checked. New tokens are written first, by what is remembered of `append`.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilewise.masks import Mask
-from tilewise.problem import DecodeCall, with_tensors
-from tilewise.runtime import cache_values, operator, repeats
+from tilewise.problem import AppendCall, DecodeCall, Rotary, with_fields
+from tilewise.runtime import append_operator, cache_values, operator, repeats
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
 MOST = 1024
@@ -38,10 +38,16 @@ class Given(NamedTuple):
     sink: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    out: Tensor | None
 
 
-SCALES = slice(Given._fields.index("k_scale"), None)
-INDICES = slice(Given._fields.index("seqlens"), Given._fields.index("tree"))
+AT = {name: i for i, name in enumerate(Given._fields)}
+SCALES = slice(AT["k_scale"], AT["k"])
+INDICES = slice(AT["seqlens"], AT["tree"])
 
 
 class Options(NamedTuple):
@@ -62,19 +68,37 @@ class Options(NamedTuple):
 class Known:
     """A call that can be repeated: by `run`, with other tensors in the place of those of `like`."""
 
-    def __init__(self, run: Callable[[DecodeCall], tuple[Tensor, Tensor]], like: DecodeCall, given: tuple, options: tuple) -> None:
-        self.run, self.options, self.types = run, options, list(map(type, options))
+    def __init__(
+        self, run: Callable, append: Callable | None, like: DecodeCall, like_append: AppendCall | None, given: tuple, options: tuple
+    ):
+        self.run, self.append, self.options, self.types = run, append, options, list(map(type, options))
         self.form = _form(given)
-        self.names = [name for name, x in zip(Given._fields, given, strict=True) if x is not None]
-        self.slopes = "alibi_slopes" in self.names
-        self.like = with_tensors(like, dict.fromkeys(self.names))
+        self.fields = [(name, i) for name, i in AT.items() if given[i] is not None and name in DecodeCall.__dataclass_fields__]
+        self.slopes, self.interleaved = given[AT["alibi_slopes"]] is not None, like.rotary is not None and like.rotary.interleaved
+        self.like = with_fields(like, dict.fromkeys([name for name, _ in self.fields]))
+        self.places = []
+        if like_append is not None:
+            where = {"cache_seqlens": "seqlens", "cu_seqlens": "cu_seqlens_q"}
+            there = [name for name, x in vars(like_append).items() if isinstance(x, Tensor)]
+            self.places = [(name, AT[where.get(name, name)]) for name in there]
+            self.like_append = with_fields(like_append, dict.fromkeys(there))
         self.guard = repeats.guard(*_there(given))  # of tensors, as in `repeats.Known.check`
 
-    def __call__(self, given: tuple) -> tuple[Tensor, Tensor]:
-        tensors = dict(zip(self.names, [x for x in given if x is not None], strict=True))
+    def __call__(self, given: tuple) -> tuple[Tensor, Tensor] | None:
+        """None where the new tokens have to be written another way, and nothing was done."""
+        fields: dict[str, object] = {name: given[i] for name, i in self.fields}
+        if self.append is not None:
+            ends = self.append(with_fields(self.like_append, {name: given[i] for name, i in self.places}))
+            if ends is None:
+                return None
+            fields["seqlens"] = ends
         if self.slopes:
-            tensors["alibi_slopes"] = repeats.slopes_of(tensors["alibi_slopes"])
-        return self.run(with_tensors(self.like, tensors))
+            fields["alibi_slopes"] = repeats.slopes_of(given[AT["alibi_slopes"]])
+        *_, cos, sin, out = given
+        if cos is not None:
+            fields["rotary"] = Rotary(cos, sin, self.interleaved)
+        o, lse = self.run(with_fields(self.like, fields))
+        return (o if out is None else out.copy_(o)), lse
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -131,11 +155,23 @@ def remember(given: tuple, options: tuple, operands: Operands) -> None:
     call = call_of(operands, None)
     if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
         return
-    run = backend_of(call, operands.backend).repeat_decode(call)
-    if run is not None:
+    run, written, append = backend_of(call, operands.backend).repeat_decode(call), _written(Given(*given), operands), None
+    if written is not None:
+        append = append_operator.repeat(written)
+    if run is not None and (written is None or append is not None):
         if len(_KNOWN) >= MOST:
             forget()
-        _KNOWN[_signature(given, options)] = Known(run, call, given, options)
+        _KNOWN[_signature(given, options)] = Known(run, append, call, written, given, options)
+
+
+def _written(given: Given, operands: Operands) -> AppendCall | None:
+    """What a call appends; None where that is nothing."""
+    if given.k is None or given.v is None:
+        return None
+    packed = given.k.dim() == 3
+    names = "k_cache", "v_cache", "k", "v", "page_table", "cache_batch_idx", "rotary_cos", "rotary_sin"
+    rest = {"cache_seqlens": given.seqlens, "cu_seqlens": given.cu_seqlens_q if packed else None, "rotary_first": None}
+    return AppendCall(**{name: getattr(given, name) for name in names}, **rest, interleaved=operands.interleaved)
 
 
 def forget() -> None:

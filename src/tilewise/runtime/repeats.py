@@ -26,7 +26,9 @@ RECENT = 4  # calls that are tried first
 
 
 class Beside(NamedTuple):
-    """The tensors of a call beside q, k and v, as its caller gave them. A plain tuple of these does as well, and is made in less time."""
+    """The tensors of a call beside q, k and v, as its caller gave them. A plain tuple of these does as well, with or without the last three, and is
+    made in less time.
+    """
 
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
@@ -34,6 +36,9 @@ class Beside(NamedTuple):
     rng: Tensor | None = None  # (2,) int64 on the CPU, the seed and offset of dropout: new at each call, and no part of what is remembered
     cu_seqlens_q: Tensor | None = None  # of documents, which the backend leaves on the device
     cu_seqlens_k: Tensor | None = None
+    q_scale: Tensor | None = None  # of numbers of 8 bits
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 ALONE = Beside()
@@ -74,12 +79,12 @@ class Known:
             if self.grad:
                 return _Repeated.apply(self, q, k, v)
         else:
-            bias, slopes, sink, rng, *lengths = beside
+            bias, slopes, sink, rng, *rest = beside
             if slopes is not None:
                 slopes = slopes_of(slopes)
             if self.draws and rng is None:
                 rng = operator.random_state()
-            beside = bias, slopes, sink, rng, *lengths
+            beside = bias, slopes, sink, rng, *rest
         if self.grad:
             return _Repeated.apply(self, q, k, v, *beside)
         if not self.arrangement:
@@ -221,11 +226,14 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
     tensors, there = _tensors(q, k, v, beside)
     if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not is_plain(tensors):
         return
-    *_, mask, return_lse = options
+    *_, precision, mask, return_lse = options
+    if given.grad and precision is not None:  # the backward pass computes O once more, which takes the time there is to save
+        return
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
         return
-    bias, slopes, sink, _, *lengths = beside
-    as_given = all(map(_untouched, (q, k, v), given[:3])) and bias is given.bias and sink is given.sink
+    bias, slopes, sink, _, *lengths = beside[:6]
+    same = (bias, given.bias), (sink, given.sink), *zip(beside[6:], (given.q_scale, given.k_scale, given.v_scale), strict=False)
+    as_given = all(map(_untouched, (q, k, v), given[:3])) and all(mine is theirs for mine, theirs in same)
     if not as_given or (slopes is not None and slopes.requires_grad):
         return
     call = operator.call_of(given)
@@ -235,7 +243,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Op
     if short is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        rest = given._replace(q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None, rng=None, mask_tensors=[])
+        rest = given._replace(**dict.fromkeys(operator.Operands._fields[: operator.TENSORS]), mask_tensors=[])
         layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
         arrangement = PACKED if lengths[0] is not None else ""
         known = Known(
@@ -250,7 +258,7 @@ def remember_as(
 ) -> None:
     """Remember that a front end's call is `call`, (q, k, v, options, beside), arranged in another way, where there is a short way for that one.
 
-    `options` are eight values that say what the front end makes of them, one of which is the front end's alone; heads_first: as in `Known`.
+    `options` are nine values that say what the front end makes of them, one of which is the front end's alone; heads_first: as in `Known`.
     """
     known = find(*call)
     if known is not None:
@@ -271,8 +279,8 @@ def _tensors(q: Tensor, k: Tensor, v: Tensor, beside: tuple) -> tuple[tuple[Tens
     """Those that are there, each once, as torch's check wants them, and which of `beside` these are; `rng` is none of them."""
     if beside is ALONE:
         return (q, k, v), ()
-    bias, slopes, sink, _, cu_seqlens_q, cu_seqlens_k = beside
-    if bias is slopes is sink is cu_seqlens_q is None:
+    bias, slopes, sink, _, cu_seqlens_q, cu_seqlens_k, *scales = beside
+    if bias is slopes is sink is cu_seqlens_q is None and not scales:
         return (q, k, v), ()
     same = cu_seqlens_q is cu_seqlens_k
     there = bias is not None, slopes is not None and (True, slopes.requires_grad), sink is not None, same
@@ -280,7 +288,14 @@ def _tensors(q: Tensor, k: Tensor, v: Tensor, beside: tuple) -> tuple[tuple[Tens
     for x in (bias, slopes, sink, cu_seqlens_q, None if same else cu_seqlens_k):
         if x is not None:
             found.append(x)
-    return tuple(found), (*there, cu_seqlens_q is not None)
+    if not scales:
+        return tuple(found), (*there, cu_seqlens_q is not None)
+    of_q, of_k, of_v = scales
+    alike = of_k is of_q, of_v is of_q, of_v is of_k
+    for x in (of_q, None if alike[0] else of_k, None if alike[1] or alike[2] else of_v):
+        if x is not None:
+            found.append(x)
+    return tuple(found), (*there, cu_seqlens_q is not None, of_q is not None, of_k is not None, of_v is not None, *alike)
 
 
 def _untouched(x: Tensor, given: Tensor) -> bool:
@@ -296,17 +311,18 @@ def slopes_of(alibi_slopes: Tensor) -> Tensor:
 
 def _same(options: tuple, others: tuple) -> bool:
     """Whether all are the same objects, or equal numbers; written out, it takes half the time of a loop."""
-    a, b, c, d, e, f, g, h = options
-    i, j, k, l, m, n, o, p = others
+    a, b, c, d, e, f, g, h, i = options
+    j, k, l, m, n, o, p, q, r = others
     return (
-        a is i
-        and (b is j or (type(b) is type(j) is float and b == j))
-        and (c is k or (type(c) is type(k) is float and c == k))
-        and (d is l or (type(d) is type(l) is float and d == l))
-        and e is m
-        and f is n
-        and g is o
-        and h is p
+        a is j
+        and (b is k or (type(b) is type(k) is float and b == k))
+        and (c is l or (type(c) is type(l) is float and c == l))
+        and (d is m or (type(d) is type(m) is float and d == m))
+        and e is n
+        and f is o
+        and g is p
+        and h is q
+        and i is r
     )
 
 

@@ -32,12 +32,13 @@ def by_one_scale(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def naive(call: Call) -> tuple[Tensor, Tensor]:
-    """O and LSE as `reference.eager` has them, in fp64 but for the rounding to e4m3. Without sink and dropout."""
+    """O and LSE as `reference.eager` has them, in fp64 but for the rounding to e4m3. Without dropout."""
     call = reference.cast(replace(call, q=by_one_scale(call.q), k=by_one_scale(call.k), v=by_one_scale(call.v)), torch.float64)
     scores = reference.visible_scores(call)
     top = scores.s.amax(-1, keepdim=True)
-    p = (scores.s - top.masked_fill(top == -torch.inf, 0.0)).exp().masked_fill(~scores.visible, 0.0)
-    l = p.sum(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    p = (scores.s - top).exp().masked_fill(~scores.visible, 0.0)
+    l = p.sum(-1, keepdim=True) + (reference.sink_column(call, scores.s) - top).exp()
     weights = rounded(p, 1 / LARGEST_P) / l.masked_fill(l == 0.0, 1.0)
     o = reference.unfold(call, reference.weigh(weights, call.v.transpose(1, 2), scores.visible))
     return o, (top + l.log()).reshape(call.batch, call.heads_q, call.seqlen_q)

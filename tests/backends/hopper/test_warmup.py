@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, made
+from decode_problems import DecodeCase, made, with_eight_bits, with_rotary
 
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as gradients
@@ -19,6 +19,7 @@ from tilewise.backends.hopper.forward import config
 from tilewise.cli import grammar
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
+from tilewise.problem import Problem
 from tilewise.sm90 import cache, jit
 
 BF16 = torch.bfloat16
@@ -101,6 +102,55 @@ def test_kernels_that_decode():
     assert not warmup.of_decode([CELL._replace(mask=PrefixLM(3)), CELL._replace(extras=("bias",)), CELL._replace(head_dim=300)])
     (changed, *_) = warmup.of_decode([CELL._replace(extras=("softcap", "sink"))])
     assert changed.config.softcap and changed.config.sinks and not changed.config.sink
+
+
+SERVERS = {
+    "tokens": DecodeCase(lengths=(9, 5, 70), queries=(1, 1, 1), page=16, capacity=1 << 15),
+    "tokens of a small cache": DecodeCase(lengths=(9, 5, 70), queries=(1, 1, 1), page=16),
+    "many tokens, few of each": DecodeCase(lengths=(300,) * 40, queries=(1,) * 40, page=128, capacity=1 << 15),
+    "a chunk among tokens": DecodeCase(lengths=(900, 5, 70), queries=(600, 1, 1), page=64, capacity=1 << 15),
+    "a chunk": DecodeCase(lengths=(900,), queries=600, capacity=1 << 15),
+    "a chunk in pages": DecodeCase(lengths=(900,), queries=600, page=16, capacity=1 << 15),
+}
+
+
+@pytest.mark.parametrize("case", SERVERS.values(), ids=SERVERS)
+def test_kernels_that_decode_for_servers(case):
+    """Their calls find what they need in what is compiled ahead; with rotary tables and caches of 8 bits, too."""
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        found = warmup.of_decode([warmup.Cell(*dims, BF16, Full())])
+        call = made(replace(case, dims=dims, heads=(8, 2)))
+        ragged = {} if call.cu_seqlens_q is None else {"max_seqlen_q": call.q.shape[0]}  # as a server's, whose host knows no more
+        call = replace(call, **ragged)
+        calls = [call]
+        if call.cu_seqlens_q is not None:
+            calls.append(with_eight_bits(call, (torch.float8_e4m3fn,) * 2, ("head", "all"))[0])
+        for each in calls:
+            (kernel,) = decoding.kernels(each)
+            assert warmup.Kernel(*kernel) in found, kernel[2]
+
+
+def test_kernels_that_decode_with_rotary_tables_and_latent_caches():
+    found = warmup.of_decode(warmup.Cell(*dims, BF16, Full()) for dims in ((64, 64), (128, 128), (576, 512)))
+    for dims, dtype, page in itertools.product(((64, 64), (128, 128)), (BF16, torch.float32), (0, 16, 64)):
+        call = made(DecodeCase(lengths=(9,), capacity=1 << 15, dims=dims, page=page))
+        call, _ = with_rotary(call, dims[0] // 2, False, dtype)
+        assert warmup.Kernel(*decoding.kernels(call)[0]) in found
+    for queries, page in ((1, 0), (1, 64), ((1, 2), 16)):
+        call = made(DecodeCase(lengths=(9, 5), dims=(576, 512), heads=(16, 1), queries=queries, page=page, latent=True))
+        assert warmup.Kernel(*decoding.kernels(call)[0]) in found
+
+
+def test_kernels_in_eight_bits():
+    """Of a problem with a recipe: the quantiser and the forward pass of every length, and none in 16 bits but of gradients."""
+    problem = Problem(device="cuda", dtype=BF16, head_dim=128, head_dim_v=128, group=1, mask="band", precision="int8")
+    found = warmup.of_problem(problem)
+    names = [warmup.describe(kernel)[0] for kernel in found]
+    assert names.count("quantiser") == 1 and set(names) == {"quantiser", "eight_bits"}
+    assert {(kernel.config.sees, kernel.config.cluster) for kernel in found if hasattr(kernel.config, "sees")} == {
+        ("all", 1), ("all", 2), ("causal", 1), ("causal", 2), ("interval", 1),
+    }  # fmt: skip
+    assert "backward" in {warmup.describe(kernel)[0] for kernel in warmup.of_problem(replace(problem, grad=True))}
 
 
 def test_extras_from_text():

@@ -25,9 +25,17 @@ def fma(a, b, c):
 
 
 def fma_of_pairs(a, b, c, kind):
+    return _of_pairs(fma, kind, a, b, c)
+
+
+def extreme_of_pairs(a, b, extreme, kind):
+    return _of_pairs(extreme, kind, a, b)
+
+
+def _of_pairs(function, kind, *pairs):
     """On both halves of 32 bits, which are bf16 or f16."""
     widen = (lambda x: pair(zeros_u2, x).view(f4)) if kind == "bf16" else (lambda x: x.view(f2).astype(f4))
-    low, high_ = (fma(*(widen((x >> u4.type(shift)).astype(u2)) for x in (a, b, c))) for shift in (0, 16))
+    low, high_ = (function(*(widen((x >> u4.type(shift)).astype(u2)) for x in pairs)) for shift in (0, 16))
     narrow = bf16 if kind == "bf16" else f16
     return pair(narrow(low), narrow(high_))
 

@@ -21,6 +21,7 @@ from emulator.warp import LANES, Warp
 
 SHARED_BASE = 1024
 PARAMETERS = 0x7000_0000_0000_0000  # where parameters are, for who asks for their address
+REGISTERS = 65536  # of a multiprocessor
 PACES = ("eager", "lazy", "random")
 PATIENCE = 300  # rounds in which nothing happens before it is called a deadlock
 
@@ -106,10 +107,16 @@ class Block:
         self.named: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # of bar.sync: threads that are there, generation
         self.stores: list = []  # of copies.py
         self.warps = [Warp(self, first // len(LANES)) for first in range(0, grid.threads, len(LANES))]
+        self.launched = REGISTERS // grid.threads // 8 * 8  # registers of a thread at first, at most
+        self.registers = dict.fromkeys(self.warps, self.launched)  # and since setmaxnreg
 
     def over(self) -> bool:
         if any(warp.at for warp in self.warps):
             return False
+        if sum(self.registers.values()) > self.launched * len(self.warps):
+            raise Fault(
+                f"warps ask for {sum(self.registers.values())} registers, and their launch has {self.launched} each: one waits for ever"
+            )
         if any(store.data is None for store in self.stores):
             raise Fault("a thread block ended while the copy engine still read its shared memory")
         self.machine.events += 1

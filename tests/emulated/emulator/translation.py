@@ -18,7 +18,7 @@ SPECIAL = {
 }
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}
-NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "setmaxnreg.", "prefetch.", "wgmma.fence")
+NOTHING = ("fence.acq_rel", "fence.mbarrier_init", "fence.proxy.async.global", "griddepcontrol.", "prefetch.", "wgmma.fence")
 
 UNARY = {"not": "~{}", "neg": "-{}", "abs": "absolute({})", "clz": "leading_zeros({})", "popc": "ones({})", "ex2": "power_of_two({})"}
 UNARY |= {"lg2": "log2({})", "rcp": "1 / {}", "tanh": "tanh({})"}
@@ -108,6 +108,9 @@ class Translation:
         d, *sources = self.it.operands
         yield self.put(d, expression.format(*(self.value(x, self.kind) for x in sources)), self.kind)
 
+    def of_setmaxnreg(self, n):
+        yield f"w.block.registers[w] = {int(n)}"
+
     # Arithmetic
 
     def of_mul(self, d, a, b):
@@ -136,7 +139,10 @@ class Translation:
         yield from self._computed("{} / {}" if self.kind == "f4" else "quotient({}, {})")
 
     def _extreme(self, name: str) -> Iterator[str]:
-        if self.kind == "f4":  # a number rather than NaN, if it is not said otherwise
+        if self.parts[-1] in ("bf16x2", "f16x2"):
+            d, a, b = self.it.operands
+            yield self.put(d, f"extreme_of_pairs({self.value(a, 'u4')}, {self.value(b, 'u4')}, f{name}, {self.parts[-1][:-2]!r})", "u4")
+        elif self.kind == "f4":  # a number rather than NaN, if it is not said otherwise
             yield from self._computed(f"{name}imum({{}}, {{}})" if "NaN" in self.parts else f"f{name}({{}}, {{}})")
         else:
             yield from self._computed(f"maximum({name}imum({{}}, {{}}), 0)" if "relu" in self.parts else f"{name}imum({{}}, {{}})")

@@ -16,6 +16,7 @@ from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.backends.hopper.eight_bits import repeat as again_in_eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
@@ -121,14 +122,17 @@ class Hopper(Backend):
         """By one launch; None where the kernel does not cover the call."""
         return append_call.append(call)
 
+    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+        return append_call.known(call)
+
     def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
         return decoding.known(call, decode.decoder)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
-        if call.problem.eight_bits or coverage.launched(call) is not call:
+        if coverage.launched(call) is not call:
             return None
-        return forward.repeat(call, self._gradients)
+        return again_in_eight_bits.repeat(call) if call.problem.eight_bits else forward.repeat(call, self._gradients)
 
     def _gradients(self, call: Call) -> Callable:
         """dQ, dK, dV, dBias and dSink of calls like this one, from (q, k, v, o, lse, dO, dLSE, `repeats.Beside`, bias_grad)."""

@@ -31,27 +31,30 @@ class Repeat:
         kernel: Callable,
         rest: Sequence,
         workspace: Callable[[], Work],
-        gradients: Callable,
+        gradients: Callable | None,
         *,
         made: Callable[..., Sequence] | None = None,
         packed: Call | None = None,
     ) -> None:
-        """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls.
+        """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls,
+        None where nobody asks for them.
 
-        made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. packed: the call as the kernel takes it, where
-        it is another one (packing.py).
+        made: what makes more of `rest` of the call's other tensors (`repeats.Beside`), where there are any. packed: the call as the kernel takes it,
+        where it is another one (packing.py).
         """
         batch, seqlen_q, heads_q, _ = call.q.shape
         self.kernel, self.rest, self.workspace, self.made = kernel, tuple(rest), workspace, made
-        self.like, self.gradients = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), gradients
+        tensors = "q", "k", "v", "bias", "alibi_slopes", "sink", "q_scale", "k_scale", "v_scale"
+        self.like, self.gradients = replace(call, **dict.fromkeys(tensors)), gradients
         self.device = call.q.device.index
         shape, lse_shape = (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
         self.empty = short.allocator(call.q.device)
-        self.o, self.lse = (shape, short.strides(shape), call.q.dtype), (lse_shape, short.strides(lse_shape), torch.float32)
+        dtype = call.out_dtype or call.q.dtype
+        self.o, self.lse = (shape, short.strides(shape), dtype), (lse_shape, short.strides(lse_shape), torch.float32)
         self.packed, self.o_heads_first = None if packed is None else packing.Views(call, packed), self.o
         if packed is None:
             apart, token, head, one = short.strides((batch, heads_q, seqlen_q, call.head_dim_v))
-            self.o_heads_first = shape, (apart, head, token, one), call.q.dtype
+            self.o_heads_first = shape, (apart, head, token, one), dtype
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
         self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after the tensors
@@ -74,7 +77,7 @@ class Repeat:
             lse = self.empty(*self.lse)
         o = self.empty(*(self.o_heads_first if heads_first else self.o))
         if self.made is not None:
-            rest = rest[0], *self.made(*beside)
+            rest = *rest, *self.made(*beside)
         if self.packed is not None:
             self.packed.compute(lambda *tensors: self._launch(tensors, rest), q, k, v, o, lse, with_lse)
         else:

@@ -10,6 +10,11 @@ from torch import Tensor
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+# A part of a tensor's memory, of its dtype: (tensor, shape, strides, first), as compiled programs have it, in a quarter of the time of as_strided.
+part = getattr(_guards, "_reinterpret_tensor", None) or (
+    lambda x, shape, strides, first: x.as_strided(shape, strides, x.storage_offset() + first)
+)
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
 
 
@@ -29,8 +34,7 @@ def as_operand(bundle: tuple, on_gpu: bool) -> object:
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
-    found = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    fast = getattr(found, f"_empty_strided_{device.type}", None)
+    fast = getattr(_guards, f"_empty_strided_{device.type}", None)
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 

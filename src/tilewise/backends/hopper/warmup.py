@@ -14,6 +14,7 @@ import torch
 from tilewise.backends.hopper import coverage
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.eight_bits.config import LONG
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
@@ -41,6 +42,7 @@ class Cell(NamedTuple):
     mask: Mask
     extras: tuple[str, ...] = ()  # of EXTRAS
     grad: bool = False  # with the backward pass, where there is one
+    precision: str | None = None  # the recipe in 8 bits
 
 
 class Kernel(NamedTuple):
@@ -68,7 +70,7 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
     Raises:
         UnsupportedError: the backend does not cover one of them.
     """
-    return _kernels(cells, ((n, n) for n in _lengths()))
+    return _kernels(cells, [(n, n) for n in _lengths()])
 
 
 def of_decode(cells: Iterable[Cell]) -> list[Kernel]:
@@ -78,7 +80,7 @@ def of_decode(cells: Iterable[Cell]) -> list[Kernel]:
 
 
 def _lengths() -> list[int]:
-    return sorted({*config.lengths(), *backward_config.lengths()})
+    return sorted({*config.lengths(), *backward_config.lengths(), LONG, LONG + 1})
 
 
 def _kernels(cells: Iterable[Cell], lengths: Iterable[tuple[int, int]]) -> list[Kernel]:
@@ -95,7 +97,7 @@ def of_problem(problem: Problem) -> list[Kernel]:
     """
     extras = tuple(name for name in EXTRAS if getattr(problem, name))
     dims = problem.head_dim, problem.head_dim_v
-    cells = [Cell(*dims, problem.dtype, mask, extras, problem.grad) for mask in MASKS[problem.mask]]
+    cells = [Cell(*dims, problem.dtype, mask, extras, problem.grad, problem.precision) for mask in MASKS[problem.mask]]
     return _kernels(cells, [pair for n in _lengths() for pair in ((n, n), (n, FEW))])
 
 
@@ -168,7 +170,7 @@ def describe(kernel: Kernel) -> tuple[str, str, str, str]:
     others = [each for each in fields(config) if each.name not in ("head_dim", "head_dim_v", "dtype")]
     if hasattr(config, "head_dim"):
         dims, dtype = (
-            "/".join(map(str, dict.fromkeys((config.head_dim, config.head_dim_v)))),
+            "/".join(map(str, dict.fromkeys((config.head_dim, getattr(config, "head_dim_v", config.head_dim))))),
             str(getattr(config, "dtype", "")).removeprefix("torch."),
         )
     values = " ".join(f"{each.name}={value}" for each in others if (value := getattr(config, each.name)) != each.default)
@@ -190,7 +192,7 @@ def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
     }
     names = {"alibi": "alibi_slopes"}
     extras = {names.get(name, name): values[name] for name in cell.extras}
-    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, **extras)
+    call = Call(q=q, k=k, v=v, mask=cell.mask, scale=1.0, grad=cell.grad, precision=cell.precision, **extras)
     if cell.grad and gradients.why_not(call.problem):
         call = replace(call, grad=False)
     if wrong := coverage.refused(replace(call.problem, device="cuda")):

@@ -1,15 +1,16 @@
 """What the decode kernel covers, its configurations, and the workspace of launches."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, made
+from decode_problems import BEHIND, DecodeCase, made, with_eight_bits
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat
+from tilewise.backends.hopper.decode import config, prefix, repeat
 from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, RAW_STAGES, TILES, configure
-from tilewise.masks import Causal, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Full, PrefixLM, SlidingWindow
 from tilewise.problem import Rotary
 from tilewise.sm90 import jit, prebuilt
 
@@ -154,3 +155,39 @@ def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch
     assert decoding._need(call, config).least == least
     assert decoding._need(call, config, decoding.Cut(numbers=1 << 20)).least == 1
     assert decoding._need(replace(call, split=64), config).least == 1
+
+
+CHUNK = {"consumers": 2, "rising": True} | config.CHUNK
+ROWS = [
+    (DecodeCase(lengths=(70,), heads=(8, 2)), {}),
+    (DecodeCase(lengths=(70,), queries=16, heads=(8, 2)), {}),
+    (DecodeCase(lengths=(70,), queries=17, heads=(8, 2)), {"consumers": 2}),  # one unit still
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2)), CHUNK),
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), mask=Full()), {"consumers": 2} | config.CHUNK),
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), page=4), {"rising": True}),  # threads gather
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), dims=(256, 256)), {"rising": True}),
+    (DecodeCase(lengths=(70,) * 30, queries=(1,) * 30, heads=(8, 2)), {"rising": True}),  # of which one sequence might have all
+    (DecodeCase(lengths=(70,) * 30, queries=(1,) * 10 + (0,) * 20, heads=(8, 2)), {}),
+    (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2)), CHUNK),
+    (DecodeCase(lengths=(70,), queries=80, heads=(16, 1), dims=(576, 512), latent=True), {}),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), ROWS, ids=str)
+def test_how_many_rows_a_tile_of_keys_serves(case, expected):
+    call = made(case)
+    if call.cu_seqlens_q is not None:
+        call = replace(call, q=call.q[:-BEHIND], max_seqlen_q=call.q.shape[0] - BEHIND)
+    assert repeat.rows_of(call) == expected
+    if case.dims[0] == 64 and case.page != 4:
+        assert repeat.rows_of(with_eight_bits(call, (torch.float8_e4m3fn,) * 2, (None, None))[0]).get("consumers") is None
+    assert {name: value for name, value in vars(decoding.config_of(call)).items() if name in expected} == expected
+
+
+@pytest.mark.parametrize(("group", "rows", "tile_n"), list(itertools.product((1, 2, 3, 4, 7, 8, 16, 64), (8, 64, 128), (32, 64, 128))))
+def test_steps_of_tiles_of_rows(group, rows, tile_n):
+    """As few as have a number of tokens that is one of whole tiles."""
+    cut = config.configure(torch.bfloat16, 64, 64, None, tile_n=tile_n, unit_rows=rows)
+    step, rise = decoding.stairs_of(group, cut)
+    assert step * rows == (group * tile_n << rise)
+    assert not any(n * rows % (group * tile_n) == 0 for n in range(1, step))

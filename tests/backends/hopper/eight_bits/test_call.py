@@ -6,10 +6,10 @@ import pytest
 import torch
 from eight_bits_problems import E4M3, Quantised, made
 
-from tilewise.backends.eight_bits import RECIPES
+from tilewise.backends.eight_bits import RECIPES, signs
 from tilewise.backends.hopper import Hopper, coverage
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.backends.hopper.eight_bits.config import GROUP, TILES_OF_WIDE_VALUES, configure, sign_words
+from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, TILES_OF_WIDE_VALUES, configure, configure_quantiser, sign_words
 from tilewise.errors import UnsupportedError
 
 
@@ -58,11 +58,12 @@ def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 
 
-def test_signs_of_the_rotation():
-    """Word c has lane l's c-th channel as bit l: the channels in their order are those of the contract."""
-    from tilewise.backends.eight_bits import signs
-
-    for dim in (64, 128, 256):
-        words = sign_words(dim)
-        mine = [-1.0 if words[i % len(words)] >> i // len(words) & 1 else 1.0 for i in range(dim)]
-        assert mine == signs(dim, torch.device("cpu")).tolist()
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_signs_of_the_rotation(dim):
+    """Bits k and 16 + k of a word are the k-th pair's, of a thread's 32 numbers: the channels in their order are those of the contract."""
+    config, found = configure_quantiser(torch.bfloat16, torch.int8, dim), {}
+    for sharer, words in enumerate(sign_words(config)):
+        for n in range(config.numbers):
+            negative = words[n // 32] >> (n % 32 // 2 + 16 * (n % 2)) & 1
+            found[config.channel(n) + CHUNK * sharer] = -1.0 if negative else 1.0
+    assert [found[channel] for channel in range(dim)] == signs(dim, torch.device("cpu")).tolist() and len(found) == dim

@@ -1,6 +1,7 @@
 """Appending on Hopper, seen from torch: what the kernel of append.py covers, and what it takes."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,18 +32,23 @@ class Appending:
     interleaved: bool = False
 
 
-_KNOWN: dict[tuple, object] = {}  # kernels, by what they depend on; None where none covers that
+_KNOWN: "dict[tuple, Appender | None]" = {}  # by what they depend on; None where no kernel covers that
 
 
 def append(call: AppendCall) -> Tensor | None:
     """(batch,) int32, the tokens that each sequence then has; None where the kernel does not cover the call, and nothing is written."""
+    found = known(call)
+    return None if found is None else found(call)
+
+
+def known(call: AppendCall) -> "Appender | None":
+    """What writes calls like this one; None where no kernel covers them."""
     key = _key(call)
     if key not in _KNOWN:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-        _KNOWN[key] = None if why_not(call) else jit.compiled(LAUNCH, arguments, config_of(call))
-    kernel = _KNOWN[key]
-    return None if kernel is None else _write(call, kernel)
+        _KNOWN[key] = None if why_not(call) else Appender(call, jit.compiled(LAUNCH, arguments, config_of(call)))
+    return _KNOWN[key]
 
 
 def why_not(call: AppendCall) -> list[str]:
@@ -117,27 +123,39 @@ def arguments(config: Appending) -> list:
     return [new, places, Turn(cos, sin, numbers(config.first, batch))]
 
 
-def _write(call: AppendCall, kernel) -> Tensor | None:
-    if short.current_device() != call.k.device.index:
-        with torch.cuda.device(call.k.device):
-            return _write(call, kernel)
-    caches, k, v = (call.k_cache, call.v_cache), call.k, call.v
-    if k.itemsize == 1:
-        caches, (k, v) = ([x.view(torch.int8) for x in pair] for pair in (caches, (k, v)))
-    k, v = (k, v) if call.cu_seqlens is None else (k[None], v[None])
-    ends = torch.empty(call.cache_seqlens.shape, dtype=torch.int32, device=k.device)
-    places = Places(call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, ends)
-    turn = None if call.rotary_cos is None else Turn(call.rotary_cos, call.rotary_sin, call.rotary_first)
-    try:
-        kernel(New(*caches, k, v), places, turn)
-    except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
-        if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (call.k_cache, call.v_cache)):
-            return None  # they are written in place, so a copy will not do
-        places = Places(*(x if x is None else x.contiguous() for x in places))
-        turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
-        kernel(New(*caches, jit.aligned(k), jit.aligned(v)), places, turn)
-    torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
-    return ends
+class Appender:
+    """Calls that differ in tensors, their lengths and strides, on whichever stream is current."""
+
+    def __init__(self, call: AppendCall, kernel: Callable) -> None:
+        """kernel(New, Places, Turn or None) writes a call, packed tokens as one entry's."""
+        self.kernel, self.device = kernel, call.k.device.index
+        self.empty = short.allocator(call.k.device)
+        self.in_eight_bits, self.packed = call.k.itemsize == 1, call.cu_seqlens is not None
+
+    def __call__(self, call: AppendCall) -> Tensor | None:
+        """As `append`; None also where the caches do not lie as the kernel wants them."""
+        if short.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(call)
+        k_cache, v_cache, k, v = call.k_cache, call.v_cache, call.k, call.v
+        if self.in_eight_bits:
+            k_cache, v_cache, k, v = (x.view(torch.int8) for x in (k_cache, v_cache, k, v))
+        if self.packed:
+            k, v = k.unsqueeze(0), v.unsqueeze(0)
+        seqlens, cos = call.cache_seqlens, call.rotary_cos
+        ends = self.empty((seqlens.shape[0],), (1,), torch.int32)
+        places = seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, ends
+        turn = None if cos is None else (cos, call.rotary_sin, call.rotary_first)
+        try:
+            self.kernel((k_cache, v_cache, k, v), places, turn)
+        except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
+            if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (k_cache, v_cache)):
+                return None  # they are written in place, so a copy will not do
+            places = Places(*(x if x is None else x.contiguous() for x in places))
+            turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
+            self.kernel(New(k_cache, v_cache, jit.aligned(k), jit.aligned(v)), places, turn)
+        torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
+        return ends
 
 
 def _key(call: AppendCall) -> tuple:

@@ -1,6 +1,7 @@
 """Decoding on Hopper, seen from torch: what the kernel covers, and what it takes."""
 
 from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from tilewise.backends.hopper.decode.append_call import TABLES
 from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, in_bits, latent, lengths_of, scales_of, tables_of
+from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, in_bits, latent, lengths_of, rows_of, scales_of, tables_of
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -146,6 +147,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         call.v_cache.shape[3],
         page_size,
         few=few_keys(call),
+        **rows_of(call) | tuning,
         softcap=call.softcap > 0.0,
         alibi=call.alibi_slopes is not None,
         sinks=call.sink is not None,
@@ -158,7 +160,6 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         scales=tuple("" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)),
         wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
         rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
-        **tuning,
     )
 
 
@@ -213,7 +214,7 @@ def arguments(config: Config) -> list:
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(6)))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(8)))
     prior = None
     if config.onto:
         like_o, like_lse = (
@@ -251,14 +252,21 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     if config.latent:  # tiles of rows that every sequence has; of ragged queries it may have one
         abreast = -(-(group if config.ragged else rows) // TILE_M)
     side_by_side = columns(abreast, blocks) if cut.aligned else 1
-    grid, kept = (side_by_side, blocks // side_by_side), min(TILE_M, rows)
+    grid, kept = (side_by_side, blocks // side_by_side), min(config.rows, rows)
+    stairs = stairs_of(group, config)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
-        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers))
+        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
     split, capacity = -(-call.split // config.tile_n), call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     most = -(-capacity // (split * config.tile_n))
-    units = call.seqlens.shape[0] * heads_k * -(-rows // TILE_M)
-    return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most)
+    units = call.seqlens.shape[0] * heads_k * -(-rows // config.rows)
+    return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs)
+
+
+def stairs_of(group: int, config: Config) -> tuple[int, int]:
+    """(tiles of rows, logarithm of tiles of keys): under a diagonal so many tiles of rows further, keys end so many tiles later."""
+    common = gcd(group * config.tile_n, config.rows)
+    return group * config.tile_n // common, (config.rows // common).bit_length() - 1
 
 
 def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:

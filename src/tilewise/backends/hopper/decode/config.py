@@ -1,5 +1,6 @@
 """How the decode kernel is cut: literal data, one line a case."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -10,10 +11,12 @@ import torch
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
 WARPGROUP = 128  # threads
-TILE_M = 64  # rows of a unit: query tokens times heads of a group
+TILE_M = 64  # rows of a warpgroup: query tokens times heads of a group
 LEAST_BOX = 8  # tokens that the copy engine fetches at a time, at least: rows of a swizzle
 IN_FLIGHT = 64 * 1024  # bytes of K and V that a multiprocessor waits for at once; with more, memory is slower
+LAUNCHED = 3 * 168  # registers that a thread of each of three warpgroups has together, which come in multiples of 8
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
+SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
@@ -38,6 +41,8 @@ class Config(ScoreChanges):
     kv_stages: int
     box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
     blocks: int = 1  # thread blocks of a multiprocessor
+    consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
+    rising: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False
     leftpad: bool = False
@@ -56,17 +61,37 @@ class Config(ScoreChanges):
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
     group: int = 12
+    halves: bool = True  # a row's pieces are added up twice as many at a time, where a unit has few rows; not with a fixed split
+    touch: bool = True  # the page table is asked for while lengths are on their way
+    room: bool = False  # registers are left for a block of the next launch, which may then begin before this one ends
+    unit_rows: int = 0  # rows of a unit, at most; 0: as many as a tile has
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
     row_max: bool = False
 
     @property
     def tile_m(self) -> int:
-        return TILE_M
+        """Rows of a product."""
+        return TILE_M * self.consumers
+
+    @property
+    def rows(self) -> int:
+        """Of a unit, at most."""
+        return self.unit_rows or self.tile_m
 
     @property
     def threads(self) -> int:
         """Of the warpgroups that compute."""
-        return WARPGROUP * (2 if self.latent else 1)
+        return WARPGROUP * (2 if self.latent else self.consumers)
+
+    @property
+    def three(self) -> bool:
+        """Whether a block has three warpgroups, which share out the registers that their launch gets."""
+        return self.widens or self.consumers > 1
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which a multiprocessor should have registers."""
+        return max(self.blocks, 2 if self.room and not self.three else 1)
 
     @property
     def columns_of_O(self) -> int:
@@ -90,8 +115,10 @@ class Config(ScoreChanges):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that multiplies, loads, and widens, where there are three warpgroups."""
-        return 248, 104, 152
+        """Of a thread of each of three warpgroups, where there are so many: which multiply, load and widen, or multiply, multiply and load. Together
+        no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
+        """
+        return (248, 104, 152) if self.widens else (208, 208, 88)
 
     @property
     def loaders(self) -> int:
@@ -105,13 +132,17 @@ class Config(ScoreChanges):
 
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
+WIDE = (64, 64), (96, 96), (128, 128), (192, 128)  # of which two warpgroups' registers hold enough
+CHUNK = {"kv_stages": 4, "evict_first": False}  # where units read the same keys
+MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which two warpgroups are taken
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
 # Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
-LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB, which one thread block adds up
+LATENT_PIECES = {"most_pieces": 16, "halves": False}  # each is up to 128 KB, which one thread block adds up
 
 
+@lru_cache(maxsize=256)
 def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
@@ -135,6 +166,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
+    if fields.get("split"):  # bits may not depend on how many rows a unit has
+        fields["halves"] = False
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 
@@ -162,6 +195,35 @@ def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:
-    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`."""
-    found = (configure(dtype, head_dim, head_dim_v, page_size, few, **fields) for few in (False, True) for page_size in PAGES)
+    """What calls need, of any size, on contiguous caches and on pages of PAGES tokens, each once; fields: of `Config`. Where there are none, also the
+    most usual of `kinds`.
+    """
+    todo = [(fields, PAGES), *([] if fields else kinds(dtype, head_dim, head_dim_v))]
+    found = (
+        configure(dtype, head_dim, head_dim_v, page_size, few, **each)
+        for each, pages in todo
+        for few in (False, *([] if each.keys() & {"rising", "rotary"} else [True]))
+        for page_size in pages
+    )
     return list(dict.fromkeys(found))
+
+
+def kinds(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Iterator[tuple[dict, tuple]]:
+    """What calls of servers are like beside the plain ones, as fields of `Config`, and their pages: packed queries, chunks of many tokens, rotary
+    tables for the whole head, caches in e4m3. Of those with many rows and those that are rotated without a thought for small caches.
+    """
+    yield {"ragged": True}, SERVED[1:]
+    dims = tile_dims(head_dim, head_dim_v)
+    if dims in (None, (96, 96)):
+        return
+    chunk = {"rising": True} | ({"consumers": 2, **CHUNK} if dims in WIDE else {})
+    yield chunk, SERVED
+    for rising in ({"rising": True}, chunk):
+        yield {"ragged": True, **rising}, SERVED[1:]
+    if dims[0] == dims[1] and head_dim % 16 == 0:
+        for table in (dtype, torch.float32):
+            yield {"rotary": Rotary(head_dim // 2, False, table)}, SERVED
+    eight = {"cached": (torch.float8_e4m3fn, torch.float8_e4m3fn), "scales": ("head", "head")}
+    yield eight, SERVED
+    for rising in ({}, {"rising": True}):
+        yield {**eight, "ragged": True, **rising}, SERVED[1:]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import loads, merge, rows, scheduler, widen
-from tilewise.backends.hopper.decode.config import Config
+from tilewise.backends.hopper.decode.config import TILE_M, Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
@@ -87,9 +87,9 @@ def launch(
     kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
            config).launch(
         grid=(work.columns, work.blocks, 1),
-        block=(3 * THREADS if config.widens else THREADS + 2 * config.loaders * WARP, 1, 1),
-        min_blocks_per_mp=config.blocks,
-        preferred_smem_carveout=100 if config.blocks > 1 else None,
+        block=(3 * THREADS if config.three else THREADS + 2 * config.loaders * WARP, 1, 1),
+        min_blocks_per_mp=config.resident,
+        preferred_smem_carveout=100 if config.resident > 1 else None,
         stream=stream,
         use_pdl=True,
     )  # fmt: skip
@@ -98,7 +98,9 @@ def launch(
 def products(config, dtype) -> wgmma.Mma:
     """As those of the ladder, with Q from registers."""
     k = OperandMajorMode.K
-    qk = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, config.tile_n), warpgroup.OperandSource.RMEM)
+    qk = sm90.make_trivial_tiled_mma(
+        dtype, dtype, k, k, Float32, (config.consumers, 1, 1), (64, config.tile_n), warpgroup.OperandSource.RMEM
+    )
     return wgmma.Mma(qk, wgmma.product_of(config, config.head_dim_v, dtype))
 
 
@@ -112,7 +114,7 @@ def kernel(
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
     bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
-    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, WARPS) for size in bytes_of_stage))
+    pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, config.threads // WARP) for size in bytes_of_stage))
     raw = allocate_raw(storage, tensors.K.element_type, config) if config.widens else None
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
@@ -129,10 +131,14 @@ def kernel(
         else:
             arch.setmaxregister_decrease(config.registers[2])
             widen.widen(tensors, (raw.K, raw.V), (sm.K, sm.V_by_token), raw.pipes, pipes, raw.scales, shape, config)
-    elif warp < WARPS:
+    elif warp < config.threads // WARP:
+        if const_expr(config.consumers > 1):
+            arch.setmaxregister_increase(config.registers[0])
         consume(attend, shared, config)
     else:
-        load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, warp - WARPS, config)
+        if const_expr(config.consumers > 1):
+            arch.setmaxregister_decrease(config.registers[-1])
+        load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, warp - config.threads // WARP, config)
 
 
 @cute.jit
@@ -178,6 +184,7 @@ class Tile(NamedTuple):
     unit: Unit
     slopes: cute.Tensor | None
     sequence: Sequence
+    piece: Piece
     free: tuple[Int32, Int32]  # keys that all rows see
 
 
@@ -189,7 +196,7 @@ def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Confi
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
-        span = scheduler.span_of(sequence, shares, shape)
+        span = scheduler.span_of(sequence, shares, shape, config)
         if at - start >= span:
             b += 1
             start += span
@@ -212,7 +219,7 @@ def attend(
     shared: Shared, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
-    tensors, shape, work, ending, changes, mma, sm, _ = shared
+    tensors, shape, work, ending, changes, mma, sm, pipes = shared
     unit = rows.unit_of(b, piece, sequence, shape, config)
     qk, pv = (x.get_slice(arch.thread_idx()[0]) for x in mma)
     all_qk, all_pv = (wgmma.of_warpgroup(x, 0) for x in mma)
@@ -227,15 +234,25 @@ def attend(
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         state=fragments.fresh_rows(),
         unit=unit,
-        slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
+        slopes=rows.slopes_of(changes, b, unit, config) if const_expr(config.alibi) else None,
         sequence=sequence,
-        free=rows.free_of(sequence, shape, config),
+        piece=piece,
+        free=rows.free_of(sequence, unit, shape, config),
     )
     rows.load_queries(tile.Q, tensors, unit, sequence, config)
     tile.acc_O.fill(0.0)
-    for n in cutlass.range(piece.first, piece.last, unroll=1):
+    last = piece.last
+    if const_expr(config.consumers > 1):  # the other warpgroup's rows may be all that there are
+        last = piece.last if unit.rows > arch.make_warp_uniform(arch.warp_idx()) // WARPS * TILE_M else piece.first
+    for n in cutlass.range(piece.first, last, unroll=1):
         step(tile, shared, state, n * config.tile_n, config)
         state.advance()
+    if const_expr(config.consumers > 1):
+        for _ in cutlass.range(last, piece.last, unroll=1):
+            for pipe in pipes:
+                pipe.consumer_wait(state)
+                tma.release(pipe, state)
+            state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     if const_expr(config.scales[1] == "head"):
         for r in range_constexpr(fragments.ROWS):
@@ -260,9 +277,9 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     if const_expr(config.scales[0] == "head"):
         acc_S.store(acc_S.load() * tile.k_scale)
     if const_expr(config.modified):
-        rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape), tile.slopes, changes, config)
+        rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape, config), tile.slopes, changes, config)
     if n0 < free[0] or n0 + config.tile_n > free[1]:
-        keys = rows.keys_of(sequence, tile.unit, shared.shape)  # anew: few tiles need them, and registers are scarce
+        keys = rows.keys_of(sequence, tile.unit, shared.shape, config)  # anew: few tiles need them, and registers are scarce
         rows.hide(acc_S, keys, n0)
         if const_expr(config.tree):
             rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
@@ -270,8 +287,8 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
     pipes.v.consumer_wait(state)
-    if n0 < sequence.begin or n0 + config.tile_n > sequence.end:
-        rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, sequence, config)
+    if n0 < tile.piece.begin or n0 + config.tile_n > tile.piece.end:
+        rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, tile.piece, config)
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
     warpgroup.wait_group(0)
     tma.release(pipes.v, state)

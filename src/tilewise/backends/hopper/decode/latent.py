@@ -202,10 +202,10 @@ def attend_left(
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32),
         state=fragments.fresh_rows(),
-        slopes=rows.slopes_of(changes, b, unit) if const_expr(config.alibi) else None,
+        slopes=rows.slopes_of(changes, b, unit, config) if const_expr(config.alibi) else None,
         kept=sm.unit[None, arch.warp_idx()],
-        there=(sequence.begin, sequence.end),
-        free=rows.free_of(sequence, shape, config),
+        there=(piece.begin, piece.end),
+        free=rows.free_of(sequence, unit, shape, config),
     )
     keep(tile.kept, sequence, piece)
     load_queries(sm.Q, shared.tensors, unit, config)
@@ -214,7 +214,7 @@ def attend_left(
         step_left(tile, shared, state, n * config.tile_n, config)
         state.advance()
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
-    hand_over((inverse, lse), None, sm)
+    hand_over((inverse, lse), None, sm, config)
     fragments.scale_rows(tile.acc_O, inverse)
     end(tile.acc_O, lse, shared, b, tile.kept, 0, config)
     return state
@@ -233,14 +233,14 @@ def step_left(tile: Left, shared: Shared, state: pipeline.PipelineState, n0: Int
     warpgroup.wait_group(0)
     if const_expr(config.modified):
         of_sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
-        rows.modify(acc_S, n0, rows.keys_of(of_sequence, unit, shape), tile.slopes, changes, config)
+        rows.modify(acc_S, n0, rows.keys_of(of_sequence, unit, shape, config), tile.slopes, changes, config)
     if n0 < free_begin or n0 + config.tile_n > free_last:
         hide(acc_S, n0, tile, shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
     fragments.round_into(tile.P, acc_S)
     if n0 < begin or n0 + config.tile_n > last:
         clear(sm.K[None, None, state.index], n0, tile, shape, config)
-    hand_over((rescale,), tile.P, sm)
+    hand_over((rescale,), tile.P, sm, config)
     tma.release(pipes.rest, state)
     fragments.scale_rows(tile.acc_O, rescale)
     fragments.product(tile.mma.left, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
@@ -262,7 +262,7 @@ def multiply(mma: cute.TiledMma, acc_S: cute.Tensor, a: cute.Tensor, b: cute.Ten
 @cute.jit
 def hide(acc_S: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexpr[Config]):
     sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
-    keys = rows.keys_of(sequence, unit, shape)
+    keys = rows.keys_of(sequence, unit, shape, config)
     rows.hide(acc_S, keys, n0)
     if const_expr(config.tree):
         rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shape.lengths.tree)
@@ -270,19 +270,19 @@ def hide(acc_S: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Conste
 
 @cute.jit
 def clear(sK: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexpr[Config]):
-    sequence, _, _ = kept_of(tile.kept, tile.b, shape, config)
-    rows.clear_values(sK.iterator.toint(), n0, sequence, config)
+    _, _, piece = kept_of(tile.kept, tile.b, shape, config)
+    rows.clear_values(sK.iterator.toint(), n0, piece, config)
 
 
 @cute.jit
-def hand_over(factors: tuple, P: cute.Tensor | None, sm: Smem):
+def hand_over(factors: tuple, P: cute.Tensor | None, sm: Smem, config: Constexpr[Config]):
     """Factors of this thread's rows, (ROWS,) fp32 each, and P, as the product reads it from registers: words of two numbers, in the order (row, 8
     columns). Rows of 128 bytes lie in shared memory with their pieces of 16 bytes swizzled by the row's number, so no two lanes meet in a bank.
     """
     arch.barrier(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
     lane = arch.lane_idx() % fragments.QUAD
     for r in range_constexpr(fragments.ROWS):
-        row = rows.row_of(r)
+        row = rows.row_of(r, config)
         if const_expr(P is not None):
             words, first = cute.recast_tensor(P, Int32), sm.P.iterator.toint() + row * (8 * BYTES) + lane * 4
             for c in range_constexpr(cute.size(words) // fragments.ROWS):
@@ -310,7 +310,7 @@ def attend_right(
     acc_O.fill(0.0)
     arch.barrier_arrive(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
     for _ in cutlass.range(piece.first, piece.last, unroll=1):
-        (rescale,) = take(1, sm)
+        (rescale,) = take(1, sm, config)
         fragments.scale_rows(acc_O, rescale)
         shared.pipes.rest.consumer_wait(state)
         fragments.product(mma, acc_O, tOrP, tOrV[None, None, None, state.index], True)
@@ -318,20 +318,20 @@ def attend_right(
         arch.barrier_arrive(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
         tma.release(shared.pipes.rest, state)
         state.advance()
-    inverse, lse = take(2, sm)
+    inverse, lse = take(2, sm, config)
     fragments.scale_rows(acc_O, inverse)
     end(acc_O, lse, shared, b, kept, config.columns_of_O, config)
     return state
 
 
 @cute.jit
-def take(count: Constexpr[int], sm: Smem) -> tuple:
+def take(count: Constexpr[int], sm: Smem, config: Constexpr[Config]) -> tuple:
     """`hand_over`'s factors."""
     arch.barrier(barrier_id=Barrier.HANDED, number_of_threads=COMPUTING)
     factors = tuple(cute.make_rmem_tensor(fragments.ROWS, Float32) for _ in range(count))
     for r in range_constexpr(fragments.ROWS):
         for i in range_constexpr(count):
-            factors[i][r] = sm.factors[i, rows.row_of(r)]
+            factors[i][r] = sm.factors[i, rows.row_of(r, config)]
     return factors
 
 

@@ -7,13 +7,13 @@ odd for boxes are gathered token by token, by two warps each, which likewise wri
 
 from tilewise.backends.hopper.decode import scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
 from tilewise.sm90.pointers import known
 from tilewise.sm90.wgmma import K_MAJOR
 
-WARP = 32
+WARP, LINE = 32, 128  # threads; bytes of a line of a cache
 
 
 def columns(dim: int) -> int:
@@ -58,27 +58,38 @@ def produce(
 ):  # fmt: skip
     """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.load_stages)
+    if const_expr(config.box > 0 and config.touch):
+        touch(shape.lengths.pages)
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
-        span = scheduler.span_of(sequence, shares, shape)
+        span = scheduler.span_of(sequence, shares, shape, config)
         if at - start >= span:
             b += 1
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             if const_expr(config.gathers):
-                state = gather_piece(mX, sX, pipe, state, b, piece, sequence, shape, warp, values, dim, config)
+                state = gather_piece(mX, sX, pipe, state, b, piece, shape, warp, values, dim, config)
             else:
-                state = load_piece(source, sX, pipe, state, b, piece, sequence, shape, dim, config)
+                state = load_piece(source, sX, pipe, state, b, piece, shape, dim, config)
             at = piece.next
+
+
+@cute.jit
+def touch(pages: cute.Tensor):
+    """Ask for a lone sequence's page numbers, a line a lane, before it is known which are wanted."""
+    first = arch.lane_idx() * (LINE * 8 // pages.element_type.width)
+    if pages.shape[0] == 1 and first < pages.shape[1]:
+        address = (pages[0, None].iterator + first * pages.stride[1]).toint()
+        arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
 
 
 @cute.jit
 def load_piece(
     source: tma.Tma, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
-    sequence: Sequence, shape: Shape, dim: Constexpr[int], config: Constexpr[Config],
+    shape: Shape, dim: Constexpr[int], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     if const_expr(config.box == 0):
         entry = b
@@ -91,9 +102,9 @@ def load_piece(
             state.advance()
     else:
         boxes = const_expr(config.tile_n // config.box)
-        page, row = page_of(b, piece.first, source, sequence, shape, config)
+        page, row = page_of(b, piece.first, source, piece, shape, config)
         for n in cutlass.range(piece.first, piece.last, unroll=1):
-            next_page, next_row = page_of(b, n + 1, source, sequence, shape, config)
+            next_page, next_row = page_of(b, n + 1, source, piece, shape, config)
             for part in parts_of(pipe, dim, config):
                 part[0].producer_acquire(state)
                 for i in range_constexpr(boxes):
@@ -104,12 +115,12 @@ def load_piece(
 
 
 @cute.jit
-def page_of(b: Int32, n: Int32, source: tma.Tma, sequence: Sequence, shape: Shape, config: Constexpr[Config]):
+def page_of(b: Int32, n: Int32, source: tma.Tma, piece: Piece, shape: Shape, config: Constexpr[Config]):
     """(page, box in it) of this lane's box of tile n; of boxes that no row sees a page that does not exist."""
     token = n * config.tile_n + arch.lane_idx() * config.box
     number, row = divmod(token, shape.page_size)
     page = Int32(source.gmem.shape[3])
-    if token < sequence.end and token + config.box > sequence.begin:
+    if token < piece.end and token + config.box > piece.begin:
         page = scheduler.number(shape.lengths.pages[b, None], number)
     return page, row // config.box
 
@@ -138,12 +149,12 @@ ABREAST = 16  # fetches of a lane on their way at a time, at most
 @cute.jit
 def gather_piece(
     mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, b: Int32, piece: Piece,
-    sequence: Sequence, shape: Shape, warp: Int32, values: Constexpr[int], dim: Constexpr[int], config: Constexpr[Config],
+    shape: Shape, warp: Int32, values: Constexpr[int], dim: Constexpr[int], config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     gX = mX[None, None, piece.head_k, None]
-    pages = pages_of(b, piece.first, gX, sequence, shape, config)
+    pages = pages_of(b, piece.first, gX, piece, shape, config)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
-        ahead = pages_of(b, n + 1, gX, sequence, shape, config)
+        ahead = pages_of(b, n + 1, gX, piece, shape, config)
         pipe.sync_object_empty.wait(state.index, state.phase)
         gather_tile(gX, sX[None, None, state.index].iterator.toint(), pages, warp, dim, config)
         hand_on(pipe, state, FILLED + values, warp, config.loaders * WARP)
@@ -164,7 +175,7 @@ def hand_on(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barr
 
 
 @cute.jit
-def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Shape, config: Constexpr[Config]):
+def pages_of(b: Int32, n: Int32, gX: cute.Tensor, piece: Piece, shape: Shape, config: Constexpr[Config]):
     """(page, row in it) of this lane's tokens of tile n, every 32nd; page -1 where no row sees the token, or there is no such page."""
     turns = const_expr(-(-config.tile_n // WARP))
     pages, rows = cute.make_rmem_tensor(turns, Int32), cute.make_rmem_tensor(turns, Int32)
@@ -172,7 +183,7 @@ def pages_of(b: Int32, n: Int32, gX: cute.Tensor, sequence: Sequence, shape: Sha
         token = n * config.tile_n + i * WARP + arch.lane_idx()
         number, row = divmod(token, shape.page_size)
         page = Int32(-1)
-        if token < sequence.end and token >= sequence.begin:
+        if token < piece.end and token >= piece.begin:
             page = scheduler.number(shape.lengths.pages[b, None], number)
         pages[i], rows[i] = (page if page < gX.shape[0] else Int32(-1)), row
     return pages, rows

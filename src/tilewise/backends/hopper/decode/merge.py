@@ -48,8 +48,8 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
     """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory. column0: the first of O that this
     warpgroup has.
     """
-    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0)
-    grouped = piece.count > config.most_pieces
+    keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0, config)
+    grouped = piece.most > config.most_pieces
     group = piece.number // config.group * config.group if grouped else Int32(0)
     count = min(Int32(config.group), piece.count - group) if grouped else piece.count
     level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
@@ -64,10 +64,11 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
 
 
 @cute.jit
-def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int]):
+def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int],
+         config: Constexpr[Config]):  # fmt: skip
     O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             first = work.sums[slot, row, None].iterator + column
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
@@ -100,7 +101,8 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
     """By all that compute: of the level's pieces the sum, into O and L or over the first of them.
 
     A warp has PAIR rows at a time, and a lane WIDE columns of both. What weighs a row's pieces is computed by the lanes of half a warp, one each, and
-    handed to the others: a lane that computed all weights for itself would wait for one exponential after the other.
+    handed to the others: a lane that computed all weights for itself would wait for one exponential after the other. Where a warp has one row,
+    it has twice as many pieces of it at a time, in two sums, which are added up in the end.
     """
     warp, lane, warps = arch.make_warp_uniform(arch.warp_idx()), arch.lane_idx(), const_expr(config.threads // WARP)
     dim, slot0, slot1, slot2 = (
@@ -109,26 +111,31 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
     )
     size, row_size = Int32(work.sums.stride[0]), Int32(work.sums.stride[1])
     total, part = cute.make_rmem_tensor((WIDE, PAIR), Float32), cute.make_rmem_tensor((WIDE, ABREAST, PAIR), Float32)
+    of_pair, of_piece, at_once = warps, Int32(0), Int32(ABREAST)  # how far the second sum's row and first piece are from the first's
+    if const_expr(config.halves):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if unit.rows <= warps:
+            of_pair, of_piece, at_once = Int32(0), Int32(ABREAST), Int32(PAIR * ABREAST)
     for row0 in cutlass.range(warp, unit.rows, PAIR * warps, unroll=1):
-        own, number = row0 + lane // HALF * warps, lane % HALF  # whose weights this lane computes, and of which piece
+        # Whose weights this lane computes, and of which piece.
+        own, number = row0 + lane // HALF * of_pair, lane % HALF + lane // HALF * of_piece
         for column0 in cutlass.range(0, dim, WARP * WIDE, unroll=1):
             column = column0 + lane * WIDE
             top, weight = -Float32.inf, Float32(0.0)
             total.fill(0.0)
-            for first in cutlass.range(0, level.count, ABREAST, unroll=1):
+            for first in cutlass.range(0, level.count, at_once, unroll=1):
                 lse = -Float32.inf
-                if number < ABREAST and first + number < level.count and own < unit.rows:
+                if lane % HALF < ABREAST and first + number < level.count and own < unit.rows:
                     slot = slot1 + (first + number - 1) * (slot2 - slot1)
                     lse = work.lse[level.plane, slot0 if first + number == 0 else slot, own]
                 part.fill(0.0)
                 for j in range_constexpr(PAIR):
-                    row = row0 + j * warps
-                    there = level.count - first if row < unit.rows and column < dim else Int32(0)
+                    row, begin = row0 + j * of_pair, first + j * of_piece
+                    there = level.count - begin if row < unit.rows and column < dim else Int32(0)
                     source = work.sums.iterator + row * row_size + column
-                    at = (slot1 + (first - 1) * (slot2 - slot1)) * size  # of piece `first`, but that the very first has a slot of its own
+                    at = (slot1 + (begin - 1) * (slot2 - slot1)) * size  # of piece `begin`, but that the very first has a slot of its own
                     for i in range_constexpr(ABREAST):
                         if i < there:
-                            own_place = slot0 * size if const_expr(i == 0) and first == 0 else at
+                            own_place = slot0 * size if const_expr(i == 0) and begin == 0 else at
                             cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, i, j])
                         at += (slot2 - slot1) * size
                 higher = arch.fmax(top, over_half(lse, arch.fmax))
@@ -143,6 +150,9 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
                         factor = arch.shuffle_sync(mine, j * HALF + i)
                         for c in range_constexpr(WIDE):
                             total[c, j] += part[c, i, j] * factor
+            if const_expr(config.halves):  # noqa: SIM102 - as above
+                if of_piece > 0:
+                    top, weight = sum_of_halves(total, top, weight)
             whole = top + cute.math.log2(weight) * LN2
             whole = -Float32.inf if weight == 0.0 else whole
             factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
@@ -153,7 +163,7 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
             weights = factor, earlier, whole
             for j in range_constexpr(PAIR):
                 row, (factor, earlier, of_row) = row0 + j * warps, (arch.shuffle_sync(x, j * HALF) for x in weights)
-                if row < unit.rows and column < dim:
+                if row < unit.rows and column < dim and (const_expr(j == 0) or of_piece == 0):
                     if level.last:
                         store_sum(total[None, j], factor, earlier, of_row, tensors, ending, unit, row, column, config)
                     else:
@@ -162,6 +172,20 @@ def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Pi
                         cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
                         if column == 0:
                             work.lse[1, slot0, row] = of_row
+
+
+@cute.jit
+def sum_of_halves(total: cute.Tensor, top: Float32, weight: Float32) -> tuple[Float32, Float32]:
+    """Of both sums of one row into the first; each half of a warp has the maximum and the weight of one, and gets those of both."""
+    others = arch.shuffle_sync_bfly(top, HALF)
+    higher = arch.fmax(top, others)
+    base = Float32(0.0) if higher == -Float32.inf else higher
+    mine = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+    factors = [arch.shuffle_sync(mine, j * HALF) for j in range(PAIR)]
+    for c in range_constexpr(WIDE):
+        total[c, 0] = total[c, 0] * factors[0] + total[c, 1] * factors[1]
+    weights = [arch.shuffle_sync(weight * mine, j * HALF) for j in range(PAIR)]
+    return higher, weights[0] + weights[1]
 
 
 def over_half(x: Float32, combine) -> Float32:
@@ -232,7 +256,7 @@ def store(
     O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
     found.fill(0.0)
     for r in range_constexpr(fragments.ROWS):
-        row, column = rows.row_of(r), column0 + arch.lane_idx() % fragments.QUAD * 2
+        row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             token, head = rows.place_of(row, unit)
             whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)

@@ -58,6 +58,8 @@ class Work(NamedTuple):
     least: int  # tiles of a block's share, where there are any
     split: int  # tiles of a piece; 0: not fixed
     most_pieces: int  # of a unit, then
+    step: int  # tiles of rows, after which keys that are seen end `rise` tiles later
+    rise: int  # a power of two, as its logarithm
 
 
 class Window(NamedTuple):

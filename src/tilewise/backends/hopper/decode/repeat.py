@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import prefix
-from tilewise.backends.hopper.decode.config import FEW_KEYS, latent_dims
+from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, LEAST_BOX, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
+from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import DecodeCall
 from tilewise.sm90.jit import aligned, readable
@@ -128,6 +129,29 @@ def few_keys(call: DecodeCall) -> bool:
     return call.split is None and call.seqlens.shape[0] * capacity * pages * heads_k <= FEW_KEYS
 
 
+def rows_of(call: DecodeCall) -> dict:
+    """What `Config` has of the rows of a sequence: nothing where they are few.
+
+    With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: it may be a chunk's beside single
+    tokens, or all sequences may have few. Bits do not depend on it.
+    """
+    dims, window = tile_dims(call.q.shape[-1], call.v_cache.shape[3]), window_of(call.mask)
+    if dims is None or window is None or call.q.numel() == 0 or 0 in call.k_cache.shape:
+        return {}
+    group = call.q.shape[-2] // call.k_cache.shape[2]
+    rows, found = group * (call.q.shape[1] if call.cu_seqlens_q is None else call.max_seqlen_q), {}
+    gathers = call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX  # which takes registers
+    if dims in WIDE and call.k_cache.dtype == call.q.dtype and not gathers:
+        batch, total = call.seqlens.shape[0], group * call.q.shape[0]
+        wide = rows > TILE_M if call.cu_seqlens_q is None else total > batch * TILE_M or total - batch * group >= MANY_ROWS
+        found = {"consumers": 2} if wide and rows > TILE_M else {}
+        if found and rows > 2 * TILE_M:
+            found |= CHUNK
+    if rows > TILE_M * found.get("consumers", 1) and (window.lo > -FAR or window.hi < FAR):
+        found["rising"] = True
+    return found
+
+
 _KNOWN: dict[tuple, Decoder | Prefixed | None] = {}
 
 
@@ -180,6 +204,7 @@ def _key(call: DecodeCall) -> tuple:
         rotary,
         *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
         few_keys(call),
+        tuple(rows_of(call).items()),
         counts,
         *options,
     )

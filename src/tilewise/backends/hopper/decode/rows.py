@@ -15,6 +15,7 @@ from tilewise.sm90.pointers import known
 THREADS, WARP, ROWS = 128, 32, 16  # of a warpgroup; of a warp; of a tile that a warp holds
 WIDE = 8  # numbers that a thread clears at a time
 CLEARED = 1  # a named barrier
+CLEARED_BY = 8  # and the following: likewise, one a warpgroup of several
 QUAD = fragments.QUAD
 
 
@@ -40,7 +41,7 @@ class Keys(NamedTuple):
 
 @cute.jit
 def unit_of(b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Unit:
-    rows = min(sequence.queries * shape.group - piece.row0, config.tile_m)
+    rows = min(sequence.queries * shape.group - piece.row0, config.rows)
     entry = Int32(0) if const_expr(config.ragged) else b
     return Unit(entry, sequence.first_query, piece.head_k * shape.group, piece.row0, rows, shape.by_group, sequence.joins)
 
@@ -53,9 +54,9 @@ def place_of(row: Int32, unit: Unit) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def row_of(r: Constexpr[int]) -> Int32:
-    """The row of its tile that this thread holds as its r-th."""
-    return arch.warp_idx() % (THREADS // WARP) * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
+def row_of(r: Constexpr[int], config: Constexpr[Config]) -> Int32:
+    """The row of its unit that this thread holds as its r-th."""
+    return arch.warp_idx() % (config.tile_m // ROWS) * ROWS + arch.lane_idx() // QUAD + r * (ROWS // fragments.ROWS)
 
 
 @cute.jit
@@ -64,7 +65,7 @@ def load_queries(fragment: cute.Tensor, tensors: Tensors, unit: Unit, sequence: 
     mQ, words = tensors.Q, cute.recast_tensor(fragment, Int32)
     words.fill(0)
     for r in range_constexpr(fragments.ROWS):
-        row = row_of(r)
+        row = row_of(r, config)
         if row < unit.rows:
             token, head = place_of(row, unit)
             gQ = mQ[unit.entry, unit.first_query + token, head, None]
@@ -78,10 +79,10 @@ def load_queries(fragment: cute.Tensor, tensors: Tensors, unit: Unit, sequence: 
 
 
 @cute.jit
-def keys_of(sequence: Sequence, unit: Unit, shape: Shape) -> Keys:
+def keys_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Config]) -> Keys:
     keys = Keys(*(cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in Keys._fields))
     for r in range_constexpr(fragments.ROWS):
-        token, _ = place_of(row_of(r), unit)
+        token, _ = place_of(row_of(r, config), unit)
         position = sequence.length - sequence.queries + token
         keys.position[r] = position
         keys.begin[r] = max(sequence.left, position + shape.window.lo)
@@ -90,21 +91,25 @@ def keys_of(sequence: Sequence, unit: Unit, shape: Shape) -> Keys:
 
 
 @cute.jit
-def free_of(sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
-    """The keys [begin, end) that all rows of a sequence see."""
-    begin = max(sequence.left, sequence.length - 1 + shape.window.lo)
-    end = min(sequence.length, sequence.length - sequence.queries + shape.window.hi + 1)
+def free_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The keys [begin, end) that all rows of a unit see, or of its sequence."""
+    last, first = sequence.length - 1, sequence.length - sequence.queries
+    if const_expr(config.rising):
+        (last, _), (token, _) = place_of(unit.rows - 1, unit), place_of(Int32(0), unit)
+        last, first = first + last, first + token
+    begin = max(sequence.left, last + shape.window.lo)
+    end = min(sequence.length, first + shape.window.hi + 1)
     if const_expr(config.tree):
         end = min(end, sequence.length - shape.lengths.tree.shape[2])
     return begin, end
 
 
 @cute.jit
-def slopes_of(changes: Scores, b: Int32, unit: Unit) -> cute.Tensor:
+def slopes_of(changes: Scores, b: Int32, unit: Unit, config: Constexpr[Config]) -> cute.Tensor:
     """ALiBi's of this thread's rows, (ROWS,) fp32."""
     slopes = cute.make_rmem_tensor(fragments.ROWS, Float32)
     for r in range_constexpr(fragments.ROWS):
-        _, head = place_of(min(row_of(r), unit.rows - 1), unit)
+        _, head = place_of(min(row_of(r, config), unit.rows - 1), unit)
         slopes[r] = changes.slopes[min(b, changes.slopes.shape[0] - 1), head]
     return slopes
 
@@ -150,16 +155,18 @@ def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: In
 
 
 @cute.jit
-def clear_values(address: Int32, n0: Int32, sequence: Sequence, config: Constexpr[Config]):
+def clear_values(address: Int32, n0: Int32, piece: Piece, config: Constexpr[Config]):
     """0 in the rows of a tile of V that no row of the unit sees, whatever lies there; by the warpgroup that reads it.
 
     The stage at `address` is blocks of columns, each a token after another. A swizzle changes places within a token's part of a block only.
     """
     width = const_expr(loads.columns(config.head_dim_v) // WIDE)  # pieces of a token in a block
     pieces = const_expr(config.tile_n * config.head_dim_v // WIDE)
-    for i in cutlass.range(arch.thread_idx()[0], pieces, THREADS, unroll=1):
+    thread, warpgroup = arch.thread_idx()[0] % THREADS, arch.make_warp_uniform(arch.warp_idx()) // (THREADS // WARP)
+    for i in cutlass.range(thread, pieces, THREADS, unroll=1):
         key = n0 + i // width % config.tile_n
-        if key < sequence.begin or key >= sequence.end:
+        if key < piece.begin or key >= piece.end:
             arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address + i * 16, Int32(0)])
     arch.fence_proxy("async.shared", space="cta")
-    arch.barrier(barrier_id=CLEARED, number_of_threads=THREADS)
+    barrier = CLEARED if const_expr(config.consumers == 1) else CLEARED_BY + warpgroup
+    arch.barrier(barrier_id=barrier, number_of_threads=THREADS)

@@ -9,6 +9,9 @@ A token's key heads lie side by side in memory. So there may be several columns,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
 above then holds for (column) G + g. Of a latent cache, which has one key head, columns have every so many-th tile of rows instead.
 
+Where a sequence has many rows (`rising`), what later ones see begins and ends later. Tiles of rows are taken in steps, from one to the next of which
+that is by a whole number of tiles; so sums over them have a closed form, by which every warp finds the unit that a place belongs to.
+
 With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
 share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
 """
@@ -39,6 +42,8 @@ class Shape(NamedTuple):
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
+    step: object  # divisor: tiles of rows
+    rise: Int32  # logarithm of the tiles of keys, by which what these see moves on
     window: Window
     lengths: Lengths
     prefix: object  # Int32: keys that are another launch's business; None: none
@@ -63,6 +68,8 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
         most_pieces=work.most_pieces,
+        step=cute.fast_divmod_create_divisor_v2(work.step) if config.rising else None,
+        rise=work.rise,
         window=window,
         lengths=lengths,
         prefix=prior.tokens if config.onto else None,
@@ -109,8 +116,11 @@ class Piece(NamedTuple):
     row0: Int32
     first: Int32
     last: Int32
+    begin: Int32  # keys [begin, end) that any row of the unit may see
+    end: Int32
     number: Int32
     count: Int32
+    most: Int32  # pieces of a unit that sees all that its sequence's rows see
     origin: Int32  # the block of the first piece, or with a split the unit
     next: Int32  # the place in the row behind the unit
 
@@ -143,7 +153,7 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     begin = min(begin, end)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
-    row_tiles = cute.ceil_div(queries * shape.group, config.tile_m)
+    row_tiles = cute.ceil_div(queries * shape.group, config.rows)
     if const_expr(config.latent):
         column, _, _ = arch.block_idx()
         row_tiles = cute.ceil_div(max(row_tiles - column, 0), shape.columns)
@@ -158,7 +168,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         found = sequence_of(min(b, shape.batch - 1), shape, config)
         mine = found.row_tiles * shape.heads if b < shape.batch else Int32(0)
         units += mine
-        tiles += mine * found.tiles
+        tiles += shape.heads * tiles_of(found.row_tiles, found, shape, config) if b < shape.batch else Int32(0)
     units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
@@ -187,7 +197,7 @@ def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
     b, start, going = Int32(0), Int32(0), shape.batch > 1 and shares.begin < shares.end
     while going:
         found = sequence_of(min(at + lane, shape.batch - 1), shape, config)
-        cost = found.row_tiles * shape.heads * (found.tiles + shares.fixed) if at + lane < shape.batch else Int32(0)
+        cost = span_of(found, shares, shape, config) if at + lane < shape.batch else Int32(0)
         sums = scan(cost)
         passed = arch.popc(arch.vote_ballot_sync(before + sums <= shares.begin))
         b = at + passed
@@ -209,45 +219,139 @@ def scan(x: Int32) -> Int32:
 
 
 @cute.jit
-def span_of(sequence: Sequence, shares: Shares, shape: Shape) -> Int32:
+def span_of(sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Int32:
     """Places of a sequence in the row."""
-    return sequence.row_tiles * shape.heads * (sequence.tiles + shares.fixed)
+    return shape.heads * places_of(sequence.row_tiles, sequence, shares, shape, config)
+
+
+@cute.jit
+def places_of(n: Int32, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Of the first n units of a key head."""
+    return tiles_of(n, sequence, shape, config) + n * shares.fixed
+
+
+@cute.jit
+def tiles_of(n: Int32, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Likewise tiles of keys."""
+    if const_expr(not config.rising):
+        return n * sequence.tiles
+    steps, rest = divmod(n, shape.step)
+    (first, begins), (last, ends) = edges_of(sequence, shape, config)
+    end = sequence.first + sequence.tiles
+    of_steps = sum_of_steps(last, ends, (sequence.first + 1, end), steps, shape) - sum_of_steps(
+        first, begins, (sequence.first, end - 1), steps, shape
+    )
+    low, high = tiles_at(steps, sequence, shape, config)
+    return shape.step.divisor * of_steps + rest * (high - low)
+
+
+@cute.jit
+def edges_of(sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> tuple:
+    """Where the first step's tiles of keys begin and end, if there were no ends of the sequence; and whether later steps' do so later.
+
+    With a fixed split all units begin at the same tile, so that the order in which pieces are added up does not depend on the unit.
+    """
+    oldest, size = sequence.length - sequence.queries, const_expr(config.tile_n.bit_length() - 1)
+    last = ((oldest + shape.window.hi + config.tile_n - 1) >> size) + (1 << shape.rise)
+    if const_expr(config.split):
+        return (sequence.first, False), (last, True)
+    return ((oldest + shape.window.lo) >> size, True), (last, True)
+
+
+@cute.jit
+def tiles_at(step: Int32, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The tiles of keys [first, last) of a step's units, one at least."""
+    (first, begins), (last, _) = edges_of(sequence, shape, config)
+    end = sequence.first + sequence.tiles
+    low = first + (step << shape.rise) if const_expr(begins) else first
+    return clamped(low, sequence.first, end - 1), clamped(last + (step << shape.rise), sequence.first + 1, end)
+
+
+@cute.jit
+def sum_of_steps(at: Int32, moves: Constexpr[bool], limits: tuple, n: Int32, shape: Shape) -> Int32:
+    """Of at + (s << rise), clamped to the limits, over the steps s in [0, n)."""
+    if const_expr(not moves):
+        return n * at
+    low, high = limits
+    below = clamped((low - at + (1 << shape.rise) - 1) >> shape.rise, 0, n)
+    above = clamped((high - at + (1 << shape.rise) - 1) >> shape.rise, below, n)
+    between = (above - below) * at + (((above - below) * (above + below - 1) >> 1) << shape.rise)
+    return below * low + between + (n - above) * high
+
+
+@cute.jit
+def clamped(x: Int32, low: Int32, high: Int32) -> Int32:
+    return min(max(x, low), high)
+
+
+@cute.jit
+def unit_at(place: Int32, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
+    """The unit of a key head that has a place among the head's, and where it begins there: the warp's lanes look at 32 units at a time."""
+    unit, size = Int32(0), sequence.row_tiles
+    while size > 1:
+        stride = cute.ceil_div(size, WARP)
+        there = unit + arch.lane_idx() * stride
+        begins = arch.lane_idx() * stride < size and places_of(there, sequence, shares, shape, config) <= place
+        passed = (arch.popc(arch.vote_ballot_sync(begins)) - 1) * stride
+        unit += passed
+        size = min(stride, size - passed)
+    return unit, places_of(unit, sequence, shares, shape, config)
 
 
 @cute.jit
 def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Piece:
     """Of the unit at a place. It may have no tiles: then others compute the unit's."""
-    each = sequence.tiles + shares.fixed
-    unit = (place.at - place.start) // each
-    begin = place.start + unit * each
+    each, of_unit, end_of_unit = sequence.tiles + shares.fixed, sequence.first, sequence.first + sequence.tiles
+    if const_expr(config.rising):
+        of_head = places_of(sequence.row_tiles, sequence, shares, shape, config)
+        head_k = (place.at - place.start) // of_head
+        begin = place.start + head_k * of_head
+        row_tile, before = unit_at(place.at - begin, sequence, shares, shape, config)
+        begin += before
+        of_unit, end_of_unit = tiles_at(row_tile // shape.step, sequence, shape, config)
+        each = end_of_unit - of_unit + shares.fixed
+    else:
+        unit = Int32(0)
+        if shape.heads * sequence.row_tiles > 1:  # divisions take time, and this is what the first load waits for
+            unit = (place.at - place.start) // each
+        begin = place.start + unit * each
+        head_k, row_tile = unit, Int32(0)
+        if sequence.row_tiles > 1:
+            head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
-    first, last = sequence.first + first - tiles, sequence.first + last - tiles
+    first, last = of_unit + first - tiles, of_unit + last - tiles
     column, g, _ = arch.block_idx()
-    head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
     if const_expr(config.latent):
         row_tile = row_tile * shape.columns + column
     else:
         head_k += column * shape.heads
     if const_expr(config.split):
-        first, last = (begin_of_piece(x, sequence, shape) for x in (first, last))
-        low, most = sequence.first // shape.split, cute.ceil_div(shape.queries * shape.group, config.tile_m)
-        number, count = first // shape.split - low, (sequence.first + sequence.tiles - 1) // shape.split + 1 - low
-        origin = (place.sequence * shape.heads_k + head_k) * most + row_tile
+        first, last = (begin_of_piece(x, of_unit, end_of_unit, shape) for x in (first, last))
+        low, row_tiles = of_unit // shape.split, cute.ceil_div(shape.queries * shape.group, config.rows)
+        number, count, most = (x // shape.split - low for x in (first, end_of_unit - 1, sequence.first + sequence.tiles - 1))
+        count, most = count + 1, most + 1
+        origin = (place.sequence * shape.heads_k + head_k) * row_tiles + row_tile
     else:
         of_first = block_of(tiles, shares)
         number, count = g - of_first, block_of(begin + each - 1, shares) - of_first + 1
+        most = count
         origin = column * shape.by_blocks.divisor + of_first
-    return Piece(head_k, row_tile * config.tile_m, first, last, number, count, origin, begin + each)
+    row0, (begin_of_keys, end_of_keys) = row_tile * config.rows, (sequence.begin, sequence.end)
+    if const_expr(config.rising):
+        oldest, rows = sequence.length - sequence.queries, min(row0 + config.rows, sequence.queries * shape.group)
+        end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
+        begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
+    return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each)
 
 
 @cute.jit
-def begin_of_piece(tile: Int32, sequence: Sequence, shape: Shape) -> Int32:
-    """The first tile from `tile` on at which a piece begins, or the unit ends."""
+def begin_of_piece(tile: Int32, begin: Int32, end: Int32, shape: Shape) -> Int32:
+    """The first tile from `tile` on at which a piece begins, or the unit of the tiles [begin, end) ends."""
     size = shape.split.divisor
-    later = min((tile + size - 1) // shape.split * size, sequence.first + sequence.tiles)
-    return later if tile > sequence.first else tile
+    later = min((tile + size - 1) // shape.split * size, end)
+    return later if tile > begin else tile
 
 
 @cute.jit
@@ -256,7 +360,8 @@ def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
     size = shape.split.divisor
     begin = (piece.first // shape.split + i) * size
     first, last = max(piece.first, begin), min(piece.last, begin + size)
-    return Piece(piece.head_k, piece.row0, first, last, piece.number + i, piece.count, piece.origin, piece.next)
+    rest = piece.count, piece.most, piece.origin, piece.next
+    return Piece(piece.head_k, piece.row0, first, last, piece.begin, piece.end, piece.number + i, *rest)
 
 
 @cute.jit
@@ -279,7 +384,7 @@ def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, confi
     """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
     if const_expr(config.split):
         groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
-        units = units * cute.ceil_div(shape.queries * shape.group, config.tile_m)
+        units = units * cute.ceil_div(shape.queries * shape.group, config.rows)
         return units + piece.origin * groups + group // config.group if grouped else piece.origin
     columns, blocks, _ = arch.grid_dim()
     return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin

@@ -10,7 +10,7 @@ import torch
 from tilewise.backends.hopper.decode import loads, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Tensors
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, pipeline, range_constexpr
 from tilewise.sm90.pointers import known
@@ -44,25 +44,25 @@ def widen(
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
-        span = scheduler.span_of(sequence, shares, shape)
+        span = scheduler.span_of(sequence, shares, shape, config)
         if at - start >= span:
             b += 1
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
-            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, b, piece, sequence, shape, config)
+            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, b, piece, shape, config)
             at = piece.next
 
 
 @cute.jit
 def widen_piece(
     tensors: Tensors, raw: tuple, wide: tuple, pipes: tuple, told: cute.Tensor, come: pipeline.PipelineState,
-    go: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config],
+    go: pipeline.PipelineState, b: Int32, piece: Piece, shape: Shape, config: Constexpr[Config],
 ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:  # fmt: skip
     (filled, ready), scales, ahead = pipes, (tensors.k_scale, tensors.v_scale), cute.make_rmem_tensor(2, Float32)
     for i in range_constexpr(2):
         if const_expr(by_token(scales[i])):
-            ahead[i] = scale_of(scales[i], b, piece.first, piece, sequence, shape, config)
+            ahead[i] = scale_of(scales[i], b, piece.first, piece, shape, config)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
         for i in range_constexpr(2):
             filled[i].consumer_wait(come)
@@ -71,7 +71,7 @@ def widen_piece(
                 if thread_of() < config.tile_n:
                     told[thread_of()] = ahead[i]
                 arch.barrier(barrier_id=SCALED, number_of_threads=THREADS)
-                ahead[i] = scale_of(scales[i], b, n + 1, piece, sequence, shape, config)
+                ahead[i] = scale_of(scales[i], b, n + 1, piece, shape, config)
             dim = const_expr((config.head_dim, config.head_dim_v)[i])
             widen_tile(
                 raw[i][None, None, come.index], wide[i][None, None, go.index].iterator.toint(), told if by_token(scales[i]) else None,
@@ -98,10 +98,10 @@ def warp_of() -> Int32:
 
 
 @cute.jit
-def scale_of(scale: cute.Tensor, b: Int32, n: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Float32:
+def scale_of(scale: cute.Tensor, b: Int32, n: Int32, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Float32:
     """Of this thread's token of tile n; 1 where no row sees the token, or there is no such page. scale: (entries or pages, places, heads_k)."""
     token, found = n * config.tile_n + thread_of(), Float32(1.0)
-    if token >= sequence.begin and token < sequence.end and thread_of() < config.tile_n:
+    if token >= piece.begin and token < piece.end and thread_of() < config.tile_n:
         entry, place = b, token
         if const_expr(config.box > 0):
             number, place = divmod(token, shape.page_size)

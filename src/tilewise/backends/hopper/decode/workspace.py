@@ -30,6 +30,8 @@ class Need(NamedTuple):
     least: int = 1
     split: int = 0
     most_pieces: int = 0
+    step: int = 1
+    rise: int = 0
 
     @property
     def numbers(self) -> int:
@@ -55,7 +57,7 @@ def of(need: Need, device: torch.device) -> Work:
         memory, counters = kept
     sums, lse, _ = memory.tensor_split((need.slots * need.rows * need.dim, need.numbers))
     shape = need.slots, need.rows
-    numbers = need.columns, need.blocks, need.queries, need.least, need.split, need.most_pieces
+    numbers = need.columns, need.blocks, need.queries, need.least, need.split, need.most_pieces, need.step, need.rise
     return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, *numbers)
 
 

@@ -1,5 +1,6 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -7,16 +8,15 @@ from torch import Tensor
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import changes, visibility
+from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.eight_bits.config import (
-    CHUNK,
-    CHUNKS,
     GROUP,
     LONG,
     TILES,
-    TOKENS,
     Config,
     QuantiserConfig,
     configure,
+    configure_quantiser,
     tile_dims,
 )
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales, Tensors
@@ -24,7 +24,9 @@ from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
+from tilewise.masks import Documents, Unread
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
 
@@ -121,36 +123,37 @@ def _wide_values(call: Call) -> bool:
     return call.precision is not None and RECIPES[call.precision].pv is None
 
 
-def quantiser_of(call: Call) -> QuantiserConfig:
+def quantiser_of(call: Call, **fields) -> QuantiserConfig:
+    """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return QuantiserConfig(given=call.q.dtype, dtype=RECIPES[call.precision].qk, head_dim=head_dim, values=not _wide_values(call))
+    usual = {"ends": _ends_ahead(call), "values": not _wide_values(call)}
+    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **usual | fields)
 
 
-def quantise(call: Call) -> tuple[Made, Scales, float]:
-    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth."""
+def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
+    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth; by `config` in place of the call's
+    own.
+    """
     q, scale = sixteen_bits.positive_scale(call.q, call.scale)
-    config, device = quantiser_of(call), q.device
-
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    sizes = (call.heads_q, call.seqlen_q), (call.heads_k, call.seqlen_k)
-    of_tokens = (empty(torch.int8, call.batch, *each, config.head_dim).transpose(1, 2) for each in sizes)
-    of_values = None
-    if config.values:
-        of_values = empty(torch.int8, call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS))
-    made = Made(*of_tokens, of_values)
-    of_rows = [empty(torch.float32, call.batch, call.heads_q, call.seqlen_q) for _ in range(2)]
-    of_channels = [empty(torch.float32, call.batch, call.heads_k, call.head_dim_v) if config.values else None for _ in range(2)]
-    groups = -(-call.seqlen_k // GROUP)
-    of_keys = [
-        empty(torch.float32, call.batch, call.heads_k, each) for each in (groups, *([groups, groups * GROUP] if config.loses else []))
-    ]
-    scales = Scales(of_rows[0], of_keys[0], *of_channels, of_rows[1], *of_keys[1:] or (None, None), None, None)
-    surveyed = 2 + 2 * min(-(-call.seqlen_k // CHUNK), CHUNKS) if config.values else 1
-    channels = empty(torch.float32, call.batch, call.heads_k, surveyed, config.head_dim)
-    jit.compiled(QUANTISE, quantiser_arguments, config)(Given(*map(jit.aligned, (q, call.k, call.v))), made, scales, channels, scale)
+    config = config or quantiser_of(call)
+    made, scales, channels = scratch.of_quantiser(call, config)()
+    given = Given(*map(jit.aligned, (q, call.k, call.v)), _ends(call) if config.ends else None)
+    jit.compiled(QUANTISE, quantiser_arguments, config)(given, made, scales, channels, scale)
     return made, scales, scale / config.head_dim
+
+
+def _ends_ahead(call: Call) -> bool:
+    """Whether keys that count may end before the tensors do, behind the last of packed documents."""
+    mask = call.mask
+    return isinstance(mask, Unread) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
+
+
+def _ends(call: Call) -> Tensor:
+    """As `Given` has it."""
+    mask, device = call.mask, call.k.device
+    if isinstance(mask, Unread):
+        return documents.on_device(mask.ends()[1], device)
+    return torch.full((1,), mask.cu_seqlens_k[-1], dtype=torch.int32, device=device)
 
 
 def given(call: Call) -> tuple[Made, Scales, float]:
@@ -159,30 +162,41 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     if scale <= 0.0:
         q, scale = _negative(call), -scale
     v = jit.aligned(call.v.view(torch.int8))
-    shape = call.batch, call.heads_k, call.head_dim_v, _rounded_up(call.seqlen_k, TOKENS)
-    transposed = torch.empty(shape, dtype=torch.int8, device=v.device)
-    config, groups = _transposer_of(call), -(-call.seqlen_k // GROUP)
-    tokens = _scales_of_tokens(call, config, groups)
-    jit.compiled(TRANSPOSE, transpose_arguments, config)(v, transposed, tokens if any(x is not None for x in tokens) else None)
-    made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
-    of_queries = _spread(call.q_scale, call, call.heads_q, call.seqlen_q)
-    of_keys = _spread(None if config.tokens_k else call.k_scale, call, call.heads_k, groups)
-    of_values = tokens.units if config.tokens_v else _spread(call.v_scale, call, call.heads_k, groups)
-    return made, Scales(of_queries, of_keys, of_values, None, None, None, None, tokens.columns, tokens.weights), scale
+    config = transposer_of(call)
+    transposed, *made = scratch.of_transposer(call, config)()
+    tokens, scales = with_tokens([spread(one(v.device) if x is None else x, shape) for x, shape in scales_given(call)], *made)
+    jit.compiled(TRANSPOSE, transpose_arguments, config)(v, transposed, tokens)
+    return Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed), scales, scale
 
 
-def _scales_of_tokens(call: Call, config: QuantiserConfig, groups: int) -> OfTokens:
-    def empty(wanted: bool, last: int) -> Tensor | None:
-        return torch.empty((call.batch, call.heads_k, last), dtype=torch.float32, device=call.q.device) if wanted else None
+def with_tokens(
+    scales: Sequence[Tensor], columns: Tensor | None, weights: Tensor | None, units: Tensor | None
+) -> tuple[OfTokens | None, Scales]:  # fmt: skip
+    """What is transposed beside V, and the kernel's scales. scales: `scales_given`, spread; the others: as `OfTokens` has them."""
+    q, k, v, *ones = scales
+    if columns is None and weights is None:
+        return None, Scales(q, k, v, *(None,) * 6)
+    of_k, of_v = k if columns is not None else None, v if weights is not None else None
+    if columns is not None:
+        (k,) = ones
+    return OfTokens(of_k, of_v, columns, weights, units), Scales(q, k, v if units is None else units, *(None,) * 4, columns, weights)
 
-    k, v = call.k_scale if config.tokens_k else None, call.v_scale if config.tokens_v else None
-    whole = groups * GROUP
-    return OfTokens(k, v, empty(config.tokens_k, whole), empty(config.tokens_v, whole), empty(config.tokens_v, groups))
+
+def scales_given(call: Call) -> list[tuple[Tensor | None, tuple[int, int, int]]]:
+    """The scales of q, k and v, and the shapes that they are spread to; where k's are of tokens, the groups have none, which comes last."""
+    batch, heads_k, tokens = call.batch, call.heads_k, _tokens(call)
+    of_groups, of_tokens = (batch, heads_k, -(-call.seqlen_k // GROUP)), (batch, heads_k, call.seqlen_k)
+    found = [
+        (call.q_scale, (batch, call.heads_q, call.seqlen_q)),
+        (call.k_scale, of_tokens if tokens["tokens_k"] else of_groups),
+        (call.v_scale, of_tokens if tokens["tokens_v"] else of_groups),
+    ]
+    return [*found, (None, of_groups)] if tokens["tokens_k"] else found
 
 
-def _transposer_of(call: Call) -> QuantiserConfig:
+def transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
-    return QuantiserConfig(given=torch.int8, dtype=torch.int8, head_dim=head_dim, **_tokens(call))
+    return configure_quantiser(torch.int8, torch.int8, head_dim, **_tokens(call))
 
 
 def _negative(call: Call) -> Tensor:
@@ -194,16 +208,24 @@ def _negative(call: Call) -> Tensor:
     )
 
 
-def _spread(scale: Tensor | None, call: Call, heads: int, last: int) -> Tensor:
-    """(batch, heads, last), without copies; 1 where there is no scale."""
-    if scale is None:
-        scale = torch.ones((), dtype=torch.float32, device=call.q.device)
+def spread(scale: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """(batch, heads, tokens or groups), without copies."""
     shaped = scale if scale.dim() == 3 else scale[..., None] if scale.dim() == 2 else scale[None, None, None]
-    return shaped.expand(call.batch, heads, last)
+    return shaped.expand(shape)
 
 
-def _rounded_up(n: int, step: int) -> int:
-    return -(-n // step) * step
+_ONES: dict[torch.device, Tensor] = {}
+
+
+def one(device: torch.device) -> Tensor:
+    """1, fp32 (), in place of a scale that is not there: made once, but what a CUDA graph captures makes its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.ones((), dtype=torch.float32, device=device)
+    if device not in _ONES:
+        made = torch.ones((), dtype=torch.float32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams may use it next
+        _ONES[device] = made
+    return _ONES[device]
 
 
 def kernels(call: Call) -> list[tuple]:
@@ -213,7 +235,7 @@ def kernels(call: Call) -> list[tuple]:
     if call.precision is not None:
         ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
-        ahead.append((TRANSPOSE, transpose_arguments, _transposer_of(call)))
+        ahead.append((TRANSPOSE, transpose_arguments, transposer_of(call)))
     return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
 
 
@@ -256,7 +278,7 @@ def _tokens_of_keys(config: Config | QuantiserConfig, batch, heads_k) -> list:
 
 def quantiser_arguments(config: QuantiserConfig) -> list:
     """Stand-ins for the quantiser's operands."""
-    from tilewise.sm90.dsl import Float32, Int8
+    from tilewise.sm90.dsl import Float32, Int8, Int32
 
     dtype, padded = changes.dsl(config.given), config.head_dim
     batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
@@ -270,7 +292,8 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     )
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
     made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
-    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs)), made, scales, channels, Float32(1.0)]
+    ends = jit.tensor(Int32, jit.size(), aligned=False) if config.ends else None
+    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs), ends), made, scales, channels, Float32(1.0)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:

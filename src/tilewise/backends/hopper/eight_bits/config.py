@@ -11,9 +11,8 @@ from tilewise.backends.eight_bits import TILE as GROUP
 from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
-WARP, WARPS = 32, 8  # threads, and warps of a thread block, of the quantiser
-TOKENS = GROUP // WARPS  # of a warp
-CHUNKS, CHUNK = 32, 512  # of V, at most, and tokens of one at least: what a thread block looks through at once
+WARP = 32  # threads
+TOKENS = 16  # whose values lie in the order of P's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,7 @@ class Config(ScoreChanges):
 
     blocks = 1  # of a multiprocessor
     late = False
+    bias_pairs = False
     from_zero = False
 
     @property
@@ -159,12 +159,18 @@ def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: i
 
 # Quantiser
 
+SLICES, SURVEYORS = 16, 256  # of a head's values, each a thread block's that looks for their extremes, and its threads
+CHUNK = 16  # neighbouring channels of a thread, behind which the others that share a token have theirs
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantiserConfig:
     given: torch.dtype
     dtype: torch.dtype  # of Q and K
     head_dim: int  # as `Config` has it
+    numbers: int  # of a thread, which has two registers for each
+    cluster: int  # thread blocks for GROUP tokens
+    ends: bool = False  # keys that count may end before the tensors do (`Given.ends`)
     values: bool = True  # V is made, too
     tokens_k: bool = False  # as `Config` has it, where V is transposed
     tokens_v: bool = False
@@ -175,14 +181,63 @@ class QuantiserConfig:
         return self.dtype == torch.int8
 
     @property
-    def numbers(self) -> int:
-        """Channels of a lane."""
-        return self.head_dim // WARP
+    def surveyed(self) -> int:
+        """Rows of `channels` in quantiser.py: K's centre and, where V is made, V's and its slices."""
+        return 2 + SLICES if self.values else 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a block."""
+        return GROUP // self.cluster
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.tokens * self.head_dim // self.numbers
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor."""
+        return 65536 // (2 * self.numbers * self.threads)
+
+    @property
+    def sharers(self) -> int:
+        """Threads that have a token of Q or K together."""
+        return self.head_dim // self.numbers
+
+    def channel(self, number: int) -> int:
+        """Of the first sharer's."""
+        return number // CHUNK * CHUNK * self.sharers + number % CHUNK
+
+    @property
+    def kind(self) -> str:
+        """PTX's name of what is given."""
+        return "bf16" if self.given == torch.bfloat16 else "f16"
+
+    @property
+    def infinities(self) -> int:
+        """A pair's bits."""
+        return 0x7F807F80 if self.given == torch.bfloat16 else 0x7C007C00
+
+
+NUMBERS, CLUSTER = {64: 32, 128: 64, 256: 64}, {64: 1, 128: 2, 256: 2}  # by head_dim
+
+
+def configure_quantiser(given: torch.dtype, dtype: torch.dtype, head_dim: int, **fields) -> QuantiserConfig:
+    """fields: of `QuantiserConfig`, in place of the usual."""
+    usual = {"numbers": NUMBERS[head_dim], "cluster": CLUSTER[head_dim]}
+    return QuantiserConfig(given=given, dtype=dtype, head_dim=head_dim, **usual | fields)
 
 
 @lru_cache
-def sign_words(head_dim: int) -> tuple[int, ...]:
-    """Which of a lane's numbers change their sign before the rotation: for each number a word with a bit for each lane."""
-    numbers = head_dim // WARP
-    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(head_dim)]
-    return tuple(sum(negative[lane * numbers + c] << lane for lane in range(WARP)) for c in range(numbers))
+def sign_words(config: QuantiserConfig) -> list[list[int]]:
+    """Which of a token's numbers change their sign before the rotation: for each of its sharers, and each 32 numbers that it has, a word, whose
+    bits k and 16 + k are for the two of the k-th pair.
+    """
+    negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(config.head_dim)]
+
+    def word(sharer: int, first: int) -> int:
+        channels = [[config.channel(first + 2 * k + i) + CHUNK * sharer for k in range(16)] for i in range(2)]
+        return sum(negative[channel] << (16 * i + k) for i in range(2) for k, channel in enumerate(channels[i]))
+
+    return [[word(sharer, first) for first in range(0, config.numbers, 32)] for sharer in range(config.sharers)]

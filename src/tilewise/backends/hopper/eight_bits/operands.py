@@ -41,11 +41,12 @@ class OfTokens(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the quantiser reads, bf16 or fp16."""
+    """What the quantiser reads: bf16 or fp16, and where keys end that count."""
 
     Q: Tensor  # (batch, seqlen_q, heads_q, head_dim)
     K: Tensor  # (batch, seqlen_k, heads_k, head_dim)
     V: Tensor  # (batch, seqlen_k, heads_k, head_dim_v)
+    ends: Tensor | None = None  # (documents + 1,) int32, of which the last does; None: all count
 
 
 class Made(NamedTuple):

@@ -1,21 +1,26 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
-The first finds what all tokens decide, of each channel: the centres of K and V, and in chunks of tokens the least and the largest number of V. The
-second has a thread block for GROUP tokens of a head, of which a warp has 16 and a lane head_dim / 32 neighbouring channels:
+The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and in slices of tokens the least and the largest number
+of V. The second (`quantise`) has thread blocks, or clusters of them, for GROUP tokens of a head, of which a thread has `numbers` numbers:
 
+- of Q and K a thread has one token, and chunks of its channels, which lie as far apart as those of all threads that share it are wide. The
+  rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
 - K loses its centre, and Q says by how much that shifts its scores;
-- Q and K are rotated: channels in a lane are added and subtracted first, then those of lanes ever further apart;
 - Q gets a scale for each token, K one for each GROUP tokens, and both are rounded to int8 or e4m3;
 - V loses its centre, is divided by its channels' scales, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P has in
-  registers (sm90/key_order.py): those of a warp, so that a lane has all of them.
+  registers (sm90/key_order.py); a thread has four channels of eight or all of them.
+
+Both are bound by memory: of Q, K and V each number takes 2 bytes to read, V's 2 again, and 1 to write. So little is computed for each: D's signs
+change while two numbers share a register, V's extremes are found in pairs, and what is not finite shows in the maxima that are found anyway. (K's
+centre has D's signs, too. Where a key's first channel is -0 and its centre is 0, a zero of its e4m3 may so have the other sign.)
 """
 
 import math
 from typing import NamedTuple
 
-from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE
+from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE, SIGNS
 from tilewise.backends.hopper.eight_bits import softmax
-from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, WARP, WARPS, QuantiserConfig, sign_words
+from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, SLICES, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
 from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
@@ -23,8 +28,8 @@ from tilewise.sm90.dsl import (
     Constexpr,
     CUstream,
     Float32,
-    Int16,
     Int32,
+    Int64,
     SmemAllocator,
     Uint32,
     arch,
@@ -34,266 +39,388 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-CENTRE_K, CENTRE_V, EXTREMES = range(3)  # rows of `channels`; from EXTREMES on two for each chunk, the least and the largest number of V
+CENTRE_K, CENTRE_V, SLICE = range(3)  # rows of `channels`; from SLICE on one of each slice of V: pairs of least, then of largest
+EXTREMES = "min", "max"
+AT_ONCE = 8  # loads of a thread that looks for extremes
+PARTS = GROUP // TOKENS
+CARVEOUT = 25  # per cent of a multiprocessor's memory, of which both kernels' thread blocks need less
 
 
 @cute.jit
 def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
-    """channels: (batch, heads_k, EXTREMES + 2 * chunks, or 1 without V, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
-    mQ, mK, mV = given
+    """channels: (batch, heads_k, surveyed, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+    mQ, mK, _, _ = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
-    threads = (WARPS * WARP, 1, 1)
-    surveys, heads = 1, heads_q + heads_k
-    if const_expr(config.values):
-        surveys, heads = (channels.shape[2] + EXTREMES) // 2, heads + heads_k
-    survey(mK, mV, channels, config).launch(grid=(surveys, heads_k, batch), block=threads, stream=stream)
-    blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP)
-    quantise(given, made, scales, channels, scale, config).launch(grid=(blocks, heads, batch), block=threads, stream=stream)
+    heads = heads_q + (2 * heads_k if const_expr(config.values) else heads_k)
+    survey(given, channels, config).launch(
+        grid=(config.surveyed, batch, heads_k),
+        block=(SURVEYORS, 1, 1),
+        min_blocks_per_mp=3,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+        use_pdl=True,
+    )
+    blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP) * config.cluster
+    quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
+        grid=(blocks, batch, heads),
+        block=(config.threads, 1, 1),
+        cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=config.blocks,
+        preferred_smem_carveout=CARVEOUT,
+        stream=stream,
+        use_pdl=True,
+    )
+
+
+# What all tokens decide
 
 
 @cute.kernel
-def survey(mK: cute.Tensor, mV: cute.Tensor, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """What all tokens of a head decide: a centre, or the extremes of a chunk of V."""
-    row, head, batch = arch.block_idx()
+def survey(given: Given, channels: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """Of a head: a centre, or the extremes of a slice of V."""
+    arch.griddepcontrol_wait()  # what kernels before this one wrote, it and the next may read
+    arch.griddepcontrol_launch_dependents()
+    row, batch, head = arch.block_idx()
+    gK, gV = given.K[batch, None, head, None], given.V[batch, None, head, None]
+    tokens = counted(given)
     storage = SmemAllocator()
-    s = storage.allocate_tensor(Float32, cute.make_layout((config.numbers, WARP, 2, WARPS)), 16)
-    target = channels[batch, head, None, None]
-    if const_expr(not config.values):
-        centre(mK[batch, None, head, None], s, target[CENTRE_K, None], config)
-    elif row < EXTREMES:
-        if row == CENTRE_K:
-            centre(mK[batch, None, head, None], s, target[row, None], config)
+    warps = const_expr(SURVEYORS // WARP)
+    sums = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, warps)), 16)
+    pairs = storage.allocate_tensor(Uint32, cute.make_layout((config.head_dim // 2, 2, warps)), 16) if const_expr(config.values) else None
+    if row == CENTRE_K:
+        centre(gK, tokens, sums, channels, True, config)
+    elif const_expr(config.values):
+        if row == CENTRE_V:
+            centre(gV, tokens, sums, channels, False, config)
         else:
-            centre(mV[batch, None, head, None], s, target[row, None], config)
-    else:
-        extremes(mV[batch, None, head, None], s, target, row - EXTREMES, config)
+            extremes(gV, tokens, pairs, channels, row - SLICE, config)
 
 
 @cute.jit
-def centre(gX: cute.Tensor, s: cute.Tensor, target: cute.Tensor, config: Constexpr[QuantiserConfig]):
-    """The mean of a sample, its tokens added up by halves: a warp has every eighth."""
+def counted(given: Given) -> Int32:
+    """How many keys are scaled and centred, one at least; the others are 0."""
+    count = given.K.shape[1]
+    if const_expr(given.ends is not None):
+        count = min(max(given.ends[given.ends.shape[0] - 1], 1), count)
+    return count
+
+
+@cute.jit
+def centre(
+    gX: cute.Tensor, tokens: Int32, sums: cute.Tensor, channels: cute.Tensor, rotates: Constexpr[bool], config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """The mean of a sample, its tokens added up by halves: a warp has every eighth. rotates: its signs are changed as those of what is rotated."""
     warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
-    tokens = gX.shape[0]
-    number = min(tokens, SAMPLE)
-    x, raw = (cute.make_rmem_tensor((config.numbers, TOKENS), each) for each in (Float32, gX.element_type))
-    for t in range_constexpr(TOKENS):
-        load_token(gX, raw, min(warp + WARPS * t, number - 1) * tokens // number, t, lane, config)
-    x.store(raw.load().to(Float32))
-    for t in range_constexpr(TOKENS):
-        there = warp + WARPS * t < number and lane * config.numbers < gX.shape[1]
-        for c in range_constexpr(config.numbers):
-            x[c, t] = finite_or_0(x[c, t]) if there else Float32(0.0)
-    for level in range_constexpr(TOKENS.bit_length() - 1):
-        half = const_expr(TOKENS >> level + 1)
-        for t in range_constexpr(half):
-            for c in range_constexpr(config.numbers):
-                x[c, t] += x[c, t + half]
-    for c in range_constexpr(config.numbers):
-        s[c, lane, 0, warp] = x[c, 0]
+    words, warps = const_expr(config.head_dim // (2 * WARP)), const_expr(SURVEYORS // WARP)  # words: of a lane and a token
+    channel = 2 * words * lane
+    start, step, there = address_of(gX, 0, channel), step_of(gX), channel < gX.shape[1]
+    x = []
+    for t in range_constexpr(SAMPLE // warps):
+        i = warp + t * warps
+        token = (i * tokens) >> (SAMPLE.bit_length() - 1) if tokens > SAMPLE else i
+        found = loaded(start + token * step, words, i < tokens and there)
+        x.append([finite_or_0(number) for word in found for number in numbers_of(word, config)])
+    for c in range_constexpr(2 * words):
+        sums[channel + c, warp] = added_by_halves([numbers[c] for numbers in x])
     arch.sync_threads()
     if thread < config.head_dim:
-        parts = [s[thread % config.numbers, thread // config.numbers, 0, w] for w in range(WARPS)]
-        target[thread] = finite_or_0(added_by_halves(parts) * (1.0 / number.to(Float32)))
+        mean = finite_or_0(added_by_halves([sums[thread, w] for w in range(warps)]) * (1.0 / min(tokens, SAMPLE).to(Float32)))
+        row_of_block(channels)[thread] = mean * sign_of(thread, config) if const_expr(rotates) else mean
 
 
-def added_by_halves(parts: list[Float32]) -> Float32:
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)]
-    return parts[0]
+def row_of_block(channels: cute.Tensor) -> cute.Tensor:
+    """Of `channels`, which a block of `survey` writes."""
+    row, batch, head = arch.block_idx()
+    return channels[batch, head, row, None]
+
+
+def added_by_halves(terms: list[Float32]) -> Float32:
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
+
+
+class Walk(NamedTuple):
+    """Where a thread is in its slice of V."""
+
+    address: Int64
+    token: Int32
+    step: Int64  # bytes from one of its tokens to the next
+    tokens: Int32  # between these: they go round the slices, and in each round over threads of a block
 
 
 @cute.jit
-def extremes(gV: cute.Tensor, s: cute.Tensor, target: cute.Tensor, chunk: Int32, config: Constexpr[QuantiserConfig]):
-    warp, lane, thread = arch.warp_idx(), arch.lane_idx(), arch.thread_idx()[0]
-    tokens = cute.ceil_div(gV.shape[0], (target.shape[0] - EXTREMES) // 2)
-    begin = chunk * tokens
-    end = min(begin + tokens, gV.shape[0])
-    least, most = cute.make_rmem_tensor(config.numbers, Float32), cute.make_rmem_tensor(config.numbers, Float32)
-    least.fill(math.inf)
-    most.fill(-math.inf)
-    raw = cute.make_rmem_tensor((config.numbers, TOKENS), gV.element_type)
-    for i in cutlass.range(cute.ceil_div(end - begin, GROUP), unroll=1):
-        first = begin + i * GROUP + warp * TOKENS
-        for t in range_constexpr(TOKENS):
-            load_token(gV, raw, min(first + t, end - 1), t, lane, config)
-        for t in range_constexpr(TOKENS):
-            for c in range_constexpr(config.numbers):
-                number = finite_or_nan(raw[c, t].to(Float32))  # NaN is left out
-                least[c], most[c] = arch.fmin(least[c], number), arch.fmax(most[c], number)
-    for c in range_constexpr(config.numbers):
-        s[c, lane, 0, warp], s[c, lane, 1, warp] = least[c], most[c]
+def fetch(walk: Walk, end: Int32, raw: cute.Tensor) -> Walk:
+    """A token's words, NaN from token `end` on; where the thread is then. raw: (4,)."""
+    words = loaded(walk.address, 4, walk.token < end, otherwise=0x7FFF7FFF)
+    for w in range_constexpr(4):
+        raw[w] = words[w]
+    return Walk(walk.address + walk.step, walk.token + walk.tokens, walk.step, walk.tokens)
+
+
+@cute.jit
+def extremes(
+    gV: cute.Tensor, tokens: Int32, of_warps: cute.Tensor, channels: cute.Tensor, part: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """Pairs of the least and of the largest finite numbers of a slice. of_warps: (head_dim / 2, 2, warps)."""
+    thread, lane = arch.thread_idx()[0], arch.lane_idx()
+    columns, pairs = const_expr(config.head_dim // 8), const_expr(config.head_dim // 2)
+    rows, column = const_expr(SURVEYORS // columns), thread % columns
+    first, apart = part * rows + thread // columns, const_expr(SLICES * rows)
+    walk = Walk(address_of(gV, first, min(8 * column, gV.shape[1] - 8)), first, step_of(gV) * apart, Int32(apart))
+    raw = cute.make_rmem_tensor((4, AT_ONCE), Uint32)
+    extreme = cute.make_rmem_tensor((4, 2), Uint32)
+    for w in range_constexpr(4):
+        extreme[w, 0], extreme[w, 1] = Uint32(config.infinities), Uint32(config.infinities | 0x80008000)
+    for u in range_constexpr(AT_ONCE):
+        walk = fetch(walk, tokens, raw[None, u])
+    for _ in cutlass.range(cute.ceil_div(tokens, apart * AT_ONCE), unroll=1):
+        for u in range_constexpr(AT_ONCE):
+            for w in range_constexpr(4):
+                pair = finite_pair(raw[w, u], config)
+                for k, name in enumerate(EXTREMES):
+                    extreme[w, k] = extreme_of([extreme[w, k], pair], name, config)
+            walk = fetch(walk, tokens, raw[None, u])
+    for k, name in enumerate(EXTREMES):
+        for w in range_constexpr(4):
+            pair = extreme[w, k]
+            for level in range_constexpr((WARP // columns).bit_length() - 1):
+                pair = extreme_of([pair, arch.shuffle_sync_bfly(pair, columns << level)], name, config)
+            if lane < columns:
+                of_warps[4 * column + w, k, thread // WARP] = pair
     arch.sync_threads()
-    if thread < config.head_dim:
-        of_warps = s[thread % config.numbers, thread // config.numbers, None, None]
-        low, high = of_warps[0, 0], of_warps[1, 0]
-        for w in range_constexpr(1, WARPS):
-            low, high = arch.fmin(low, of_warps[0, w]), arch.fmax(high, of_warps[1, w])
-        target[EXTREMES + 2 * chunk, thread], target[EXTREMES + 2 * chunk + 1, thread] = low, high
+    for k, name in enumerate(EXTREMES):
+        if thread // pairs == k:
+            row_of_block(channels)[thread] = number_of(
+                extreme_of([of_warps[thread % pairs, k, w] for w in range(SURVEYORS // WARP)], name, config)
+            )
 
 
-@cute.jit
-def load(gX: cute.Tensor, first: Int32, end: Int32, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """The lane's channels of TOKENS tokens from `first` on, as (numbers, TOKENS) fp32; 0 from token `end` on and beyond the channels that exist."""
-    raw, channel = cute.make_rmem_tensor((config.numbers, TOKENS), gX.element_type), lane * config.numbers
-    for t in range_constexpr(TOKENS):  # without branches, so that no load waits for another
-        load_token(gX, raw, min(first + t, gX.shape[0] - 1), t, lane, config)
-    x = cute.make_rmem_tensor((config.numbers, TOKENS), Float32)
-    x.store(raw.load().to(Float32))
-    for t in range_constexpr(TOKENS):
-        there = first + t < end and channel < gX.shape[1]
-        for c in range_constexpr(config.numbers):
-            x[c, t] = x[c, t] if there else Float32(0.0)
-    return x
-
-
-@cute.jit
-def load_token(gX: cute.Tensor, raw: cute.Tensor, token: Int32, t: Constexpr[int], lane: Int32, config: Constexpr[QuantiserConfig]):
-    """The lane's channels, or others in place of those that do not exist."""
-    place = gX[token, None].iterator + min(lane * config.numbers, gX.shape[1] - config.numbers)
-    source = cute.make_tensor(place.align(2 * config.numbers), cute.make_layout(config.numbers))
-    cute.autovec_copy(source, raw[None, t])
+# Numbers of 8 bits
 
 
 class Of(NamedTuple):
-    """A thread block's tokens of a head, and a warp's of these."""
+    """A thread block's tokens of a head."""
 
     batch: Int32
     head: Int32
-    first: Int32  # the warp's first token
-    lane: Int32
+    first: Int32
 
 
 @cute.kernel
-def quantise(given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of a head of Q, K or V."""
-    block, head, batch = arch.block_idx()
+def quantise(
+    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, share: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """`tokens` of a head: V's first, the last that `survey` read before others, as they may still be in the L2 cache. share: heads of queries for
+    each of keys.
+    """
+    block, batch, head = arch.block_idx()
+    blocks, batches, _ = arch.grid_dim()
     storage = SmemAllocator()
-    of_warps = storage.allocate_tensor(Int32, cute.make_layout((2, WARPS)), 16)
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16) if const_expr(config.values) else None
-    lane = arch.lane_idx()
-    first = block * GROUP + arch.warp_idx() * TOKENS
-    heads_q, heads_k = given.Q.shape[2], given.K.shape[2]
-    if head < heads_q:
-        queries(given, made, scales, channels, scale, Of(batch, head, first, lane), config)
-    elif head < heads_q + heads_k:
-        keys(given, made, scales, channels, of_warps, Of(batch, head - heads_q, first, lane), config)
+    rows = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, 2)), 16)
+    if const_expr(config.cluster > 1):
+        arch.cluster_arrive_relaxed()
+    of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.cluster * config.threads // WARP), 16)
+    sV, heads_k, first = None, given.K.shape[2], 0  # first: head of keys
+    if const_expr(config.values):
+        sV, first = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16), heads_k
+    if head >= first + heads_k:
+        of = Of(batch, head - first - heads_k, block * config.tokens)
+        row = channels[batch, of.head // share, CENTRE_K, None]
+        queries(given.Q, made.Q, scales, row, scale, rows[None, 0], of, config)
+    elif head >= first:
+        of = Of(batch, head - first, block * config.tokens)
+        keys(given, made.K, scales, channels, rows[None, 0], of_warps, of, config)
     elif const_expr(config.values):
-        values(given, made, scales, channels, sV, Of(batch, head - heads_q - heads_k, first, lane), config)
+        of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
+        values(given, made.V, scales, channels, rows, sV, of, config)
 
 
 @cute.jit
 def queries(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, of: Of, config: Constexpr[QuantiserConfig]
+    mQ: cute.Tensor, mTarget: cute.Tensor, scales: Scales, row: cute.Tensor, scale: Float32, middle: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gQ, target = given.Q[of.batch, None, of.head, None], made.Q[of.batch, None, of.head, None]
+    """row: the centre of K, its signs changed as Q's are."""
+    gQ, target = mQ[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    token, sharer = place_of_thread(of.first, config)
     seqlen = gQ.shape[0]
-    x = load(gQ, of.first, seqlen, of.lane, config)
-    head_k = of.head // (given.Q.shape[2] // given.K.shape[2])
-    middle = of_lane(channels[of.batch, head_k, CENTRE_K, None], of.lane, config)
-    mine = Float32(0.0)  # of the lane's token
-    for t in range_constexpr(TOKENS):
+    if of.first < seqlen:
+        raw = load(gQ, token, sharer, config)
+        read_middle(row, middle)
+        x = cute.make_rmem_tensor(config.numbers, Float32)
         dot = Float32(0.0)
-        for c in range_constexpr(config.numbers):
-            dot += x[c, t] * middle[c]
-        dot = arch.warp_reduction_sum(dot)
-        mine = dot if of.lane == t else mine
-    rotate(x, of.lane, config)
-    of_token = Float32(1.0)
-    for t in range_constexpr(TOKENS):
-        factor, inverse = scale_of(largest_of_warp(largest(x, t, 1, config)), MOST[config.dtype])
+        widen(raw, x, sharer, config)
+        for i in range_constexpr(config.numbers // 4):
+            four = of_chunk(middle, i, sharer, config)
+            for c in range_constexpr(4):
+                dot += x[4 * i + c] * four[c]
+        for level in range_constexpr(config.sharers.bit_length() - 1):
+            dot += arch.shuffle_sync_bfly(dot, 1 << level)
+        if sharer == 0 and token < seqlen:
+            scales.shift[of.batch, of.head, token] = dot * scale
+        rotate(x, config)
+        most = of_sharers(largest(x), config)
+        spoiled = not is_finite(most)
+        if arch.vote_any_sync(spoiled):
+            most = of_sharers(without_spoiled(x, config), config)
+        factor, inverse = scale_of(most, MOST[config.dtype])
         if const_expr(not config.dtype.is_floating_point):  # which has no NaN
-            factor = factor if is_finite(x[0, t]) else Float32(math.nan)
-        of_token = factor if of.lane == t else of_token
-        if of.first + t < seqlen:
-            store(target, of.first + t, x, t, inverse, of.lane, config)
-    if of.lane < TOKENS and of.first + of.lane < seqlen:
-        scales.q[of.batch, of.head, of.first + of.lane] = of_token
-        scales.shift[of.batch, of.head, of.first + of.lane] = mine * scale
+            factor = Float32(math.nan) if spoiled else factor
+        if token < seqlen:
+            store(target, token, x, inverse, sharer, config)
+            if sharer == 0:
+                scales.q[of.batch, of.head, token] = factor
 
 
 @cute.jit
 def keys(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, of_warps: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, middle: cute.Tensor, of_warps: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    gK, target = given.K[of.batch, None, of.head, None], made.K[of.batch, None, of.head, None]
-    seqlen = gK.shape[0]
-    x = load(gK, of.first, seqlen, of.lane, config)
-    middle = of_lane(channels[of.batch, of.head, CENTRE_K, None], of.lane, config)
-    for t in range_constexpr(TOKENS):
-        there = of.first + t < seqlen
-        for c in range_constexpr(config.numbers):
-            x[c, t] = x[c, t] - middle[c] if there else Float32(0.0)
-    rotate(x, of.lane, config)
-    lost = Float32(0.0)  # NaN where the lane's token has a number that is not finite: the rotation brings it to all
-    if const_expr(config.loses):
-        for t in range_constexpr(TOKENS):
-            lost = x[0, t] * 0.0 if of.lane == t else lost
-            for c in range_constexpr(config.numbers):
-                x[c, t] = finite_or_0(x[c, t])
-    warp = arch.warp_idx()
-    found, any_lost = largest_of_warp(largest(x, 0, TOKENS, config)), Int32(arch.vote_any_sync(lost != 0.0))
-    if of.lane == 0:
-        of_warps[0, warp], of_warps[1, warp] = found, any_lost
-    arch.sync_threads()
-    for w in range_constexpr(WARPS):
-        found, any_lost = max(found, of_warps[0, w]), any_lost | of_warps[1, w]
-    factor, inverse = scale_of(found, MOST[config.dtype])
-    group = arch.block_idx()[0]
-    if group < scales.k.shape[2]:
-        if arch.thread_idx()[0] == 0:
+    gK, target = given.K[of.batch, None, of.head, None], mTarget[of.batch, None, of.head, None]
+    token, sharer = place_of_thread(of.first, config)
+    seqlen, last = gK.shape[0], counted(given)
+    group = of.first // GROUP
+    if group * GROUP < seqlen:
+        raw = load(gK, token, sharer, config)
+        read_middle(channels[of.batch, of.head, CENTRE_K, None], middle)
+        x = cute.make_rmem_tensor(config.numbers, Float32)
+        widen(raw, x, sharer, config)
+        for i in range_constexpr(config.numbers // 4):
+            four = of_chunk(middle, i, sharer, config)
+            for c in range_constexpr(4):
+                x[4 * i + c] -= four[c]
+        if const_expr(config.ends):
+            only_if(token < last, x)
+        rotate(x, config)
+        most = largest(x)
+        lost = not is_finite(of_sharers(most, config))
+        if arch.vote_any_sync(lost):
+            most = without_spoiled(x, config)
+        most = most if token < last else Float32(0.0)
+        lost = lost and token < last
+        thread = arch.thread_idx()[0]
+        word = largest_of_warp(bits_of(most))
+        if const_expr(config.loses):  # a bit that no number above 0 has says so
+            word |= Int32(arch.vote_any_sync(lost)) << 31
+        word = tell(of_warps, word, config)
+        any_lost = False
+        if const_expr(config.loses):
+            any_lost = arch.vote_any_sync(word < 0)
+        factor, inverse = scale_of(number_of(largest_of_warp(word & 0x7FFFFFFF)), MOST[config.dtype])
+        if thread == 0:
             scales.k[of.batch, of.head, group] = factor
         if const_expr(config.loses):
-            if arch.thread_idx()[0] == 0:
-                scales.whole[of.batch, of.head, group] = factor if any_lost == 0 else Float32(math.nan)
-            if of.lane < TOKENS:
-                scales.lost[of.batch, of.head, of.first + of.lane] = lost
-    for t in range_constexpr(TOKENS):
-        if of.first + t < seqlen:
-            store(target, of.first + t, x, t, inverse, of.lane, config)
+            if thread == 0:
+                scales.whole[of.batch, of.head, group] = Float32(math.nan) if any_lost else factor
+            if sharer == 0:
+                scales.lost[of.batch, of.head, token] = Float32(math.nan) if lost else Float32(0.0)
+        if token < seqlen:
+            store(target, token, x, inverse, sharer, config)
+
+
+@cute.jit
+def tell(of_warps: cute.Tensor, word: Int32, config: Constexpr[QuantiserConfig]) -> Int32:
+    """A warp's word to all warps that have the GROUP tokens; any of theirs, so that a warp has all of them."""
+    thread = arch.thread_idx()[0]
+    if const_expr(config.cluster == 1):
+        if thread % WARP == 0:
+            of_warps[thread // WARP] = word
+        arch.sync_threads()
+    else:
+        place = of_warps.iterator + (arch.block_idx_in_cluster() * (config.threads // WARP) + thread // WARP)
+        arch.cluster_wait()  # the others are there
+        if thread % WARP < config.cluster:
+            to_rank(thread % WARP, place, word)
+        arch.cluster_arrive()
+        arch.cluster_wait()
+    return of_warps[thread % cute.size(of_warps)]
 
 
 @cute.jit
 def values(
-    given: Given, made: Made, scales: Scales, channels: cute.Tensor, sV: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]
+    given: Given, mTarget: cute.Tensor, scales: Scales, channels: cute.Tensor, rows: cute.Tensor, sV: cute.Tensor, of: Of,
+    config: Constexpr[QuantiserConfig],
 ):  # fmt: skip
-    """sV: (words, warps, channels), the warps of a channel in an order of its own, so that neighbouring lanes write to other banks."""
-    gV, target = given.V[of.batch, None, of.head, None], made.V[of.batch, of.head, None, None]
-    seqlen, numbers = gV.shape[0], config.numbers
-    x = load(gV, of.first, seqlen, of.lane, config)
-    middle, factor, inverse = scales_of_values(channels[of.batch, of.head, None, None], of.lane, config)
-    warp = arch.warp_idx()
-    words = cute.make_rmem_tensor(4, Int32)
-    for c in range_constexpr(numbers):
-        for t in range_constexpr(TOKENS):
-            x[c, t] = (finite_or_nan(x[c, t]) - middle[c]) * inverse[c] if of.first + t < seqlen else 0.0
-        for w in range_constexpr(4):
-            words[w] = eight_bits.e4m3_of_four(*(x[c, t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
-        cute.autovec_copy(words, sV[None, warp ^ (of.lane % WARPS), of.lane * numbers + c])
-    arch.sync_threads()
-    group = arch.block_idx()[0]
-    write_rows(sV, target, group, numbers, config)
-    if group == 0 and warp == 0:
-        for c in range_constexpr(numbers):
-            channel = of.lane * numbers + c
-            if channel < target.shape[0]:
-                scales.v[of.batch, of.head, channel] = factor[c]
-                scales.centre[of.batch, of.head, channel] = middle[c]
+    """rows: (head_dim, 2) fp32; sV: (words, parts, channels), the parts of a channel, TOKENS each, in an order of its own, so that neighbouring
+    lanes write to other banks.
+    """
+    gV, target = given.V[of.batch, None, of.head, None], mTarget[of.batch, of.head, None, None]
+    last = counted(given)
+    if of.first < gV.shape[0]:
+        columns, words = const_expr(config.head_dim // 4), const_expr(config.numbers // 16)
+        item, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
+        part, word = item // (4 // words), item % (4 // words) * words  # the first of the part's words that are the thread's
+        first = of.first + part * TOKENS + 2 * word
+        offsets = const_expr([2 * w + i for w in range(words) for i in (0, 1, 8, 9)])
+        start, step = address_of(gV, first, 4 * column), step_of(gV)
+        there = [first + offset < last for offset in offsets]
+        raw = [loaded(start + offset * step, 2, each and 4 * column < gV.shape[1]) for offset, each in zip(offsets, there, strict=True)]
+        scales_of_values(channels[of.batch, of.head, None, None], scales, rows, of, config)
+        middle, inverse = (four_of(rows[None, i].iterator + 4 * column) for i in range(2))
+        kept = [there_of_word(there[4 * w : 4 * w + 4]) for w in range(words)]
+        found = cute.make_rmem_tensor((words, 4), Int32)
+        for pair in range_constexpr(2):
+            tokens = [numbers_of(finite_pair(each[pair], config), config) for each in raw]
+            for i in range_constexpr(2):
+                c = const_expr(2 * pair + i)
+                x = [(each[i] - middle[c]) * inverse[c] for each in tokens]
+                for w in range_constexpr(words):
+                    found[w, c] = eight_bits.e4m3_of_four(*x[4 * w : 4 * w + 4]) & kept[w]
+        for c in range_constexpr(4):
+            to = sV[None, part ^ (column % (config.tokens // TOKENS)), 4 * column + c].iterator + word
+            cute.autovec_copy(found[None, c], cute.make_tensor(to.align(4 * words), cute.make_layout(words)))
+        arch.sync_threads()
+        write_rows(sV, target, of.first, config.threads, config)
 
 
 @cute.jit
-def write_rows(sV: cute.Tensor, target: cute.Tensor, group: Int32, together: Constexpr[int], config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of every channel. target: (head_dim_v, tokens); sV: (words, warps, channels), with the order of warps changed by
-    channel // together.
+def scales_of_values(of_head: cute.Tensor, scales: Scales, rows: cute.Tensor, of: Of, config: Constexpr[QuantiserConfig]):
+    """V's centres and inverse scales into `rows`, which `survey` has found; those of the head's first block go into `Scales`, too. of_head: of
+    `channels`.
     """
-    thread = arch.thread_idx()[0]
+    arch.griddepcontrol_wait()
+    thread, pairs = arch.thread_idx()[0], const_expr(config.head_dim // 2)
+    for k, name in enumerate(EXTREMES):
+        if thread // pairs == k:
+            found = extreme_of([as_word(of_head[SLICE + i, thread]) for i in range(SLICES)], name, config)
+            numbers = numbers_of(found, config)
+            for i in range_constexpr(2):
+                rows[2 * (thread % pairs) + i, k] = numbers[i]
+    arch.sync_threads()
+    if thread < config.head_dim:
+        middle, least, most = of_head[CENTRE_V, thread], rows[thread, 0], rows[thread, 1]
+        factor, inverse = scale_of(arch.fmax(arch.fmax(most - middle, middle - least), 0.0), MOST[E4M3])
+        rows[thread, 0], rows[thread, 1] = middle, inverse
+        if of.first == 0 and thread < scales.v.shape[2]:
+            scales.v[of.batch, of.head, thread], scales.centre[of.batch, of.head, thread] = factor, middle
+    arch.sync_threads()
+
+
+def there_of_word(there: list[Boolean]) -> Int32:
+    """A mask of the bytes of those that are there."""
+    mask = Int32(0)
+    for i, each in enumerate(there):
+        mask |= -Int32(each) & Int32((255, 255 << 8, 255 << 16, -(1 << 24))[i])
+    return mask
+
+
+@cute.jit
+def write_rows(sV: cute.Tensor, target: cute.Tensor, first: Int32, threads: Constexpr[int], config: Constexpr[QuantiserConfig]):
+    """The block's tokens, from `first` on, of every channel. target: (head_dim_v, tokens); sV: (words, parts, channels), with the order of parts
+    changed by channel // 4.
+    """
+    thread, parts = arch.thread_idx()[0], const_expr(cute.size(sV, mode=[1]))
     words = cute.make_rmem_tensor(4, Int32)
-    for i in range_constexpr(config.head_dim // WARP):
-        channel, part = thread // WARPS + i * WARP, thread % WARPS
-        at = group * GROUP + part * TOKENS
+    for i in range_constexpr(config.head_dim * parts // threads):
+        channel, part = thread // parts + i * (threads // parts), thread % parts
+        at = first + part * TOKENS
         if channel < target.shape[0] and at < target.shape[1]:
-            cute.autovec_copy(sV[None, part ^ (channel // together % WARPS), channel], words)
+            cute.autovec_copy(sV[None, part ^ (channel // 4 % parts), channel], words)
             place = cute.recast_ptr((target[channel, None].iterator + at).align(16), dtype=Int32)
             cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
 
@@ -304,39 +431,36 @@ def launch_transpose(
 ):  # fmt: skip
     """mV: (batch, seqlen_k, heads_k, head_dim_v) of 8 bits; mT: (batch, heads_k, head_dim_v, tokens), as the forward kernel reads it."""
     grid = cute.ceil_div(mV.shape[1], GROUP), mV.shape[2], mV.shape[0]
-    transpose(mV, mT, tokens, config).launch(grid=grid, block=(WARPS * WARP, 1, 1), stream=stream)
+    transpose(mV, mT, tokens, config).launch(grid=grid, block=(2 * config.head_dim, 1, 1), stream=stream)
 
 
 @cute.kernel
 def transpose(mV: cute.Tensor, mT: cute.Tensor, tokens: OfTokens | None, config: Constexpr[QuantiserConfig]):
-    """GROUP tokens of a head: a thread has four channels of 16 tokens at a time."""
+    """GROUP tokens of a head: a thread has four channels of 16 tokens."""
     group, head, batch = arch.block_idx()
     storage = SmemAllocator()
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, WARPS, config.head_dim)), 16)
+    sV = storage.allocate_tensor(Int32, cute.make_layout((4, PARTS, config.head_dim)), 16)
     gV = mV[batch, None, head, None]
     columns = const_expr(config.head_dim // 4)
+    part, column = arch.thread_idx()[0] // columns, arch.thread_idx()[0] % columns
     words = cute.make_rmem_tensor(TOKENS, Int32)
-    for i in range_constexpr(cute.ceil_div(WARPS * columns, WARPS * WARP)):
-        item = arch.thread_idx()[0] + i * WARPS * WARP
-        part, column = item // columns, item % columns
-        if part < WARPS:
-            words.fill(0)
-            for t in range_constexpr(TOKENS):
-                token = group * GROUP + part * TOKENS + t
-                if token < gV.shape[0] and 4 * column < gV.shape[1]:
-                    place = cute.recast_ptr((gV[token, None].iterator + 4 * column).align(4), dtype=Int32)
-                    words[t] = place.load()
-            for w in range_constexpr(4):
-                of_channels = four_channels(*(words[t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
-                for c in range_constexpr(4):
-                    sV[w, part ^ (column % WARPS), 4 * column + c] = of_channels[c]
+    words.fill(0)
+    for t in range_constexpr(TOKENS):
+        token = group * GROUP + part * TOKENS + t
+        if token < gV.shape[0] and 4 * column < gV.shape[1]:
+            place = cute.recast_ptr((gV[token, None].iterator + 4 * column).align(4), dtype=Int32)
+            words[t] = place.load()
+    for w in range_constexpr(4):
+        of_channels = four_channels(*(words[t] for t in (2 * w, 2 * w + 1, 2 * w + 8, 2 * w + 9)))
+        for c in range_constexpr(4):
+            sV[w, part ^ (column % PARTS), 4 * column + c] = of_channels[c]
     arch.sync_threads()
-    write_rows(sV, mT[batch, head, None, None], group, 4, config)
+    write_rows(sV, mT[batch, head, None, None], group * GROUP, 2 * config.head_dim, config)
     if const_expr(config.tokens_k):
         token, scale = scale_of_token(tokens.k[batch, head, None], group)
         tokens.columns[batch, head, token] = scale
     if const_expr(config.tokens_v):
-        of_warps = storage.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        of_warps = storage.allocate_tensor(Int32, cute.make_layout(2 * config.head_dim // WARP), 16)
         token, scale = scale_of_token(tokens.v[batch, head, None], group)
         unit = unit_of(scale, of_warps)
         tokens.weights[batch, head, token] = finite_or_nan(scale) / unit
@@ -358,7 +482,7 @@ def unit_of(scale: Float32, of_warps: cute.Tensor) -> Float32:
     if arch.lane_idx() == 0:
         of_warps[warp] = most
     arch.sync_threads()
-    for w in range_constexpr(WARPS):
+    for w in range_constexpr(cute.size(of_warps)):
         most = max(most, of_warps[w])
     return number_of(most) if most > 0 else Float32(1.0)
 
@@ -373,81 +497,225 @@ def four_channels(*tokens: Int32) -> tuple[Int32, ...]:
     return arch.inline_ptx(ptx, write_only_types=[Int32] * 4, read_only_args=tokens)
 
 
+def place_of_thread(first: Int32, config: QuantiserConfig) -> tuple[Int32, Int32]:
+    """The thread's token of Q or K, and which of its sharers it is."""
+    thread = arch.thread_idx()[0]
+    return first + thread // config.sharers, thread % config.sharers
+
+
 @cute.jit
-def of_lane(row: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """(numbers,): the lane's channels of a row of `channels`."""
-    found = cute.make_rmem_tensor(config.numbers, Float32)
-    place = (row.iterator + lane * config.numbers).align(4 * min(config.numbers, 4))
-    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(config.numbers)), found)
+def load(gX: cute.Tensor, token: Int32, sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    """The thread's pairs (4, chunks) of a token: 0 where there is no channel, the last token's where there is no token."""
+    start = address_of(gX, min(token, gX.shape[0] - 1), CHUNK * sharer)
+    raw = cute.make_rmem_tensor((4, config.numbers // 8), Uint32)
+    for i in range_constexpr(config.numbers // 8):
+        channel = const_expr(config.channel(8 * i))
+        words = loaded(start + 2 * channel, 4, channel + CHUNK * sharer < gX.shape[1])
+        for w in range_constexpr(4):
+            raw[w, i] = words[w]
+    return raw
+
+
+def address_of(gX: cute.Tensor, token: Int32, channel: Int32) -> Int64:
+    return (gX[token, None].iterator + channel).toint()
+
+
+def step_of(gX: cute.Tensor) -> Int64:
+    """Bytes from token to token."""
+    return Int64(gX.stride[0] * (gX.element_type.width // 8))
+
+
+def loaded(address: Int64, words: int, there: Boolean, otherwise: int = 0) -> tuple[Uint32, ...]:
+    """So many words of global memory, `otherwise` where they are not there; without branches, so that no load waits for another."""
+    targets, kind = [f"{{$w{i}}}" for i in range(words)], "b32" if words == 1 else f"v{words}.b32"
+    load = f"ld.global.L2::128B.{kind} {'{' * (words > 1)}{', '.join(targets)}{'}' * (words > 1)}, [{{$r0}}];"
+    others = " ".join(f"mov.b32 {target}, {otherwise};" for target in targets)
+    ptx = f"{{ .reg .pred there; setp.ne.b32 there, {{$r1}}, 0; {others} @there {load} }}"
+    found = arch.inline_ptx(ptx, write_only_types=[Uint32] * words, read_only_args=[address, Int32(there)])
+    return found if words > 1 else (found,)
+
+
+@cute.jit
+def read_middle(row: cute.Tensor, middle: cute.Tensor):
+    """A row of `channels` into shared memory, once it is there."""
+    arch.griddepcontrol_wait()
+    thread = arch.thread_idx()[0]
+    if thread < cute.size(middle):
+        middle[thread] = row[thread]
+    arch.sync_threads()
+
+
+@cute.jit
+def of_chunk(middle: cute.Tensor, i: Constexpr[int], sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
+    """(4,): for the thread's numbers from 4 i on."""
+    return four_of(middle.iterator + (config.channel(4 * i) + CHUNK * sharer))
+
+
+@cute.jit
+def four_of(place: cute.Pointer) -> cute.Tensor:
+    found = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(4)), found)
     return found
 
 
 @cute.jit
-def scales_of_values(
-    of_head: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]
-) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:  # fmt: skip
-    """The lane's centres, scales and their inverses, (numbers,) fp32 each. of_head: of `channels`."""
-    middle, least, most = (
-        of_lane(of_head[CENTRE_V, None], lane, config),
-        *(of_lane(of_head[EXTREMES + i, None], lane, config) for i in range(2)),
-    )
-    for row in cutlass.range(EXTREMES + 2, of_head.shape[0], 2, unroll=1):
-        low, high = of_lane(of_head[row, None], lane, config), of_lane(of_head[row + 1, None], lane, config)
-        for c in range_constexpr(config.numbers):
-            least[c], most[c] = arch.fmin(least[c], low[c]), arch.fmax(most[c], high[c])
-    for c in range_constexpr(config.numbers):
-        found = arch.fmax(most[c] - middle[c], middle[c] - least[c])
-        least[c], most[c] = scale_of(bits_of(arch.fmax(found, 0.0)), MOST[E4M3])
-    return middle, least, most
+def widen(raw: cute.Tensor, x: cute.Tensor, sharer: Int32, config: Constexpr[QuantiserConfig]):
+    """D x. raw: pairs (4, chunks); x: (numbers,)."""
+    words = sign_words(config)
+    for half in range_constexpr(config.numbers // 32):
+        flips = Uint32(words[0][half])
+        for i in range_constexpr(1, config.sharers):
+            flips = Uint32(words[i][half]) if sharer == i else flips
+        for k in range_constexpr(16):
+            pair = const_expr(16 * half + k)
+            flip = (flips << Uint32(15 - k)) & Uint32(0x80008000)
+            x[2 * pair], x[2 * pair + 1] = numbers_of(raw[pair % 4, pair // 4] ^ flip, config)
 
 
 @cute.jit
-def rotate(x: cute.Tensor, lane: Int32, config: Constexpr[QuantiserConfig]):
-    """H D x, in place, and NaN for what is not finite. x: (numbers, TOKENS)."""
-    numbers = config.numbers
-    flips = cute.make_rmem_tensor(numbers, Float32)
-    for c in range_constexpr(numbers):
-        negative = (Uint32(sign_words(config.head_dim)[c]) >> Uint32(lane)) & 1
-        flips[c] = Float32(-1.0) if negative != 0 else Float32(1.0)
-    for t in range_constexpr(TOKENS):
-        for c in range_constexpr(numbers):
-            x[c, t] *= flips[c]
-        for level in range_constexpr(numbers.bit_length() - 1):
-            for pair in range_constexpr(numbers // 2):
-                low = const_expr((pair >> level << (level + 1)) + (pair & ((1 << level) - 1)))
-                a, b = x[low, t], x[low + (1 << level), t]
-                x[low, t], x[low + (1 << level), t] = a + b, a - b
-    for level in range_constexpr(WARP.bit_length() - 1):
+def rotate(x: cute.Tensor, config: Constexpr[QuantiserConfig]):
+    """H x, in place. x: (numbers,)."""
+    inner = const_expr(CHUNK.bit_length() - 1)
+    for level in range_constexpr(inner):
+        add_and_subtract(x, 1 << level)
+    lane = arch.lane_idx()
+    for level in range_constexpr(config.sharers.bit_length() - 1):
         sign = Float32(-1.0) if lane & (1 << level) != 0 else Float32(1.0)
-        for t in range_constexpr(TOKENS):
-            for c in range_constexpr(numbers):
-                x[c, t] = x[c, t] * sign + arch.shuffle_sync_bfly(x[c, t], 1 << level)
-    for t in range_constexpr(TOKENS):
-        for c in range_constexpr(numbers):
-            x[c, t] = finite_or_nan(x[c, t])
+        add_and_subtract_lanes(x, 1 << level, sign)
+    for level in range_constexpr(inner, config.numbers.bit_length() - 1):
+        add_and_subtract(x, 1 << level)
+
+
+def add_and_subtract(x: cute.Tensor, apart: int):
+    for low in range(cute.size(x)):
+        if low & apart == 0:
+            a, b = x[low], x[low + apart]
+            x[low], x[low + apart] = a + b, a - b
+
+
+def add_and_subtract_lanes(x: cute.Tensor, apart: int, sign: Float32):
+    """sign: -1 in the upper of two lanes that are `apart`."""
+    for c in range(cute.size(x)):
+        x[c] = x[c] * sign + arch.shuffle_sync_bfly(x[c], apart)
+
+
+def only_if(there: Boolean, x: cute.Tensor):
+    """0 in place of x where it is not there."""
+    for c in range(cute.size(x)):
+        x[c] = or_0(x[c], there)
+
+
+def without_spoiled(x: cute.Tensor, config: QuantiserConfig) -> Float32:
+    """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
+    most = Float32(0.0)
+    for c in range(config.numbers):
+        x[c] = finite_or_nan(x[c]) if config.dtype.is_floating_point else finite_or_0(x[c])
+        most = arch.fmax(most, cute.math.absf(x[c]))
+    return most
 
 
 def finite_or_nan(x: Float32) -> Float32:
     return x * 0.0 + x
 
 
-@cute.jit
 def finite_or_0(x: Float32) -> Float32:
-    return x if is_finite(x) else Float32(0.0)
+    return or_0(x, is_finite(x))
+
+
+@cute.jit
+def or_0(x: Float32, there: Boolean) -> Float32:
+    return x if there else Float32(0.0)
 
 
 def is_finite(x: Float32) -> Boolean:
     return x * 0.0 == 0.0
 
 
+def largest(x: cute.Tensor) -> Float32:
+    """The largest magnitude of the thread's numbers, NaN beside any NaN."""
+    found = [Float32(0.0)] * 4
+    for c in range(cute.size(x)):
+        found[c % 4] = largest_or_nan(found[c % 4], x[c])
+    return largest_or_nan(largest_or_nan(found[0], found[1]), largest_or_nan(found[2], found[3]))
+
+
+def largest_or_nan(most: Float32, x: Float32) -> Float32:
+    ptx = "{ .reg .f32 size; abs.f32 size, {$r1}; max.NaN.f32 {$w0}, {$r0}, size; }"
+    return arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[most, x])
+
+
 @cute.jit
-def largest(x: cute.Tensor, first: Constexpr[int], tokens: Constexpr[int], config: Constexpr[QuantiserConfig]) -> Int32:
-    """The largest magnitude of some of the lane's numbers, as bits; 0 where all are NaN."""
-    found = Float32(0.0)
-    for t in range_constexpr(first, first + tokens):
-        for c in range_constexpr(config.numbers):
-            found = arch.fmax(found, cute.math.absf(x[c, t]))
-    return bits_of(found)
+def of_sharers(most: Float32, config: Constexpr[QuantiserConfig]) -> Float32:
+    """The largest of all that share a token."""
+    for level in range_constexpr(config.sharers.bit_length() - 1):
+        most = largest_or_nan(most, arch.shuffle_sync_bfly(most, 1 << level))
+    return most
+
+
+def largest_of_warp(bits: Int32) -> Int32:
+    """Bits of numbers that are not negative have their order."""
+    return arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[bits])
+
+
+@cute.jit
+def scale_of(most: Float32, top: Constexpr[float]) -> tuple[Float32, Float32]:
+    """What makes `top` of `most`, and its inverse."""
+    scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
+    inverse = 1.0 / most * top if most >= LEAST else Float32(1.0)
+    return scale, inverse
+
+
+@cute.jit
+def store(
+    target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
+):  # fmt: skip
+    """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
+    place, words = (target[token, None].iterator + CHUNK * sharer).toint(), const_expr(CHUNK // 4)
+    stored = const_expr(f"st.global.v{words}.b32 [{{$r0}}], {{{', '.join(f'{{$r{i + 1}}}' for i in range(words))}}};")
+    for first in range_constexpr(0, config.numbers, CHUNK):
+        found = [packed([rounded_product(x[first + 4 * w + c], inverse) for c in range(4)], config) for w in range(words)]
+        arch.inline_ptx(stored, read_only_args=[place + config.channel(first), *found])
+
+
+# Numbers in registers
+
+
+def numbers_of(pair: Uint32, config: QuantiserConfig) -> tuple[Float32, Float32]:
+    """Two of 16 bits in fp32."""
+    if config.kind == "bf16":
+        return number_of(pair << Uint32(16)), number_of(pair & Uint32(0xFFFF0000))
+    ptx = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+    return arch.inline_ptx(ptx, write_only_types=[Float32] * 2, read_only_args=[pair])
+
+
+def finite_pair(pair: Uint32, config: QuantiserConfig) -> Uint32:
+    """With NaN in place of infinities."""
+    ptx = f"{{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.{config.kind}x2 {{$w0}}, {{$r0}}, zero, {{$r0}}; }}"
+    return arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[pair])
+
+
+def extreme_of(pairs: list[Uint32], name: str, config: QuantiserConfig) -> Uint32:
+    """name: "min" or "max", which leave out NaN."""
+    found, *others = pairs
+    for pair in others:
+        ptx = f"{name}.{config.kind}x2 {{$w0}}, {{$r0}}, {{$r1}};"
+        found = arch.inline_ptx(ptx, write_only_types=[Uint32], read_only_args=[found, pair])
+    return found
+
+
+@cute.jit
+def sign_of(channel: Int32, config: Constexpr[QuantiserConfig]) -> Float32:
+    """D's."""
+    word = Uint32(SIGNS[0])
+    for i in range_constexpr(1, config.head_dim // 32):
+        word = Uint32(SIGNS[i]) if channel // 32 == i else word
+    return Float32(-1.0) if (word >> Uint32(31 - channel % 32)) & 1 != 0 else Float32(1.0)
+
+
+def to_rank(rank: Int32 | int, place: cute.Pointer, x: Float32 | Int32 | Uint32):
+    """Into the same place of the shared memory of one of the cluster's thread blocks."""
+    ptx = "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r2}; st.shared::cluster.b32 [there], {$r1}; }"
+    arch.inline_ptx(ptx, read_only_args=[place.toint(), x, Int32(rank)])
 
 
 def rounded_product(x: Float32, y: Float32) -> Float32:
@@ -459,39 +727,12 @@ def bits_of(x: Float32) -> Int32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def number_of(x: Int32) -> Float32:
+def as_word(x: Float32) -> Uint32:
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+def number_of(x: Int32 | Uint32) -> Float32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def largest_of_warp(bits: Int32) -> Int32:
-    """Bits of numbers that are not negative have their order."""
-    return arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[bits])
-
-
-@cute.jit
-def scale_of(bits: Int32, top: Constexpr[float]) -> tuple[Float32, Float32]:
-    """What makes `top` the number with these bits, and its inverse."""
-    most = number_of(bits)
-    scale = most * (1.0 / top) if most >= LEAST else Float32(1.0)
-    inverse = 1.0 / most * top if most >= LEAST else Float32(1.0)
-    return scale, inverse
-
-
-@cute.jit
-def store(
-    target: cute.Tensor, token: Int32, x: cute.Tensor, t: Constexpr[int], inverse: Float32, lane: Int32, config: Constexpr[QuantiserConfig]
-):  # fmt: skip
-    """The lane's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
-    numbers = [rounded_product(x[c, t], inverse) for c in range(config.numbers)]
-    place = (target[token, None].iterator + lane * config.numbers).align(config.numbers)
-    if const_expr(config.numbers == 2):
-        word = packed(numbers * 2, config)
-        arch.inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[place.toint(), Int32(word).to(Int16)])
-    else:
-        words = cute.make_rmem_tensor(config.numbers // 4, Int32)
-        for i in range_constexpr(config.numbers // 4):
-            words[i] = packed(numbers[4 * i : 4 * i + 4], config)
-        cute.autovec_copy(words, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(config.numbers // 4)))
 
 
 def packed(numbers: list[Float32], config) -> Int32:

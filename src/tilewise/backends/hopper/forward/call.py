@@ -83,23 +83,31 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
     device = call.q.device
     plan = Plan.of(computed, planning.num_sms(device))
     work, kernel = lambda: work_of(plan, device), jit.compiled(LAUNCH, arguments, plan.config)
-    of_documents = isinstance(call.mask, Unread)
-    if of_documents and plan.config.sees != "rows":
+    found = again(computed, plan, call.scale)
+    if found is None:
         return None
-    if of_documents or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
-        made = _maker(call, plan)
-        return made and Repeat(call, kernel, (), work, gradients, made=made)
-    rest = band_seen(computed, plan), changes.scores(computed, plan.config, call.scale)
-    if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES:
-        return None
-    return Repeat(call, kernel, rest, work, gradients, packed=packed)
+    rest, made = found
+    return Repeat(call, kernel, rest, work, gradients, made=made, packed=packed)
 
 
-def _maker(call: Call, plan: Plan) -> Callable | None:
-    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; None where tables take much memory."""
+def again(call: Call, plan: Plan, scale: float) -> tuple[tuple, Callable | None] | None:
+    """The kernel's bundles of what is seen and of the scores, for calls like this one: `rest` and `made` of `Repeat`, of which either has them; None
+    where their tables take much memory.
+    """
+    if isinstance(call.mask, Unread) and plan.config.sees != "rows":
+        return None
+    if isinstance(call.mask, Unread) or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
+        made = _maker(call, plan, scale)
+        return made and ((), made)
+    rest = band_seen(call, plan), changes.scores(call, plan.config, scale)
+    return None if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES else (rest, None)
+
+
+def _maker(call: Call, plan: Plan, scale: float) -> Callable | None:
+    """What makes the bundles from the tensors of `repeats.Beside`; None where tables take much memory."""
     mask, config = call.mask, plan.config
     seqlen_q, seqlen_k, device, pairs = call.seqlen_q, call.seqlen_k, call.q.device, config.bias_pairs
-    outer, inner, factor = changes.numbers(call, config, call.scale)
+    outer, inner, factor = changes.numbers(call, config, scale)
     shift, drawn = seqlen_k - seqlen_q, changes.drawer(call)
     band = find = None
     if isinstance(mask, Unread):

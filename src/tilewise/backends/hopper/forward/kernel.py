@@ -108,15 +108,7 @@ def launch(
     sharers = 1, config.cluster, config.cluster
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
-    rows_of_units = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
-    clusters, shared = work.blocks // config.cluster, None
-    if const_expr(config.shares):
-        shared = scheduler.shared_of(
-            rows_of_units * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n
-        )
-    units = scheduler.units_of(rows_of_units, mO.shape[2], mK.shape[2], mO.shape[0], work.section, band.tables.order, shared)
-    if const_expr(not config.shares):
-        clusters = min(units.count, clusters)
+    units, clusters = scheduler.cut(mO, mK, work, band.tables.order, config)
     found = Partials(work.sums, work.arrivals)
     kernel(copies, tensors, work.counter, found, units, band, changes, wgmma.products(config, dtype), *layouts, config).launch(
         grid=(clusters * config.cluster, 1, 1),

@@ -16,6 +16,7 @@ next. The cluster that finishes a unit last merges the pieces (partials.py).
 
 from typing import NamedTuple
 
+from tilewise.backends.hopper.operands import Work
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, const_expr, cute, range_constexpr
 
@@ -82,6 +83,19 @@ def units_of(
     last = heads % section
     divisors = (section * rows, section, max(last, 1), heads_q, heads_q // heads_k)
     return Units(rows * heads, rows, section, heads // section, *map(cute.fast_divmod_create_divisor_v2, divisors), order, shared)
+
+
+@cute.jit
+def cut(mO: cute.Tensor, mK: cute.Tensor, work: Work, order: cute.Tensor | None, config: Constexpr) -> tuple[Units, Int32]:
+    """On the host: the units, and how many clusters compute them. mO, mK: as torch has them."""
+    rows = cute.ceil_div(mO.shape[1], config.cluster * config.tile_m)
+    clusters, shared = work.blocks // config.cluster, None
+    if const_expr(config.shares):
+        shared = shared_of(rows * mO.shape[2] * mO.shape[0], cute.ceil_div(mK.shape[1], config.tile_n), clusters, config.tile_n)
+    units = units_of(rows, mO.shape[2], mK.shape[2], mO.shape[0], work.section, order, shared)
+    if const_expr(not config.shares):
+        clusters = min(units.count, clusters)
+    return units, clusters
 
 
 class Queue(NamedTuple):

@@ -1,0 +1,104 @@
+"""The short way for more calls in 8 bits like one before: kernels, plan and the cut of scratch are remembered, and each call allocates its own."""
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+import torch
+
+from tilewise.backends.hopper import short
+from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.backends.hopper.eight_bits import scratch
+from tilewise.backends.hopper.forward import call as sixteen_bits
+from tilewise.backends.hopper.forward import plan as planning
+from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.backends.hopper.repeat import Repeat
+from tilewise.backends.tables import documents
+from tilewise.masks import Documents, Unread
+from tilewise.problem import Call
+from tilewise.sm90 import jit
+
+
+def repeat(call: Call) -> Repeat | None:
+    """As forward/call.py has it, of calls without gradients."""
+    if call.row_max or call.scale <= 0.0 or 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
+        return None
+    if not all(map(jit.strided, (call.q, call.k, call.v))):
+        return None
+    if isinstance(call.mask, Documents) and call.mask.cu_seqlens_k[-1] < call.seqlen_k:  # whose ends are no tensor of the caller's
+        return None
+    device, parts = call.q.device, eight_bits.parts(call)
+    plan, *others = {Plan.of(part, planning.num_sms(device), eight_bits.config_of(part)) for _, part in parts}
+    if others:
+        return None
+    quantises = call.precision is not None
+    run, scale = _by_quantiser(call, plan) if quantises else _by_transposer(call, plan, [columns for columns, _ in parts])
+    found = sixteen_bits.again(call, plan, scale)
+    if found is None:
+        return None
+    rest, made = found
+    if not quantises:
+        made = _with_scales(call, made)
+    elif isinstance(call.mask, Unread):
+        made = _with_ends(call, made)
+    return Repeat(call, run, rest, lambda: sixteen_bits.work_of(plan, device), None, made=made)
+
+
+def _by_quantiser(call: Call, plan: Plan) -> tuple[Callable, float]:
+    """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale."""
+    config, scale = eight_bits.quantiser_of(call), call.scale
+    quantise = jit.compiled(eight_bits.QUANTISE, eight_bits.quantiser_arguments, config)
+    attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
+    make = scratch.of_quantiser(call, config)
+
+    def run(tensors, work, band, scores, ends=None):
+        q, k, v, o, lse = tensors
+        made, scales, channels = make()
+        quantise((q, k, v, ends), made, scales, channels, scale)
+        attend((*made, o, lse, v), scales, work, band, scores)
+
+    return run, scale / config.head_dim
+
+
+def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
+    """Likewise of tensors in 8 bits, whose scales come last; a launch for each of the parts of V's columns."""
+    config = eight_bits.transposer_of(call)
+    transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, config)
+    attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
+    make = scratch.of_transposer(call, config)
+
+    def run(tensors, work, band, scores, scales):
+        q, k, v, o, lse = tensors
+        turned, *made = make()
+        tokens, scales = eight_bits.with_tokens(scales, *made)
+        q, k, v = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8)
+        transpose(v, turned, tokens)
+        if len(parts) == 1:
+            attend((q, k, turned, o, lse, v), scales, work, band, scores)
+            return
+        for columns in parts:
+            attend((q, k, turned[:, :, columns], o[..., columns], lse, v[..., columns]), scales, work, band, scores)
+
+    return run, call.scale
+
+
+def _with_ends(call: Call, made: Callable) -> Callable:
+    """What makes `Given.ends` of the tensors of `repeats.Beside`, behind what `made` makes of them."""
+    device = call.q.device
+
+    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
+        return *made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k), documents.on_device(cu_seqlens_k, device)
+
+    return all_made
+
+
+def _with_scales(call: Call, made: Callable | None) -> Callable:
+    """Likewise the scales, as `scales_given` has them, spread."""
+    device, of_one = call.q.device, torch.empty((), dtype=torch.float32, device="meta")
+    spread = [eight_bits.spread(of_one if x is None else x, shape) for x, shape in eight_bits.scales_given(call)]
+    layouts = [(x.shape, x.stride(), 0) for x in spread]
+
+    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
+        found = () if made is None else made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k)
+        return *found, [short.part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip_longest(scales, layouts)]
+
+    return all_made
