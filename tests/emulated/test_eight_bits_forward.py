@@ -25,23 +25,34 @@ pytestmark = NEEDED
 
 QUICK = [
     Quantised(seqlen_q=70, seqlen_k=150, mask=Causal()),
+    Quantised("int8_qk", seqlen_q=70, seqlen_k=150, mask=Causal()),
     Quantised("given", 70, 40, per=("token", "tile", "head"), mask=Causal()),
 ]
 WIDE = [
     *(
         Quantised(way, 140, 150, dims=(d, d), mask=mask)
         for d in (64, 128, 256)
-        for way in ("int8", "fp8", "given")
+        for way in ("int8", "int8_qk", "fp8", "given")
         for mask in (Full(), Causal())
     ),
     *(Quantised("int8", n, k, heads=(1, 1)) for n, k in ((1, 1), (3, 15), (2, 16), (40, 17), (10, 127), (10, 129), (130, 400))),
     Quantised("fp8", 200, 30, mask=Causal()),  # rows that see nothing
     Quantised("int8", 130, 300, mask=SlidingWindow(40, 3), dims=(72, 40)),
     Quantised("fp8", 130, 300, batch=2, heads=(4, 2), dtype=torch.float16, scale=-0.2),
+    Quantised("int8_qk", 200, 30, mask=Causal()),
+    Quantised("int8_qk", 130, 300, batch=2, heads=(4, 2), dtype=torch.float16, scale=-0.2),
+    Quantised("int8_qk", 130, 300, mask=SlidingWindow(40, 3), dims=(96, 96), row_max=True),
+    Quantised("int8_qk", 130, 300, dims=(96, 96), dtype=torch.float16),
+    Quantised("int8_qk", 130, 300, mask=Causal(), dims=(192, 128)),
     Quantised("given", 130, 300, batch=2, heads=(4, 2), per=("head", "head", "head"), scale=-0.2),
     Quantised("given", 130, 400, per=("tensor", "tile", "tile"), mask=Causal()),
     Quantised("given", 130, 400, per=("head", "tensor", "tile"), dims=(256, 256)),
     Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "tile", "tensor")),
+    Quantised("given int8", 130, 300, batch=2, heads=(4, 2), per=("token", "token", "head")),
+    Quantised("given", 130, 400, per=("head", "tensor", "token"), dims=(128, 128)),
+    Quantised("given int8", 130, 300, per=("head", "token", "token"), dims=(256, 256), mask=Causal()),
+    Quantised("given", 70, 150, per=("token", "token", "token"), mask=Causal()),
+    Quantised("given", 3, 1, per=("token", "token", "token")),
     Quantised("int8", 130, 300, row_max=True, mask=Causal()),
 ]
 
@@ -78,7 +89,16 @@ CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["sink"], ["softcap"], ["alibi_slopes"], [*CHANGES]], ids="-".join)
-@pytest.mark.parametrize("case", [Quantised("given", 70, 150), Quantised("fp8", 70, 150, mask=Causal(), row_max=True)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Quantised("given", 70, 150),
+        Quantised("fp8", 70, 150, mask=Causal(), row_max=True),
+        Quantised("int8_qk", 70, 150, mask=Causal(), row_max=True),
+        Quantised("given int8", 70, 150, mask=Causal(), row_max=True, per=("token", "token", "token")),
+    ],
+    ids=str,
+)
 def test_changed_scores(case, names):
     call = replace(made(case), **{name: CHANGES[name] for name in names})
     held(call, *run(call))
@@ -87,16 +107,17 @@ def test_changed_scores(case, names):
 ENDS = (0, 20, 20, 70), (0, 30, 70, 130)
 
 
-def test_packed_documents(on_gpu, monkeypatch):
+@pytest.mark.parametrize("way", ["int8", pytest.param("int8_qk", marks=pytest.mark.slow)])
+def test_packed_documents(on_gpu, monkeypatch, way):
     """In one launch of the quantiser and one of the kernel: what lies behind the last document is not there; by the short way for other lengths."""
     monkeypatch.setattr(api, "_on_gpu", lambda *cu_seqlens: True)
-    call = made(Quantised(seqlen_q=80, seqlen_k=150))
+    call = made(Quantised(way, seqlen_q=80, seqlen_k=150))
     for ends in (ENDS, ((0, 1, 2, 80), (0, 130, 140, 150)), ((0, 0, 60, 60), (0, 0, 80, 80))):
         q, k, v = (x.clone() for x in (call.q[0], call.k[0], call.v[0]))
         for x, end in zip((q, k, v), (ends[0][-1], ends[1][-1], ends[1][-1]), strict=True):
             x[end:] = 1e30
         cu_seqlens = [torch.tensor(x, dtype=torch.int32) for x in ends]
-        o, lse = tilewise.attention_varlen(q, k, v, *cu_seqlens, causal=True, precision="int8", return_lse=True)
+        o, lse = tilewise.attention_varlen(q, k, v, *cu_seqlens, causal=True, precision=way, return_lse=True)
         given = {name: x[None] for name, x in zip("qkv", (q, k, v), strict=True)}
         held(replace(call, **given, mask=Documents(*ends, inner=Causal())), o[None], lse[None])
         if ends == ENDS:
@@ -105,9 +126,10 @@ def test_packed_documents(on_gpu, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "int8_qk"])
 @pytest.mark.parametrize("mask", [Documents((0, 20, 100), (0, 30, 130), inner=Causal()), Documents(*ENDS), PrefixLM(30)], ids=repr)
-def test_masks_of_tables(mask):
-    call = made(Quantised(seqlen_q=100, seqlen_k=130, mask=mask))
+def test_masks_of_tables(mask, way):
+    call = made(Quantised(way, seqlen_q=100, seqlen_k=130, mask=mask))
     held(call, *run(call))
 
 
@@ -134,8 +156,11 @@ def on_gpu(monkeypatch):
 
 
 REPEATED = [
-    (QUICK[1], {}),
+    (QUICK[2], {}),
     (QUICK[0], {}),
+    (QUICK[1], {}),
+    (Quantised("given", 70, 150, per=("token", "token", "token"), mask=Causal()), {}),
+    (Quantised("given int8", 30, 140, per=("head", "tensor", "token"), dims=(128, 128)), {}),
     (Quantised("fp8", 20, 140, batch=2), {"softcap": 2.0}),
     (Quantised("given", 30, 140, per=("head", "tensor", "tile"), dims=(256, 256)), {}),
     (Quantised("given", 70, 150), {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([0.1, 0.5])}),
@@ -170,15 +195,18 @@ SPOILED = [
     Quantised("given", 150, 150, mask=SlidingWindow(40, 3)),
     Quantised("fp8", 150, 150, dtype=torch.float16, mask=PrefixLM(30)),
     Quantised(seqlen_q=150, seqlen_k=300),
+    Quantised("int8_qk", 70, 150, mask=Causal()),
+    Quantised("int8_qk", 150, 150, dtype=torch.float16, mask=SlidingWindow(40, 3)),
+    Quantised("int8_qk", 150, 300),
 ]
 
 
 @pytest.mark.parametrize("case", [SPOILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SPOILED[1:])], ids=str)
 def test_numbers_that_are_not_finite(case):
-    """They reach the rows that see them, as NaN, and no others."""
+    """They reach the rows that see them, and no others: as NaN, but for infinities of V in 16 bits."""
     call = made(case)
     tensors = {name: getattr(call, name).clone() for name in "qkv"}
-    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -10, 6, math.inf)
+    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -25, 6, math.inf)
     for name, token, channel, number in bad:
         x = tensors[name]
         if x.dtype == E4M3:
@@ -187,7 +215,40 @@ def test_numbers_that_are_not_finite(case):
     call = replace(call, **tensors)
     o, lse = run(call)
     held(call, o, lse)
+    assert o.isinf().any() == (case.way == "int8_qk" and case.mask != Full())
     assert o.isnan().any() and (case.mask == Full() or not lse.isnan().all())
+
+
+@pytest.mark.parametrize("way", ["given", pytest.param("given int8", marks=pytest.mark.slow)])
+def test_scales_of_tokens_of_any_size_and_sign(way):
+    """Nothing of a token whose scale is 0; NaN for the rows that see one whose scale is not finite, and for no others."""
+    call, source = made(Quantised(way, 150, 200, per=("token",) * 3, mask=SlidingWindow(40, 3))), torch.Generator().manual_seed(5)
+    k, v = (x * torch.randn(x.shape, generator=source, dtype=torch.float32) for x in (call.k_scale, call.v_scale))
+    k[..., 130], v[..., 3], v[..., 128:190] = 0.0, 0.0, 0.0
+    k[..., 195], v[..., 100], v[..., 50] = math.nan, math.inf, math.nan
+    call = replace(call, k_scale=k, v_scale=v)
+    o, lse = run(call)
+    held(call, o, lse)
+    assert o.isnan().any(-1).any(-1).sum() < 150 and lse.isnan().any()
+
+
+def test_scales_that_are_nan():
+    """They reach the rows that see their group, and no others."""
+    call = made(Quantised("given int8", 150, 300, per=("token", "tile", "head"), mask=SlidingWindow(40, 3)))
+    call.q_scale[0, 1, 3], call.k_scale[0, 0, 1] = math.nan, math.nan
+    o, lse = run(call)
+    held(call, o, lse)
+    assert 0 < lse.isnan().sum() < lse.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "int8_qk", "fp8"])
+def test_queries_that_are_not_finite_and_see_nothing(way):
+    call = made(Quantised(way, 70, 40, mask=Causal()))
+    call.q[0, 3, 0, 1], call.q[0, 50, 1, 2] = math.nan, math.inf
+    o, lse = run(call)
+    held(call, o, lse)
+    assert not o[:, :30].any() and o[0, 50, 1].isnan().all()
 
 
 def of_quantiser(call):
@@ -202,6 +263,9 @@ BITS = [
     Quantised(seqlen_k=1500, dims=(72, 40)),
     Quantised(dims=(256, 256), dtype=torch.float16),
     Quantised("fp8", 130, 300, batch=2, heads=(4, 2), dims=(128, 128)),
+    Quantised("int8_qk", 130, 300),
+    Quantised("int8_qk", 5, 150, dims=(128, 128), mask=Documents((0, 5), (0, 131))),
+    Quantised("int8_qk", 5, 300, dims=(256, 256), dtype=torch.float16),
 ]
 
 
@@ -217,8 +281,13 @@ def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
     found, scales, factor = of_quantiser(call)
     want = arithmetic.operands_of(call)
     assert torch.equal(found.Q, want.q.view(torch.int8)) and torch.equal(found.K, want.k.view(torch.int8))
-    assert torch.equal(found.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8))
-    for got, expected in ((scales.q, want.q_scale), (scales.k, want.k_scale), (scales.v, want.v_channel), (scales.centre, want.v_centre)):
+    pairs = [(scales.q, want.q_scale), (scales.k, want.k_scale)]
+    if want.v_channel is None:
+        assert found.V is scales.v is scales.centre is None
+    else:
+        assert torch.equal(found.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8))
+        pairs += [(scales.v, want.v_channel), (scales.centre, want.v_centre)]
+    for got, expected in pairs:
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     rows = [i for i in range(call.seqlen_q) if i != 2]
     torch.testing.assert_close(scales.shift[..., rows], want.shift[..., rows], rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -238,6 +307,23 @@ def test_values_that_are_given_are_transposed(dim, seqlen):
     with Emulated().on_gpu():
         operands, *_ = eight_bits.given(call)
     assert torch.equal(operands.V, key_order.transposed(call.v.transpose(1, 2)).view(torch.int8))
+
+
+@pytest.mark.parametrize("seqlen", [17, pytest.param(300, marks=pytest.mark.slow)])
+def test_scales_of_tokens_become_their_groups(seqlen):
+    call = made(Quantised("given", 3, seqlen, per=("token",) * 3, heads=(2, 2), batch=2))
+    call.v_scale[0, 1, 7:9] = torch.tensor([-1e6, math.nan])
+    call.v_scale[1, 0, :128] = 0.0
+    with Emulated().on_gpu():
+        _, scales, _ = eight_bits.given(call)
+    for name, given in (("columns", call.k_scale), ("weights", call.v_scale)):
+        found, behind = getattr(scales, name).split((seqlen, -seqlen % 128), dim=2)
+        if name == "weights":
+            assert (scales.v > 0.0).all() and (found.nan_to_num().abs() <= 1.0).all()
+            found = found * scales.v.repeat_interleave(128, dim=2)[..., :seqlen]
+        torch.testing.assert_close(found, given, rtol=1e-6, atol=0.0, equal_nan=True)
+        assert not behind.any()
+    assert scales.v[0, 1, 0] == 1e6 and scales.v[1, 0, 0] == 1.0
 
 
 def test_what_is_exact_in_e4m3_is_exact():

@@ -51,7 +51,7 @@ def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 256])
 @pytest.mark.parametrize("precision", RECIPES)
 def test_recipes(precision, dim, mask):
     q, k, v = qkv(dim=dim)
@@ -61,15 +61,57 @@ def test_recipes(precision, dim, mask):
     hold(o, lse, call)
 
 
-@pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head")])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_values_that_are_narrower(precision, mask):
+    q, k, _ = qkv(dim=192)
+    v = qkv()[2]
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=192**-0.5, precision=precision))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_changed_scores_in_fp16(precision, mask):
+    q, k, v = (x.half() for x in qkv())
+    given = {"softcap": 20.0, "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.0]), "sink": torch.tensor([0.5, -1.0, 3.0, 0.0])}
+    on_device = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True, **on_device)
+    given["alibi_slopes"] = given["alibi_slopes"][None]
+    hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=128**-0.5, precision=precision, **given))
+
+
+@pytest.mark.parametrize("per", [("tensor",) * 3, ("head",) * 3, ("token", "tile", "head"), ("token",) * 3, ("head", "token", "tile")])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_given_tensors(dim, per):
+def test_given_tensors(dim, mask, per):
     tensors, scales = zip(*(tw.quantise(x, "fp8", per=each) for x, each in zip(qkv(dim=dim), per, strict=True)), strict=True)
     named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    call = Call(**dict(zip("qkv", tensors, strict=True)), **named, mask=tw.Causal(), scale=dim**-0.5, out_dtype=torch.bfloat16)
+    call = Call(**dict(zip("qkv", tensors, strict=True)), **named, mask=MASKS[mask], scale=dim**-0.5, out_dtype=torch.bfloat16)
     on_device = {name: x.to(DEVICE) for name, x in named.items()}
-    o, lse = tw.attention(*(x.to(DEVICE) for x in tensors), **on_device, causal=True, return_lse=True)
-    hold(o, lse, call)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in tensors), **on_device, mask=MASKS[mask], return_lse=True)
+    hold(o, lse, call, apart=1.0 if "token" in per[1:] or mask == "full" else 1 / 3)  # tiles of fewer keys, and other maxima
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_scales_of_tokens_of_any_size_and_sign(precision):
+    q, k, v = qkv(700)
+    x, q_scale = tw.quantise(q, precision, per="token")
+    y, k_scale = tw.quantise(k, precision, per="token")
+    z, v_scale = tw.quantise(v, "fp8", per="token")
+    source = torch.Generator().manual_seed(5)
+    k_scale, v_scale = (scale * torch.randn(scale.shape, generator=source, dtype=torch.float32) for scale in (k_scale, v_scale))
+    k_scale[..., 30], v_scale[..., 128:256], v_scale[..., 300] = 0.0, 0.0, math.nan
+    named = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    call = Call(q=x, k=y, v=z, **named, mask=tw.Causal(), scale=128**-0.5, out_dtype=torch.bfloat16)
+    on_device = {name: scale.to(DEVICE) for name, scale in named.items()}
+    o, lse = tw.attention(*(each.to(DEVICE) for each in (x, y, z)), **on_device, causal=True, return_lse=True)
+    assert torch.equal(o[:, :300].isfinite(), torch.ones_like(o[:, :300], dtype=torch.bool)) and o[:, 300:].isnan().all()
+    v_scale[..., 300] = 0.0
+    o, lse = tw.attention(
+        *(each.to(DEVICE) for each in (x, y, z)), **(on_device | {"v_scale": v_scale.to(DEVICE)}), causal=True, return_lse=True
+    )
+    hold(o, lse, call, apart=1.0)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -82,11 +124,12 @@ def test_kinds_of_inputs(precision, kind, mask):
     hold(o, lse, call, apart=1.0 if mask == "full" else 1 / 3)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int8_qk"])
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 15), (17, 16), (127, 129), (129, 127), (5, 128)])
-def test_lengths(lengths):
+def test_lengths(lengths, precision):
     q, k, v = qkv(*lengths)
-    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision="int8", return_lse=True)
-    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Causal(), scale=128**-0.5, precision="int8"), slack=1.5)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=tw.Causal(), scale=128**-0.5, precision=precision), slack=1.5)
 
 
 def test_integers_are_exact():
@@ -122,11 +165,21 @@ def test_one_key_of_many_is_found(way, dim, seed):
 @pytest.mark.parametrize("precision", RECIPES)
 def test_what_is_hidden_may_be_anything_and_what_is_seen_shows(precision):
     q, k, v = (x.clone() for x in qkv(700))
-    k[0, 450, 0, 3], v[0, 400, 1, 2], q[0, 100, 3, 0] = math.inf, math.nan, math.nan
+    k[0, 450, 0, 3], v[0, 400, 1, 2], q[0, 100, 3, 0], v[0, 420, 0, 5] = math.inf, math.nan, math.nan, -math.inf
     o = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision).cpu()
     spoiled = torch.zeros(o.shape, dtype=torch.bool)
-    spoiled[0, 450:, :2], spoiled[0, 400:, 2:, 2], spoiled[0, 100, 3] = True, True, True
+    spoiled[0, 450:, :2], spoiled[0, 400:, 2:, 2], spoiled[0, 100, 3], spoiled[0, 420:, :2, 5] = True, True, True, True
     assert torch.equal(o.isfinite(), ~spoiled)
+    assert torch.isneginf(o).sum() == (2 * 30 if precision == "int8_qk" else 0)  # e4m3 has no infinity
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_queries_that_are_not_finite_and_see_nothing(precision):
+    q, k, v = qkv(700, 300)
+    q[0, 100, 1, 3], q[0, 600, 2, 3] = math.nan, math.inf
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), causal=True, precision=precision, return_lse=True)
+    assert not o[:, :400].any() and torch.isneginf(lse[:, :, :400]).all()
+    assert o[0, 600, 2].isnan().all() and o.isnan().any(-1).sum() == 1
 
 
 ENDS = (0, 300, 301, 301, 431, 931, 990), (0, 310, 330, 340, 500, 1000, 1090)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
 from tilewise.backends.hopper.forward import config
@@ -189,16 +190,17 @@ def test_gradients_in_a_graph():
         assert same(found, run(*x))
 
 
-IN_EIGHT_BITS = "int8", "fp8", "e4m3", "e4m3 with scales"
+IN_EIGHT_BITS = "int8", "int8_qk", "fp8", "e4m3", "e4m3 with scales", "e4m3 with scales of tokens"
 
 
 def in_eight_bits(kind, seed, seqlen=700, head_dim=128):
     """q, k, v and the other arguments of a call."""
     x = qkv(seqlen, head_dim=head_dim, seed=seed)
-    if kind in ("int8", "fp8"):
+    if kind in RECIPES:
         return x, {"precision": kind}
-    tensors, scales = zip(*(tw.quantise(each, per="head") for each in x), strict=True)
-    return tensors, dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)) if kind == "e4m3 with scales" else {}
+    per = "token" if kind.endswith("tokens") else "head"
+    tensors, scales = zip(*(tw.quantise(each, per=per) for each in x), strict=True)
+    return tensors, {} if kind == "e4m3" else dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
 
 
 @pytest.mark.parametrize("options", (*OPTIONS, {"causal": True, "softcap": 5.0}), ids=str)

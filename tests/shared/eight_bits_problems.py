@@ -70,6 +70,7 @@ def held(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None) -> N
     assert o.dtype == want.dtype and o.shape == want.shape
     assert (
         torch.equal(o.isnan(), want.isnan())
+        and torch.equal(o.isinf(), want.isinf())
         and torch.equal(lse.isfinite(), of_want.isfinite())
         and torch.equal(lse.isnan(), of_want.isnan())
     )

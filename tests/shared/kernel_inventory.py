@@ -174,7 +174,42 @@ EIGHT_BITS_TOO = [
     *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True)),
 ]
 EIGHT_BITS_TOO = [case for case in EIGHT_BITS_TOO if case not in EIGHT_BITS]
-QUANTISERS = list(itertools.product((torch.int8, E4M3), (64, 128, 256)))
+TOKENS = [  # dtype of Q and K, (head_dim, head_dim_v), sees, which of K and V have a scale for each token
+    (torch.int8, (64, 64), "causal", (True, True)),
+    (E4M3, (128, 128), "all", (True, True)),
+    (torch.int8, (128, 128), "interval", (True, False)),
+    (E4M3, (256, 128), "causal", (False, True)),
+]
+TOKENS_TOO = [
+    *(
+        (dtype, dims, sees, (True, True))
+        for dtype in (torch.int8, E4M3)
+        for dims in list(eight_bits.TILES)[:3]
+        for sees in ("all", "causal", "interval")
+    )
+]
+TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
+TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
+WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
+    *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
+    *((dims, "causal", True, {}) for dims in ((64, 64), (128, 128))),
+    ((128, 128), "interval", False, {}),
+    ((64, 64), "interval", False, {"softcap": True, "alibi": True, "diagonal": True, "sink": True, "row_max": True}),
+]
+WIDE_VALUES_TOO = [
+    *(
+        (dims, sees, long, {})
+        for dims in eight_bits.TILES_OF_WIDE_VALUES
+        for sees in ("all", "causal", "interval", "rows", "runs")
+        for long in (False, True)
+    ),
+    *((dims, sees, False, WIDE_VALUES[-1][-1]) for dims in eight_bits.TILES_OF_WIDE_VALUES for sees in ("all", "causal", "rows", "runs")),
+]
+WIDE_VALUES_TOO = [case for case in WIDE_VALUES_TOO if case not in WIDE_VALUES]
+QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made
+    *itertools.product((torch.int8, E4M3), (64, 128, 256), (True,)),
+    *((torch.int8, head_dim, False) for head_dim in (64, 128, 256)),
+]
 
 
 def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -> Kernel:
@@ -182,8 +217,25 @@ def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -
     return Kernel(f"8 bits {dtype} {head_dim} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
-def of_quantiser(dtype: torch.dtype, head_dim: int) -> Kernel:
-    config = eight_bits.configure_quantiser(torch.bfloat16, dtype, head_dim)
+def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tuple[bool, bool]) -> Kernel:
+    fields = {"tokens_k": tokens[0], "tokens_v": tokens[1], "tiles_of_values": tokens[1]}
+    config = eight_bits.configure(dtype, torch.bfloat16, *dims, sees, long=True, centred=False, **fields)
+    return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
+    fields = {"tokens_k": tokens[0], "tokens_v": tokens[1]}
+    config = eight_bits.configure_quantiser(torch.int8, torch.int8, head_dim, **fields)
+    return Kernel(f"transposer {head_dim} {tokens}", eight_bits_call.TRANSPOSE, eight_bits_call.transpose_arguments, config)
+
+
+def of_wide_values(dims: tuple[int, int], sees: str, long: bool, changes: dict) -> Kernel:
+    config = eight_bits.configure(torch.int8, torch.bfloat16, *dims, sees, long=long, centred=True, wide_values=True, **changes)
+    return Kernel(f"8 and 16 bits {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_quantiser(dtype: torch.dtype, head_dim: int, values: bool) -> Kernel:
+    config = eight_bits.configure_quantiser(torch.bfloat16, dtype, head_dim, values=values)
     return Kernel(f"quantiser {dtype} {head_dim}", eight_bits_call.QUANTISE, eight_bits_call.quantiser_arguments, config)
 
 
@@ -288,6 +340,9 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(of_decode, DECODE)
     yield from map(of_append, APPEND)
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS)
+    yield from itertools.starmap(of_wide_values, WIDE_VALUES)
+    yield from itertools.starmap(of_tokens, TOKENS)
+    yield from itertools.starmap(of_transposer, TRANSPOSERS)
     yield from itertools.starmap(of_quantiser, QUANTISERS)
     yield from map(of_backward, shipped_backward())
     yield from REPAIRS
@@ -302,3 +357,5 @@ def slow() -> Iterator[Kernel]:
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
     yield from itertools.starmap(of_decode, DECODE_TOO)
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)
+    yield from itertools.starmap(of_wide_values, WIDE_VALUES_TOO)
+    yield from itertools.starmap(of_tokens, TOKENS_TOO)

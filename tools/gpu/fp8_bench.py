@@ -44,8 +44,9 @@ E4M3, TOKENS, HIDDEN = torch.float8_e4m3fn, 16384, 2048
 START, DEVICE = time.monotonic(), "cuda"
 SECONDS = 0.06  # for each figure
 MASKS = {"full": Full(), "causal": Causal()}
-GIVEN = "given"  # e4m3 with a scale for each tensor
-WAYS = ("int8", "fp8", GIVEN)
+GIVEN, TOKEN_WISE = "given", "given, tokens"  # e4m3 with a scale for each tensor, or each token
+QK = "int8_qk"  # P and V in 16 bits
+WAYS = ("int8", QK, "fp8", GIVEN, TOKEN_WISE)
 CELLS = [(d, s, name) for s in (8192, 16384, 2048) for d in (128, 64, 256) for name in MASKS]
 LENGTHS = [(1, 1), (3, 15), (130, 16), (129, 17), (300, 127), (256, 128), (257, 129), (70, 1000), (1000, 1900)]  # queries and keys
 TUNINGS = {
@@ -70,6 +71,17 @@ TUNINGS = {
         {"tile_m": 192, "tile_n": 64, "cluster": 1, "hold": True},
     ],
     256: [{"pingpong": True}, {"cluster": 1}, {"hold": True}],
+}
+TUNINGS_OF_QK = {
+    128: [
+        {"cluster": 1},
+        {"cluster": 1, "pingpong": True},
+        {"cluster": 2, "pingpong": True},
+        {"cluster": 2, "kv_stages": 2},
+        {"cluster": 2, "hold": True},
+    ],
+    64: [{"pingpong": False}, {"cluster": 2}, {"tile_m": 128}, {"tile_m": 128, "pingpong": False, "cluster": 2}],
+    256: [{"pingpong": True}, {"cluster": 2}, {"cluster": 2, "kv_stages": 3}, {"kv_stages": 3}],
 }
 QUANTISERS = [{}, {"cluster": 1}, {"cluster": 2}]  # fields of its configuration
 QUANTISER_CELLS = [(d, s, b) for d in (128, 64, 256) for s, b in ((16384, 1), (8192, 2), (4096, 4), (2048, 8), (4096, 1), (2048, 1))]
@@ -100,14 +112,15 @@ def call_of(way: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
     call = Call(q=q, k=k, v=v, mask=mask, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     if way in arithmetic.RECIPES:
         return replace(call, precision=way)
-    if way != GIVEN:
+    if way not in (GIVEN, TOKEN_WISE):
         return call
     fields: dict = {"out_dtype": q.dtype}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_meta:
-            fields |= {name: torch.empty(x.shape, dtype=E4M3, device=x.device), f"{name}_scale": torch.empty((), device=x.device)}
+            of_scale = (x.shape[0], x.shape[2], x.shape[1]) if way == TOKEN_WISE else ()
+            fields |= {name: torch.empty(x.shape, dtype=E4M3, device=x.device), f"{name}_scale": torch.empty(of_scale, device=x.device)}
         else:
-            fields[name], fields[f"{name}_scale"] = arithmetic.quantised(x.float(), E4M3, "tensor")
+            fields[name], fields[f"{name}_scale"] = arithmetic.quantised(x.float(), E4M3, "token" if way == TOKEN_WISE else "tensor")
     return replace(call, **fields)
 
 
@@ -137,15 +150,17 @@ def compile_ahead(rows: Rows, only: set[str]) -> None:
         for way in WAYS:
             call = cell_of(way, dim, seqlen, mask, "meta")
             todo += eight_bits.kernels(call)
-            if "tuning" in only and (way == "int8" or dim == 128) and seqlen == CELLS[0][1]:
-                todo += [(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **each)) for each in TUNINGS[dim]]
+            if "tuning" in only and seqlen == CELLS[0][1]:
+                tuned = (eight_bits.config_of(call, **each) for each in tunings_of(way, dim))
+                todo += [(eight_bits.LAUNCH, eight_bits.arguments, config) for config in tuned]
         if "speed" in only:
             todo += sixteen_bits.kernels(cell_of("bf16", dim, seqlen, mask, "meta"))
         todo.append(
             (eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(cell_of(GIVEN, dim, seqlen, mask, "meta"), promote=False))
         )
     if "check" in only:
-        todo += eight_bits.kernels(call_of("int8", *draw(1, 256, 256, (2, 1), 128, "meta"), SlidingWindow(90, 3)))
+        for way in ("int8", QK):
+            todo += eight_bits.kernels(call_of(way, *draw(1, 256, 256, (2, 1), 128, "meta"), SlidingWindow(90, 3)))
     outcomes = list(warmup.warm(dict.fromkeys(warmup.Kernel(*each) for each in todo)))
     states = [each.state for each in outcomes]
     failures = [f"{each.kernel.config}: {each.reason[:300]}" for each in outcomes if each.state == "failed"]
@@ -159,7 +174,7 @@ def rms(x: Tensor) -> float:
 def check(rows: Rows) -> None:
     emulated = Tiled()
     cases = [(d, q, k, mask, way) for d in (128, 64, 256) for mask in MASKS.values() for way in WAYS for q, k in LENGTHS]
-    cases += [(128, q, k, SlidingWindow(90, 3), "int8") for q, k in LENGTHS]
+    cases += [(128, q, k, SlidingWindow(90, 3), way) for q, k in LENGTHS for way in ("int8", QK)]
     worst: dict[tuple, dict] = {}
     for dim, seqlen_q, seqlen_k, mask, way in cases:
         q, k, v = draw(2, seqlen_q, seqlen_k, (4, 2), dim, DEVICE, seqlen_q + seqlen_k)
@@ -252,24 +267,35 @@ def tflops(dim: int, seqlen: int, mask: str, seconds: float) -> float:
 def contenders_of(calls: dict[str, Call], bf16: Call) -> dict[str, Callable]:
     alone = {way: kernel_of(call) for way, call in calls.items()}
     whole = {f"{way}, all": partial(eight_bits.forward, call) for way, call in calls.items()}
-    ahead = {"quantiser": partial(eight_bits.quantise, calls["int8"]), "transposing": partial(eight_bits.given, calls[GIVEN])}
-    return {**alone, **whole, "bf16": partial(sixteen_bits.forward, bf16), **ahead}
+    return {**alone, **whole, "bf16": partial(sixteen_bits.forward, bf16)}
+
+
+def ahead_of(calls: dict[str, Call]) -> dict[str, Callable]:
+    """What comes before the kernel."""
+    quantisers = {f"quantiser, {way}": partial(eight_bits.quantise, calls[way]) for way in ("int8", QK)}
+    return {**quantisers, "transposing": partial(eight_bits.given, calls[GIVEN])}
 
 
 def speed(rows: Rows) -> None:
     for dim, seqlen, mask in CELLS:
-        contenders = contenders_of({way: cell_of(way, dim, seqlen, mask) for way in WAYS}, cell_of("bf16", dim, seqlen, mask))
-        found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
+        calls = {way: cell_of(way, dim, seqlen, mask) for way in WAYS}
+        contenders = contenders_of(calls, cell_of("bf16", dim, seqlen, mask))
+        found = interleave(contenders | ahead_of(calls), budget_s=SECONDS, device=DEVICE, clock="events")
         times = {name: each.median for name, each in found.items()}
         us = {name: round(1e6 * seconds, 1) for name, seconds in times.items()}
-        rates = {name: tflops(dim, seqlen, mask, seconds) for name, seconds in times.items() if name not in ("quantiser", "transposing")}
+        rates = {name: tflops(dim, seqlen, mask, times[name]) for name in contenders}
         rows.note(kind="speed", d=dim, s=seqlen, mask=mask, tflops=rates, us=us)
+
+
+def tunings_of(way: str, dim: int) -> list[dict]:
+    """None where another way's are enough."""
+    return TUNINGS_OF_QK[dim] if way == QK else TUNINGS[dim] if way == "int8" or (dim == 128 and way != TOKEN_WISE) else []
 
 
 def tuning(rows: Rows) -> None:
     seqlen = CELLS[0][1]
-    for (dim, each), mask, way in itertools.product(TUNINGS.items(), MASKS, WAYS):
-        if dim == 128 or way == "int8":
+    for dim, mask, way in itertools.product(TUNINGS, MASKS, WAYS):
+        if each := tunings_of(way, dim):
             call, contenders = cell_of(way, dim, seqlen, mask), {}
             for fields in ({}, *each):
                 try:
@@ -301,7 +327,7 @@ def quantisers() -> list[tuple]:
     for dim, way in itertools.product((64, 128, 256), WAYS):
         for dtype in (torch.bfloat16, torch.float16) if way == "int8" else (torch.bfloat16,):
             call = call_of(way, *(x.to(dtype) for x in draw(1, 256, 256, (2, 1), dim, "meta")), Full())
-            if way == GIVEN:
+            if way in (GIVEN, TOKEN_WISE):
                 todo += [each for each in eight_bits.kernels(call) if each[0] == eight_bits.TRANSPOSE]
             else:
                 todo += [(eight_bits.QUANTISE, eight_bits.quantiser_arguments, each) for each in quantiser_configs(call).values()]
@@ -309,7 +335,7 @@ def quantisers() -> list[tuple]:
 
 
 def quantiser(rows: Rows) -> None:
-    for dim, way in itertools.product((128, 64, 256), ("int8", "fp8")):
+    for dim, way in itertools.product((128, 64, 256), arithmetic.RECIPES):
         quantiser_check(rows, dim, way)
     big, other = (torch.empty(50 << 20, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     copy = interleave({"copy": partial(other.copy_, big)}, budget_s=SECONDS, device=DEVICE, clock="graph")["copy"].median
@@ -319,13 +345,14 @@ def quantiser(rows: Rows) -> None:
     for dim, seqlen, batch in QUANTISER_CELLS:
         q, k, v = draw(batch, seqlen, seqlen, (HIDDEN // dim, HIDDEN // dim), dim, DEVICE)
         contenders, least = {}, {}
-        for way in ("int8", "fp8"):
+        for way in arithmetic.RECIPES:
             call = call_of(way, q, k, v, Full())
             for name, config in quantiser_configs(call).items():
                 contenders[f"{way} {name}"] = partial(eight_bits.quantise, call, config)
-                least[f"{way} {name}"] = 9 * q.numel() / rate
-        contenders["transposing"] = partial(eight_bits.given, call_of(GIVEN, q, k, v, Full()))
-        least["transposing"] = 2 * q.numel() / rate
+                least[f"{way} {name}"] = (9 if config.values else 6) * q.numel() / rate
+        for way, name in ((GIVEN, "transposing"), (TOKEN_WISE, "transposing, tokens")):
+            contenders[name] = partial(eight_bits.given, call_of(way, q, k, v, Full()))
+            least[name] = 2 * q.numel() / rate
         found = {name: each.median for name, each in interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="graph").items()}
         us = {name: round(1e6 * seconds, 1) for name, seconds in found.items()}
         share = {name: round(least[name] / seconds, 2) for name, seconds in found.items()}
@@ -370,12 +397,15 @@ def quantiser_check(rows: Rows, dim: int, way: str) -> None:
             pairs = {
                 "q": (made.Q, want.q.view(torch.int8)),
                 "k": (made.K, want.k.view(torch.int8)),
-                "v": (made.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8)),
                 "scale of q": (scales.q, want.q_scale),
                 "scale of k": (scales.k, want.k_scale),
-                "scale of v": (scales.v, want.v_channel),
-                "centre": (scales.centre, want.v_centre),
             }
+            if config.values:
+                pairs |= {
+                    "v": (made.V, key_order.transposed(want.v.transpose(1, 2)).view(torch.int8)),
+                    "scale of v": (scales.v, want.v_channel),
+                    "centre": (scales.centre, want.v_centre),
+                }
             for what, (got, expected) in pairs.items():
                 got = got.cpu()
                 differ = got != expected

@@ -44,6 +44,11 @@ from kernel_inventory import (
     RUNS,
     SEES,
     SHIPPED,
+    TOKENS,
+    TOKENS_TOO,
+    TRANSPOSERS,
+    WIDE_VALUES,
+    WIDE_VALUES_TOO,
     Kernel,
     changed_forward,
     fast,
@@ -61,6 +66,9 @@ from kernel_inventory import (
     of_length,
     of_quantiser,
     of_rung,
+    of_tokens,
+    of_transposer,
+    of_wide_values,
 )
 
 from tilewise.backends.hopper.backward import config as backward_config
@@ -222,26 +230,55 @@ def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
     """As the forward pass; Q K^T in the dtype, P V in e4m3, 32 numbers an instruction. P is rounded by two conversions a word, of which half take one
     more instruction to join.
     """
-    kernel = of_eight_bits(dtype, head_dim, sees, centred)
+    check_eight_bits(of_eight_bits(dtype, head_dim, sees, centred), inspect)
+
+
+@pytest.mark.parametrize(("dtype", "dims", "sees", "tokens"), TOKENS + slow(TOKENS_TOO), ids=str)
+def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, inspect):
+    check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
+
+
+def check_eight_bits(kernel: Kernel, inspect):
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[sees], found.counts
-    scores, values = groups * head_dim // 32, groups * config.tile_n // 32
-    integers = dtype == torch.int8
+    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[config.sees], found.counts
+    scores, values = groups * config.head_dim // 32, groups * config.tile_n // 32
+    integers = config.dtype == torch.int8
     assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
     bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
-    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (config.tile_n // 8 + 6) + bytes_of_hidden
+    joined = config.tile_n // (4 if config.tokens_k or config.tokens_v else 8)  # words, at most
+    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (joined + 6) + bytes_of_hidden
     assert counts["UTMALDG"] > 0
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [*QUANTISERS[:1], *slow(QUANTISERS[1:])], ids=str)
-def test_quantiser(dtype, head_dim, inspect):
-    found = inspect(of_quantiser(dtype, head_dim))
+@pytest.mark.parametrize(("dims", "sees", "long", "changes"), WIDE_VALUES + slow(WIDE_VALUES_TOO), ids=str)
+def test_forward_in_eight_and_sixteen_bits(dims, sees, long, changes, inspect):
+    """Q K^T in int8, 32 numbers an instruction; P V as in 16 bits, 16 an instruction; nothing is rounded to 8 bits."""
+    kernel = of_wide_values(dims, sees, long, changes)
+    config, found = kernel.config, inspect(kernel)
+    check_nothing_spills(found)
+    check_registers(found, config)
+    check_descriptors(found)
+    loops = {"all": 1, "causal": 2, "runs": 2}.get(sees, 2 + (not config.pingpong))
+    groups, counts = 1 + loops, found.counts
+    assert counts["IGMMA"] == groups * config.head_dim // 32 and counts["HGMMA"] == groups * config.tile_n // 16
+    assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
+    assert counts["QGMMA"] == counts["E4M3"] == 0 and counts["UTMALDG"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "values"), [*QUANTISERS[:1], *slow(QUANTISERS[1:])], ids=str)
+def test_quantiser(dtype, head_dim, values, inspect):
+    found = inspect(of_quantiser(dtype, head_dim, values))
     assert len(found.usage) == 2
     check_nothing_spills(found)
+
+
+@pytest.mark.parametrize(("head_dim", "tokens"), TRANSPOSERS, ids=str)
+def test_transposer(head_dim, tokens, inspect):
+    check_nothing_spills(inspect(of_transposer(head_dim, tokens)))
 
 
 def check_shipped(kernel: Kernel, inspect):

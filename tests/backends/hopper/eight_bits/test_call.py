@@ -6,9 +6,10 @@ import pytest
 import torch
 from eight_bits_problems import E4M3, Quantised, made
 
+from tilewise.backends.eight_bits import RECIPES, signs
 from tilewise.backends.hopper import Hopper, coverage
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.backends.hopper.eight_bits.config import GROUP, TILES, configure, sign_words
+from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, TILES_OF_WIDE_VALUES, configure, configure_quantiser, sign_words
 from tilewise.errors import UnsupportedError
 
 
@@ -18,7 +19,8 @@ def refused(call, **changes) -> str:
 
 def test_what_is_covered():
     assert Hopper.eight_bits
-    for case in (Quantised(), Quantised("fp8"), Quantised("given", per=("token", "tile", "head")), Quantised("given int8")):
+    given = (*(Quantised("given", per=("token", *each)) for each in (("tile", "head"), ("token", "token"))), Quantised("given int8"))
+    for case in (*(Quantised(recipe) for recipe in RECIPES), *given):
         call = replace(made(case), softcap=2.0, sink=torch.zeros(2), alibi_slopes=torch.zeros(1, 2))
         assert refused(call) == ""
         assert eight_bits.kernels(call)
@@ -27,11 +29,8 @@ def test_what_is_covered():
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        (Quantised("int8_qk"), {}, "it does not multiply P and V in 16 bits beside Q and K in 8 (precision='int8_qk')"),
         (Quantised(dims=(264, 64)), {}, "it takes head_dim and head_dim_v up to 256, not 264 and 64"),
         (Quantised("given", dims=(72, 64)), {}, "in 8 bits it takes head_dim and head_dim_v that are multiples of 16, not 72 and 64"),
-        (Quantised("given", per=("head", "token", "tensor")), {}, "it takes no scale of k for each token"),
-        (Quantised("given", per=("head", "tile", "token")), {}, "it takes no scale of v for each token"),
         (
             Quantised("given"),
             {"v_dtype": torch.bfloat16},
@@ -51,19 +50,20 @@ def test_a_negative_scale_beside_int8():
     assert torch.equal(eight_bits._negative(call).view(E4M3).float(), -call.q.float())
 
 
-@pytest.mark.parametrize("dims", TILES, ids=str)
+@pytest.mark.parametrize("dims", TILES_OF_WIDE_VALUES, ids=str)  # and so of others
 @pytest.mark.parametrize("sees", ["all", "causal", "interval", "rows", "runs"])
 def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
-    for changes in ({}, {"softcap": True}):
+    for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}, {"tokens_k": True}):
         config = configure(torch.int8, torch.bfloat16, *dims, sees, centred=True, **changes)
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 
 
-def test_signs_of_the_rotation():
-    """Word c has lane l's c-th channel as bit l: the channels in their order are those of the contract."""
-    from tilewise.backends.eight_bits import signs
-
-    for dim in (64, 128, 256):
-        words = sign_words(dim)
-        mine = [-1.0 if words[i % len(words)] >> i // len(words) & 1 else 1.0 for i in range(dim)]
-        assert mine == signs(dim, torch.device("cpu")).tolist()
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_signs_of_the_rotation(dim):
+    """Bits k and 16 + k of a word are the k-th pair's, of a thread's 32 numbers: the channels in their order are those of the contract."""
+    config, found = configure_quantiser(torch.bfloat16, torch.int8, dim), {}
+    for sharer, words in enumerate(sign_words(config)):
+        for n in range(config.numbers):
+            negative = words[n // 32] >> (n % 32 // 2 + 16 * (n % 2)) & 1
+            found[config.channel(n) + CHUNK * sharer] = -1.0 if negative else 1.0
+    assert [found[channel] for channel in range(dim)] == signs(dim, torch.device("cpu")).tolist() and len(found) == dim

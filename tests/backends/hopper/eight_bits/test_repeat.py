@@ -72,7 +72,7 @@ def span(x):
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", ["int8", "int8_qk", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sink": torch.zeros(4)}, {"mask": tw.PrefixLM(5)}], ids=str)
 def test_a_recipe(stub, precision, options):
     """The kernels of the short way get what those of the long way do, in tensors that lie apart."""
@@ -88,7 +88,8 @@ def test_a_recipe(stub, precision, options):
             and all(map(is_, tensors, of_quantiser[1]))
             and scales is of_quantiser[2]
         )
-        parts = [*of_quantiser[1], *(x for x in scales if x is not None), of_quantiser[3]]
+        parts = [x for x in (*of_quantiser[1], *scales, of_quantiser[3]) if x is not None]
+        assert (tensors[2] is None) == (scales[2] is None) == (precision == "int8_qk")
         spans = sorted(map(span, parts))
         assert all((start - spans[0][0]) % scratch.ALIGNED == 0 for start, _ in spans)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
@@ -107,7 +108,8 @@ def test_tensors_with_scales(stub, per, dim):
         tw.attention(*tensors, **scales)
         launches, stub.launches = stub.launches, []
         assert [launch for launch, _ in launches] == [eight_bits.TRANSPOSE] + [eight_bits.LAUNCH] * (2 if dim == 256 else 1)
-        (_, (v, turned)), *others = launches
+        (_, (v, turned, tokens)), *others = launches
+        assert tokens is None
         assert v.data_ptr() == tensors[2].data_ptr() and turned.shape == (2, 2, dim, 208)
         for n, (_, (operands, found, *_)) in enumerate(others):
             columns = slice(128 * n, 128 * (n + 1)) if dim == 256 else slice(None)
@@ -122,6 +124,32 @@ def test_tensors_with_scales(stub, per, dim):
         tw.attention(*tensors, k_scale=scales["k_scale"])
         *_, (_, (_, found, *_)) = stub.launches
         assert float(found[0]) if found[0].numel() == 1 else (found[0] == 1.0).all() and found[1].data_ptr() == scales["k_scale"].data_ptr()
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("per", [("head", "token", "token"), ("token", "token", "tile"), ("tensor", "head", "token")])
+def test_scales_of_tokens(stub, per, dim):
+    """They go to the transposing kernel, which writes what the kernel reads."""
+    forms = []
+    for _ in range(3):
+        tensors, scales = given(per, dim)
+        tw.attention(*tensors, **scales)
+        ((_, (_, turned, tokens)), *others), stub.launches = stub.launches, []
+        wide = [each == "token" for each in per[1:]]
+        for x, scale, there in zip(tokens, list(scales.values())[1:], wide, strict=False):
+            assert (x.data_ptr() == scale.data_ptr() and x.shape == (2, 2, 200)) if there else x is None
+        columns, weights, units = tokens[2:]
+        assert [x is not None for x in tokens[2:]] == [*wide, wide[1]]
+        made = [x for x in (turned, *tokens[2:]) if x is not None]
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(map(span, made))))
+        assert all(x.shape == (2, 2, 256) for x in (columns, weights) if x is not None) and (units is None or units.shape == (2, 2, 2))
+        for _, (_, found, *_) in others:
+            assert found[7] is columns and found[8] is weights and found[1].shape == found[2].shape == (2, 2, 2)
+            assert found[0].data_ptr() == scales["q_scale"].data_ptr()
+            assert (found[1] == 1.0).all() if wide[0] else found[1].data_ptr() == scales["k_scale"].data_ptr()
+            assert found[2] is units if wide[1] else found[2].data_ptr() == scales["v_scale"].data_ptr()
+            forms.append([x is None or (x.shape, x.stride()) for x in (*found, *tokens)])
+    assert all(form == forms[0] for form in forms) and stub.long == 1
 
 
 def test_which_tensors_there_are_is_told_apart(stub):
@@ -209,8 +237,9 @@ def test_nothing_of_a_call_is_held(stub):
 
 
 def test_tensors_that_are_allocated_together():
-    layouts = [(torch.int8, (3, 5, 7, 3)), (torch.float32, (3, 5)), (torch.int8, (1,)), (torch.float32, (2, 2, 2))]
+    layouts = [(torch.int8, (3, 5, 7, 3)), (torch.float32, (3, 5)), (torch.int8, (1,)), (torch.float32, (2, 2, 2)), None]
     found = scratch.together(layouts, torch.device("cpu"), turned=1)()
+    assert found.pop() is layouts.pop() is None
     assert [(x.dtype, x.shape) for x in found] == [(torch.int8, (3, 7, 5, 3)), *layouts[1:]]
     assert found[0].transpose(1, 2).is_contiguous() and all(x.is_contiguous() for x in found[1:])
     for n, x in enumerate(found):

@@ -1,5 +1,6 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from tilewise.backends.hopper.eight_bits.config import (
     configure_quantiser,
     tile_dims,
 )
-from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales, Tensors
+from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales, Tensors
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
@@ -43,16 +44,11 @@ def why_not(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}")
     if problem.precision is not None:
-        if RECIPES[problem.precision].pv is None:
-            wrong.append(f"it does not multiply P and V in 16 bits beside Q and K in 8 (precision={problem.precision!r})")
         return wrong
     if (problem.v_dtype or problem.dtype) != E4M3:
         wrong.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, not {problem.v_dtype or problem.dtype}")
     if any(dim % MULTIPLE for dim in dims):
         wrong.append(f"in 8 bits it takes head_dim and head_dim_v that are multiples of {MULTIPLE}, not {dims[0]} and {dims[1]}")
-    _, k, v = problem.scales or (None, None, None)
-    wrong += ["it takes no scale of k for each token"] if k == "token" else []
-    wrong += ["it takes no scale of v for each token"] if v == "token" else []
     return wrong
 
 
@@ -106,7 +102,9 @@ def config_of(call: Call, **fields) -> Config:
         visibility.sees(call.mask),
         long=call.seqlen_q > LONG,
         centred=call.precision is not None,
+        wide_values=_wide_values(call),
         tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
+        **_tokens(call),
         sink=call.sink is not None,
         row_max=call.row_max,
         **changes.fields(call),
@@ -114,10 +112,22 @@ def config_of(call: Call, **fields) -> Config:
     )
 
 
+def _tokens(call: Call) -> dict[str, bool]:
+    """Which of K and V have a scale for each token, as `Config` has it."""
+    _, k, v = call.scales or (None, None, None)
+    return {"tokens_k": k == "token", "tokens_v": v == "token"}
+
+
+def _wide_values(call: Call) -> bool:
+    """Whether P and V are multiplied in 16 bits."""
+    return call.precision is not None and RECIPES[call.precision].pv is None
+
+
 def quantiser_of(call: Call, **fields) -> QuantiserConfig:
     """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, ends=_ends_ahead(call), **fields)
+    usual = {"ends": _ends_ahead(call), "values": not _wide_values(call)}
+    return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **usual | fields)
 
 
 def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
@@ -152,22 +162,41 @@ def given(call: Call) -> tuple[Made, Scales, float]:
     if scale <= 0.0:
         q, scale = _negative(call), -scale
     v = jit.aligned(call.v.view(torch.int8))
-    transposed = torch.empty(scratch.transposed(call), dtype=torch.int8, device=v.device)
-    jit.compiled(TRANSPOSE, transpose_arguments, transposer_of(call))(v, transposed)
-    made = Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed)
-    scales = (spread(one(v.device) if x is None else x, shape) for x, shape in scales_given(call))
-    return made, Scales(*scales, None, None, None, None), scale
+    config = transposer_of(call)
+    transposed, *made = scratch.of_transposer(call, config)()
+    tokens, scales = with_tokens([spread(one(v.device) if x is None else x, shape) for x, shape in scales_given(call)], *made)
+    jit.compiled(TRANSPOSE, transpose_arguments, config)(v, transposed, tokens)
+    return Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed), scales, scale
 
 
-def scales_given(call: Call) -> tuple[tuple[Tensor | None, tuple[int, int, int]], ...]:
-    """The scales of q, k and v, and the shapes that they are spread to."""
-    of_keys = call.batch, call.heads_k, -(-call.seqlen_k // GROUP)
-    return (call.q_scale, (call.batch, call.heads_q, call.seqlen_q)), (call.k_scale, of_keys), (call.v_scale, of_keys)
+def with_tokens(
+    scales: Sequence[Tensor], columns: Tensor | None, weights: Tensor | None, units: Tensor | None
+) -> tuple[OfTokens | None, Scales]:  # fmt: skip
+    """What is transposed beside V, and the kernel's scales. scales: `scales_given`, spread; the others: as `OfTokens` has them."""
+    q, k, v, *ones = scales
+    if columns is None and weights is None:
+        return None, Scales(q, k, v, *(None,) * 6)
+    of_k, of_v = k if columns is not None else None, v if weights is not None else None
+    if columns is not None:
+        (k,) = ones
+    return OfTokens(of_k, of_v, columns, weights, units), Scales(q, k, v if units is None else units, *(None,) * 4, columns, weights)
+
+
+def scales_given(call: Call) -> list[tuple[Tensor | None, tuple[int, int, int]]]:
+    """The scales of q, k and v, and the shapes that they are spread to; where k's are of tokens, the groups have none, which comes last."""
+    batch, heads_k, tokens = call.batch, call.heads_k, _tokens(call)
+    of_groups, of_tokens = (batch, heads_k, -(-call.seqlen_k // GROUP)), (batch, heads_k, call.seqlen_k)
+    found = [
+        (call.q_scale, (batch, call.heads_q, call.seqlen_q)),
+        (call.k_scale, of_tokens if tokens["tokens_k"] else of_groups),
+        (call.v_scale, of_tokens if tokens["tokens_v"] else of_groups),
+    ]
+    return [*found, (None, of_groups)] if tokens["tokens_k"] else found
 
 
 def transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
-    return configure_quantiser(torch.int8, torch.int8, head_dim)
+    return configure_quantiser(torch.int8, torch.int8, head_dim, **_tokens(call))
 
 
 def _negative(call: Call) -> Tensor:
@@ -216,15 +245,17 @@ def arguments(config: Config) -> list:
 
     batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
     q, k = (jit.tensor(Int8, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    v, o = jit.tensor(Int8, batch, heads_k, dim_v, tokens), jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
+    v = None if config.wide_values else jit.tensor(Int8, batch, heads_k, dim_v, tokens)
+    o = jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
     lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
     of_rows, of_keys = (batch, heads_q, seqlen_q), (batch, heads_k, jit.size())
     factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
     if config.centred:
-        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) for _ in range(2))
-        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys))
+        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) if config.channels else None for _ in range(2))
+        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys), None, None)
     else:
-        scales = Scales(*factors, jit.tensor_of_any_strides(Float32, *of_keys), None, None, None, None)
+        of_values = jit.tensor_of_any_strides(Float32, *of_keys)
+        scales = Scales(*factors, of_values, None, None, None, None, *_tokens_of_keys(config, batch, heads_k))
     values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
     return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
 
@@ -238,6 +269,13 @@ def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
     return jit.tensor(Float32, *of_keys, aligned=False), jit.tensor(Float32, *of_keys[:2], jit.size(), aligned=False)
 
 
+def _tokens_of_keys(config: Config | QuantiserConfig, batch, heads_k) -> list:
+    """Likewise for `columns` and `weights`."""
+    from tilewise.sm90.dsl import Float32
+
+    return [jit.tensor(Float32, batch, heads_k, jit.size()) if there else None for there in (config.tokens_k, config.tokens_v)]
+
+
 def quantiser_arguments(config: QuantiserConfig) -> list:
     """Stand-ins for the quantiser's operands."""
     from tilewise.sm90.dsl import Float32, Int8, Int32
@@ -247,17 +285,23 @@ def quantiser_arguments(config: QuantiserConfig) -> list:
     of_inputs = (seqlen_q, heads_q, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim_v)
     q, k = (jit.tensor(Int8, batch, *sizes, padded) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
     of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
-    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) for _ in range(2)]
+    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) if config.values else None for _ in range(2)]
     of_keys = batch, heads_k, jit.size()
-    scales = Scales(of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys))
+    scales = Scales(
+        of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys), None, None
+    )
     channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
-    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens))
+    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
     ends = jit.tensor(Int32, jit.size(), aligned=False) if config.ends else None
     return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs), ends), made, scales, channels, Float32(1.0)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:
-    from tilewise.sm90.dsl import Int8
+    from tilewise.sm90.dsl import Float32, Int8
 
     batch, seqlen_k, tokens, heads_k, dim_v = (jit.size() for _ in range(5))
-    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens)]
+    of_head, there = (batch, heads_k), (config.tokens_k, config.tokens_v)
+    given = [jit.tensor_of_any_strides(Float32, *of_head, seqlen_k) if each else None for each in there]
+    units = jit.tensor(Float32, *of_head, jit.size(), aligned=False) if config.tokens_v else None
+    of_tokens = OfTokens(*given, *_tokens_of_keys(config, *of_head), units) if any(there) else None
+    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens), of_tokens]

@@ -27,8 +27,11 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
-    centred: bool = False  # K and V lack a constant, and V has a scale for each channel
+    centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
+    wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
+    tokens_k: bool = False  # each token of K has a scale
+    tokens_v: bool = False  # likewise of V; the group's, of `tiles_of_values`, is then the largest
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
@@ -39,7 +42,6 @@ class Config(ScoreChanges):
     row_max: bool = False
 
     blocks = 1  # of a multiprocessor
-    in_eight_bits = True
     late = False
     bias_pairs = False
     from_zero = False
@@ -48,6 +50,21 @@ class Config(ScoreChanges):
     def loses(self) -> bool:
         """Whether K had numbers that its own cannot say, NaN and infinities (`Scales.lost`)."""
         return self.centred and self.dtype == torch.int8
+
+    @property
+    def nan_scales(self) -> bool:
+        """Whether scales of Q may be NaN, and those of K that are not the quantiser's."""
+        return self.dtype == torch.int8 or not self.centred
+
+    @property
+    def channels(self) -> bool:
+        """Whether O's channels have a scale and a constant."""
+        return self.centred and not self.wide_values
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a number of V."""
+        return 2 if self.wide_values else 1
 
     @property
     def hides(self) -> bool:
@@ -70,7 +87,8 @@ class Config(ScoreChanges):
     @property
     def pieces_of_O(self) -> int:
         """In how many pieces, a part of the columns each, O leaves through shared memory."""
-        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * (self.head_dim + self.head_dim_v)
+        of_key = self.head_dim + self.value_bytes * self.head_dim_v
+        operands = self.q_stages * self.tile_m * self.head_dim + self.kv_stages * self.tile_n * of_key
         sizes = [n for n in (1, 2, 4) if n == 1 or self.head_dim_v % (64 * n) == 0]
         return next(n for n in sizes if operands + 2 * self.tile_m * self.head_dim_v // n <= SHARED_BYTES - 2048)
 
@@ -105,23 +123,36 @@ WHEN_LONG = {
     (256, 256, "all"): {"cluster": 2},
     (256, 256, "causal"): {"cluster": 2},
 }
-FEWER = 64  # keys of a tile where scores are changed, or at (128, 128) for runs: 128 would spill
+
+# Likewise with `wide_values`. K and V have three quarters of the bytes of 16 bits, and the products take three quarters of the time. So turns, pairs
+# and tiles of queries are those of forward/config.py; here they were not measured.
+TILES_OF_WIDE_VALUES = {
+    (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, kv_stages=3, pingpong=True),
+    (128, 96): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
+    (128, 128): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
+    (256, 128): dict(tile_m=128, tile_n=128, promote=False),
+    (256, 256): dict(tile_m=128, tile_n=64, promote=False),
+}
+WIDE_VALUES_WHEN_LONG = {(128, dim, sees): {"cluster": 2} for dim in (96, 128) for sees in ("all", "causal")}
+FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) promoted for runs: 128 would spill
 
 
-def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+def tile_dims(head_dim: int, head_dim_v: int, tiles: dict[tuple[int, int], dict] = TILES) -> tuple[int, int] | None:
     """The smallest tile that holds the heads; None where there is none."""
-    return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
+    return next((dims for dims in sorted(tiles) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
 @lru_cache(maxsize=4096)
 def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, **fields) -> Config:
     """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
-    dims = tile_dims(head_dim, head_dim_v)
+    tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
+    dims = tile_dims(head_dim, head_dim_v, tiles)
     shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
-    usual = {"dynamic": not shared, **TILES[dims], **(WHEN_LONG.get((*dims, sees), {}) if long else {})}
+    usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
+    tokens = fields.get("tokens_k") or fields.get("tokens_v")
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
-    elif sees == "runs" and dims == (128, 128):
+    elif (tokens and dims != (64, 64)) or (sees == "runs" and dims == (128, 128) and usual["promote"]):
         usual["tile_n"] = FEWER
     return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
 
@@ -140,11 +171,19 @@ class QuantiserConfig:
     numbers: int  # of a thread, which has two registers for each
     cluster: int  # thread blocks for GROUP tokens
     ends: bool = False  # keys that count may end before the tensors do (`Given.ends`)
+    values: bool = True  # V is made, too
+    tokens_k: bool = False  # as `Config` has it, where V is transposed
+    tokens_v: bool = False
 
     @property
     def loses(self) -> bool:
         """As in `Config`."""
         return self.dtype == torch.int8
+
+    @property
+    def surveyed(self) -> int:
+        """Rows of `channels` in quantiser.py: K's centre and, where V is made, V's and its slices."""
+        return 2 + SLICES if self.values else 1
 
     @property
     def tokens(self) -> int:

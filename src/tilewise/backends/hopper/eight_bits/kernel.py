@@ -1,11 +1,12 @@
-"""The forward pass on Hopper in 8 bits: S = Q K^T of int8 or e4m3, O = P V of e4m3. Read ../forward/kernel.py first; this file says what differs.
+"""The forward pass on Hopper in 8 bits: S = Q K^T of int8 or e4m3, O = P V of e4m3 or, with `wide_values`, of 16 bits. Read ../forward/kernel.py
+first; this file says what differs.
 
-- V comes with its tokens contiguous, in the order that P has in registers (sm90/eight_bits.py): products of 8 bits read no other operands;
-- scores have a factor a row (Q's scale) and tile (K's); P is kept times 2^8, as e4m3 has nothing below 2^-9 (softmax.py);
-- the tensor cores add with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no time: O has to
-  be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in the units of the
-  maximum that P was made with;
-- O = scale O + centre for each channel at the end: V was divided by the one, after the other was subtracted.
+- V of 8 bits comes with its tokens contiguous, in the order that P has in registers (sm90/eight_bits.py): products of 8 bits read no other operands;
+- scores have a factor a row (Q's scale) and tile (K's); P in e4m3 is kept times 2^8, as that has nothing below 2^-9 (softmax.py);
+- the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
+  time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
+  the units of the maximum that P was made with;
+- O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
@@ -49,24 +50,24 @@ CHANNELS = 16  # of a thread's columns of O, scaled at once
 def launch(
     tensors: Tensors, scales: Scales, work: Work, band: Band, changes: Scores, config: Constexpr[Config], stream: CUstream
 ):  # fmt: skip
-    mQ, mK, mV, mO, _, _ = tensors
+    mQ, mK, _, mO, _, _ = tensors
     dtype = dtype_of(config)
     rows = [
         cute.make_tensor(x, cute.select(y.layout, mode=[1, 3, 2, 0]))
         for x, y in ((cute.recast_ptr(mQ.iterator, dtype=dtype), mQ), (cute.recast_ptr(mK.iterator, dtype=dtype), mK), (mO.iterator, mO))
     ]  # (seqlen, head_dim, heads, batch)
-    of_values = cute.recast_ptr(mV.iterator, dtype=Float8E4M3FN)
-    columns = cute.make_tensor(of_values, cute.select(mV.layout, mode=[2, 3, 1, 0]))  # (head_dim_v, tokens, heads, batch)
-    layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), eight_bits.layout_V(config)
+    columns, layout_V = values_of(tensors, config)
+    layouts = wgmma.layout_Q(config, dtype), wgmma.layout_K(config, dtype), layout_V
     shapes = (config.tile_m, config.head_dim), (config.tile_n, config.head_dim), (config.head_dim_v, config.tile_n)
     sharers = 1, config.cluster, config.cluster
     loads = [tma.describe(*each) for each in zip((*rows[:2], columns), layouts, shapes, sharers, strict=True)]
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     units, clusters = scheduler.cut(mO, mK, work, band.tables.order, config)
     found = Partials(work.sums, work.arrivals)
-    kernel(
-        copies, tensors, scales, work.counter, found, units, band, changes, eight_bits.products(config, dtype), Layouts(*layouts), config
-    ).launch(
+    mma = eight_bits.products(config, dtype)
+    if const_expr(config.wide_values):
+        mma = mma._replace(pv=wgmma.product_of(config, config.head_dim_v, mO.element_type))
+    kernel(copies, tensors, scales, work.counter, found, units, band, changes, mma, Layouts(*layouts), config).launch(
         grid=(clusters * config.cluster, 1, 1),
         block=((1 + config.consumers) * THREADS, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
@@ -81,6 +82,19 @@ class Layouts(NamedTuple):
     Q: cute.ComposedLayout
     K: cute.ComposedLayout
     V: cute.ComposedLayout
+
+
+@cute.jit
+def values_of(tensors: Tensors, config: Constexpr[Config]) -> tuple[cute.Tensor, cute.ComposedLayout]:
+    """V in global memory, (head_dim_v, tokens, heads, batch), and its layout in shared memory."""
+    if const_expr(config.wide_values):
+        mV = tensors.values
+        columns, layout = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0])), wgmma.layout_V(config, mV.element_type)
+    else:
+        mV = tensors.V
+        of_values = cute.recast_ptr(mV.iterator, dtype=Float8E4M3FN)
+        columns, layout = cute.make_tensor(of_values, cute.select(mV.layout, mode=[2, 3, 1, 0])), eight_bits.layout_V(config)
+    return columns, layout
 
 
 def dtype_of(config):
@@ -116,7 +130,7 @@ def kernel(
 @cute.jit
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
     qk = dtype_of(config)
-    of_operands = zip((qk, qk, Float8E4M3FN), layouts, strict=True)
+    of_operands = zip((qk, qk, dtype if const_expr(config.wide_values) else Float8E4M3FN), layouts, strict=True)
     sQ, sK, sV = (storage.allocate_tensor(each, x.outer, 1024, swizzle=x.inner) for each, x in of_operands)
     layout_O = wgmma.layout_O(config, dtype)
     sO = storage.allocate_tensor(dtype, layout_O.outer, 1024, swizzle=layout_O.inner)
@@ -144,17 +158,17 @@ class Keys(NamedTuple):
     """Of a head's keys, fp32 in global memory: as `Scales` have them."""
 
     factors: cute.Tensor  # (groups,)
-    units: cute.Tensor  # likewise V's; or what all tiles have
+    units: cute.Tensor | None  # likewise V's; or what all tiles have
     whole: cute.Tensor | None
     lost: cute.Tensor | None  # (groups * GROUP,)
+    columns: cute.Tensor | None  # likewise
+    weights: cute.Tensor | None
 
 
 @cute.jit
 def keys_of(scales: Scales, block: Block, config: Constexpr[Config]) -> Keys:
-    factors, whole, lost = scales.k[block.batch, block.head_k, None], None, None
-    if const_expr(config.loses):
-        whole, lost = scales.whole[block.batch, block.head_k, None], scales.lost[block.batch, block.head_k, None]
-    return Keys(factors, scales.v[block.batch, block.head_k, None], whole, lost)
+    of_head = (scales.k, scales.v, scales.whole, scales.lost, scales.columns, scales.weights)
+    return Keys(*(None if const_expr(x is None) else x[block.batch, block.head_k, None] for x in of_head))
 
 
 class Tile(NamedTuple):
@@ -273,17 +287,17 @@ def row_factors_of(scales: Scales, changes: Scores, tScS: cute.Tensor, block: Bl
 
 @cute.jit
 def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
-    of_keys = factor_of(tile, n_block, True, config)
+    of_keys, tokens = factor_of(tile, n_block, True, config), tokens_of(tile, n_block, config)
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
     factors = factors_of(tile, of_keys, True)
     seen = forward.seen_of(tile, n_block, ref, config)
     warpgroup.wait_group(0)
     release(pipes.k, state, config)
-    weigh(tile, acc_S, n_block, factors, seen, True, config)
+    weigh(tile, acc_S, n_block, factors, tokens, seen, True, config)
     if const_expr(config.tiles_of_values):
         tile.unit[0] = unit_of(tile, n_block, config)
-    eight_bits.round_into(tile.P, acc_S)
+    round_into(tile, acc_S, config)
 
 
 @cute.jit
@@ -292,7 +306,7 @@ def step(
 ):
     """S of tile n_block and P V of the tile before it, both in flight at once; softmax of the one under the other."""
     masked = const_expr(how == How.MASKED)
-    of_keys = factor_of(tile, n_block, masked, config)
+    of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
     before = state.clone()
     state.advance()
     pipes.k.consumer_wait(state)
@@ -305,7 +319,7 @@ def step(
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
     release(pipes.k, state, config)
-    rescale = weigh(tile, acc_S, n_block, factors, seen, masked, config)
+    rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
     if const_expr(config.tiles_of_values):
         to_units_of(tile, n_block, rescale, config)
     if const_expr(config.hold):
@@ -317,7 +331,7 @@ def step(
         tile.rescale.store(rescale.load())
     else:
         fragments.scale_rows(tile.acc_O, rescale)
-    eight_bits.round_into(tile.P, acc_S)
+    round_into(tile, acc_S, config)
     return state
 
 
@@ -329,6 +343,31 @@ def factor_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Const
     """The scale of a tile of keys; asked for ahead of its products, under which it comes."""
     of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
     return of_groups[n_block * config.tile_n // GROUP]
+
+
+class Tokens(NamedTuple):
+    """Factors of the thread's keys of a tile, (tile_n / 4,) fp32 in registers."""
+
+    columns: cute.Tensor | None  # of the scores
+    weights: cute.Tensor | None  # of P
+
+
+@cute.jit
+def tokens_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> Tokens:
+    """Likewise asked for ahead."""
+    first = n_block * config.tile_n + fragments.by_rows(tile.tScS)[0, 0][1]
+    return Tokens(*(None if const_expr(x is None) else pairs_of(x, first, config) for x in (tile.keys.columns, tile.keys.weights)))
+
+
+@cute.jit
+def pairs_of(of_head: cute.Tensor, first: Int32, config: Constexpr[Config]) -> cute.Tensor:
+    """What the thread's keys have, two neighbours at a time, from its first on."""
+    found = cute.make_rmem_tensor(config.tile_n // fragments.QUAD, Float32)
+    pairs = cute.make_tensor(found.iterator, cute.make_layout((2, cute.size(found) // 2)))
+    for i in range_constexpr(cute.size(pairs, mode=[1])):
+        place = (of_head.iterator + first + fragments.column(2 * i)).align(8)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, i])
+    return found
 
 
 @cute.jit
@@ -365,6 +404,13 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
         acc = cute.make_rmem_tensor_like(tile.acc_O)
     forward.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote, config)
     return acc
+
+
+@cute.jit
+def round_into(tile: Tile, acc_S: cute.Tensor, config: Constexpr[Config]):
+    """P as the left operand of the next P V."""
+    put = const_expr(fragments.round_into if config.wide_values else eight_bits.round_into)
+    put(tile.P, acc_S)
 
 
 @cute.jit
@@ -409,20 +455,28 @@ def release(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, conf
 
 @cute.jit
 def weigh(
-    tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, seen: Seen | None, masked: Constexpr[bool], config: Constexpr[Config]
+    tile: Tile, acc_S: cute.Tensor, n_block: Int32, factors: cute.Tensor, tokens: Tokens, seen: Seen | None, masked: Constexpr[bool],
+    config: Constexpr[Config],
 ) -> cute.Tensor:  # fmt: skip
     """S becomes P; returns the factors by which O must be rescaled. seen: what the rows see of the tile, None where that is everything."""
     if const_expr(masked and config.loses):
         spoil(tile, acc_S, n_block, config)
+    if const_expr(config.tokens_k):
+        softmax.scale_columns(acc_S, tokens.columns, config)
     if const_expr(config.modified):
         softmax.dequantise(acc_S, factors, tile.shift, config)
         forward.change(tile, acc_S, n_block, seen, config)
         rescale = scores.online_softmax(acc_S, tile.rows, tile.changes, False, config)
-        softmax.give_headroom(acc_S)
-        return rescale
-    if const_expr(seen is not None):
-        visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
-    return softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+        softmax.give_headroom(acc_S, config)
+    else:
+        if const_expr(config.hides and config.nan_scales and masked):
+            move_nan(acc_S, factors)
+        if const_expr(seen is not None):
+            visible.hide(acc_S, tile.tScS, tile.m0, n_block * config.tile_n, tile.band, seen, config)
+        rescale = softmax.online_softmax(acc_S, tile.rows, factors, masked, config)
+    if const_expr(config.tokens_v):
+        softmax.weigh_columns(acc_S, tokens.weights, masked)
+    return rescale
 
 
 @cute.jit
@@ -439,6 +493,18 @@ def spoil(tile: Tile, acc_S: cute.Tensor, n_block: Int32, config: Constexpr[Conf
 
 
 @cute.jit
+def move_nan(acc_S: cute.Tensor, factors: cute.Tensor):
+    """From factors of rows to their scores, of which some are about to be hidden. factors: (ROWS,) fp32."""
+    if arch.vote_any_sync(factors[0] != factors[0] or factors[1] != factors[1]):
+        S = fragments.by_rows(acc_S)
+        for r in range_constexpr(fragments.ROWS):
+            nan = factors[r] * 0.0
+            factors[r] = factors[r] if nan == 0.0 else Float32(softmax.LEAST_FACTOR)
+            for c in range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] += nan
+
+
+@cute.jit
 def last_product(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
 ) -> Statistics:
@@ -446,16 +512,16 @@ def last_product(
     forward.wait_for_values(tile, pipes, state, config)
     acc_N = issue_output(tile, state, config)
     if const_expr(not config.modified):
-        softmax.take_headroom(tile.rows.l)
+        softmax.take_headroom(tile.rows.l, config)
         if const_expr(config.centred):
             shift_maxima(tile, scales, block)
     lse, inverse = scores.close(tile.rows, tile.terms, config)
     row_max = scores.largest(tile.rows, config)
-    shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.centred) else None
-    softmax.take_headroom(inverse)
-    early = (
-        channels_of(scales, block, 0, config) if const_expr(config.promote and config.centred) else None
-    )  # or there are no registers for it
+    shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.channels) else None
+    softmax.take_headroom(inverse, config)
+    early = None  # or there are no registers for it
+    if const_expr(config.promote and config.channels):
+        early = channels_of(scales, block, 0, config)
     warpgroup.wait_group(0)
     release(pipes.v, state, config)
     join(tile, acc_N, config)
@@ -510,7 +576,7 @@ def finish(
 ):  # fmt: skip
     """O from its sums; 0 in rows that see nothing. early: of the first CHANNELS columns, where they were read before."""
     O, (inverse, lse, shares) = fragments.by_rows(tile.acc_O), ends
-    if const_expr(config.centred):
+    if const_expr(config.channels):
         for part in range_constexpr(cute.ceil_div(cute.size(O, mode=[1]), CHANNELS)):
             arch.sync_warp()  # or what is read for all parts at once spills
             scale, centre = early if const_expr(part == 0 and early is not None) else channels_of(scales, block, part, config)
@@ -522,9 +588,10 @@ def finish(
         if const_expr(config.sees != "all"):
             fragments.clear_rows(tile.acc_O, lse)
     else:
-        scale = tile.keys.units[0] if const_expr(tile.unit is None) else tile.unit[0]
-        for r in range_constexpr(fragments.ROWS):
-            inverse[r] *= scale
+        if const_expr(not config.wide_values):
+            scale = tile.keys.units[0] if const_expr(tile.unit is None) else tile.unit[0]
+            for r in range_constexpr(fragments.ROWS):
+                inverse[r] *= scale
         fragments.scale_rows(tile.acc_O, inverse)
 
 

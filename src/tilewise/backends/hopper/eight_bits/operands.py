@@ -10,10 +10,10 @@ class Tensors(NamedTuple):
 
     Q: Tensor  # (batch, seqlen_q, heads_q, head_dim)
     K: Tensor  # (batch, seqlen_k, heads_k, head_dim)
-    V: Tensor  # (batch, heads_k, head_dim_v, tokens): those of a row in the order that P has (sm90/eight_bits.py), 0 from seqlen_k on
+    V: Tensor | None  # (batch, heads_k, head_dim_v, tokens): those of a row in the order of P (sm90/eight_bits.py), 0 from seqlen_k on
     O: Tensor  # (batch, seqlen_q, heads_q, head_dim_v), bf16 or fp16
     L: Tensor  # (batch, heads_q, seqlen_q) fp32
-    values: Tensor  # (batch, seqlen_k, heads_k, head_dim_v): what V was made from, for numbers that are not finite
+    values: Tensor  # (batch, seqlen_k, heads_k, head_dim_v): what V was made from, for numbers that are not finite; without V what is multiplied
 
 
 class Scales(NamedTuple):
@@ -21,11 +21,23 @@ class Scales(NamedTuple):
 
     q: Tensor  # (batch, heads_q, seqlen_q)
     k: Tensor  # (batch, heads_k, groups of GROUP keys)
-    v: Tensor  # (batch, heads_k, head_dim_v) with `centre`; without it (batch, heads_k, groups of GROUP keys)
+    v: Tensor | None  # (batch, heads_k, head_dim_v) with `centre`; without it (batch, heads_k, groups of GROUP keys); None: V has 16 bits
     centre: Tensor | None  # (batch, heads_k, head_dim_v): what V lacks
     shift: Tensor | None  # (batch, heads_q, seqlen_q): what a row's scores, and its log-sum-exp, lack
     whole: Tensor | None  # as k, but NaN where a key of the group was not finite, which int8 cannot say
     lost: Tensor | None  # (batch, heads_k, groups * GROUP): NaN for the keys that were not finite, 0 for the others
+    columns: Tensor | None  # (batch, heads_k, groups * GROUP): beside `k`, of each token
+    weights: Tensor | None  # likewise, beside `v`
+
+
+class OfTokens(NamedTuple):
+    """Scales that each token has, fp32: as given, by any strides, and what becomes of them."""
+
+    k: Tensor | None  # (batch, heads_k, seqlen_k)
+    v: Tensor | None
+    columns: Tensor | None  # (batch, heads_k, groups * GROUP): k, and 0 from seqlen_k on
+    weights: Tensor | None  # likewise v, over `units`; NaN for what is not finite
+    units: Tensor | None  # (batch, heads_k, groups): the largest finite |v| of a group, or 1 where that is 0
 
 
 class Given(NamedTuple):
@@ -42,4 +54,4 @@ class Made(NamedTuple):
 
     Q: Tensor
     K: Tensor
-    V: Tensor
+    V: Tensor | None

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tilewise.backends.eight_bits import E4M3, LEAST, MOST, SAMPLE, SIGNS
 from tilewise.backends.hopper.eight_bits import softmax
 from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, SLICES, SURVEYORS, TOKENS, WARP, QuantiserConfig, sign_words
-from tilewise.backends.hopper.eight_bits.operands import Given, Made, Scales
+from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales
 from tilewise.sm90 import eight_bits
 from tilewise.sm90.dsl import (
     Boolean,
@@ -50,11 +50,12 @@ CARVEOUT = 25  # per cent of a multiprocessor's memory, of which both kernels' t
 def launch(
     given: Given, made: Made, scales: Scales, channels: cute.Tensor, scale: Float32, config: Constexpr[QuantiserConfig], stream: CUstream
 ):  # fmt: skip
-    """channels: (batch, heads_k, SLICE + SLICES, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
+    """channels: (batch, heads_k, surveyed, head_dim) fp32; scale: of the softmax, which `Scales.shift` has."""
     mQ, mK, _, _ = given
     batch, heads_q, heads_k = mQ.shape[0], mQ.shape[2], mK.shape[2]
+    heads = heads_q + (2 * heads_k if const_expr(config.values) else heads_k)
     survey(given, channels, config).launch(
-        grid=(SLICE + SLICES, batch, heads_k),
+        grid=(config.surveyed, batch, heads_k),
         block=(SURVEYORS, 1, 1),
         min_blocks_per_mp=3,
         preferred_smem_carveout=CARVEOUT,
@@ -63,7 +64,7 @@ def launch(
     )
     blocks = cute.ceil_div(max(mQ.shape[1], mK.shape[1]), GROUP) * config.cluster
     quantise(given, made, scales, channels, scale, heads_q // heads_k, config).launch(
-        grid=(blocks, batch, heads_q + 2 * heads_k),
+        grid=(blocks, batch, heads),
         block=(config.threads, 1, 1),
         cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
         min_blocks_per_mp=config.blocks,
@@ -87,13 +88,14 @@ def survey(given: Given, channels: cute.Tensor, config: Constexpr[QuantiserConfi
     storage = SmemAllocator()
     warps = const_expr(SURVEYORS // WARP)
     sums = storage.allocate_tensor(Float32, cute.make_layout((config.head_dim, warps)), 16)
-    pairs = storage.allocate_tensor(Uint32, cute.make_layout((config.head_dim // 2, 2, warps)), 16)
+    pairs = storage.allocate_tensor(Uint32, cute.make_layout((config.head_dim // 2, 2, warps)), 16) if const_expr(config.values) else None
     if row == CENTRE_K:
         centre(gK, tokens, sums, channels, True, config)
-    elif row == CENTRE_V:
-        centre(gV, tokens, sums, channels, False, config)
-    else:
-        extremes(gV, tokens, pairs, channels, row - SLICE, config)
+    elif const_expr(config.values):
+        if row == CENTRE_V:
+            centre(gV, tokens, sums, channels, False, config)
+        else:
+            extremes(gV, tokens, pairs, channels, row - SLICE, config)
 
 
 @cute.jit
@@ -222,18 +224,19 @@ def quantise(
     if const_expr(config.cluster > 1):
         arch.cluster_arrive_relaxed()
     of_warps = storage.allocate_tensor(Int32, cute.make_layout(config.cluster * config.threads // WARP), 16)
-    sV = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16)
-    heads_k = given.K.shape[2]
-    if head < heads_k:
-        of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
-        values(given, made.V, scales, channels, rows, sV, of, config)
-    elif head < 2 * heads_k:
-        of = Of(batch, head - heads_k, block * config.tokens)
-        keys(given, made.K, scales, channels, rows[None, 0], of_warps, of, config)
-    else:
-        of = Of(batch, head - 2 * heads_k, block * config.tokens)
+    sV, heads_k, first = None, given.K.shape[2], 0  # first: head of keys
+    if const_expr(config.values):
+        sV, first = storage.allocate_tensor(Int32, cute.make_layout((4, config.tokens // TOKENS, config.head_dim)), 16), heads_k
+    if head >= first + heads_k:
+        of = Of(batch, head - first - heads_k, block * config.tokens)
         row = channels[batch, of.head // share, CENTRE_K, None]
         queries(given.Q, made.Q, scales, row, scale, rows[None, 0], of, config)
+    elif head >= first:
+        of = Of(batch, head - first, block * config.tokens)
+        keys(given, made.K, scales, channels, rows[None, 0], of_warps, of, config)
+    elif const_expr(config.values):
+        of = Of(batches - 1 - batch, heads_k - 1 - head, (blocks - 1 - block) * config.tokens)
+        values(given, made.V, scales, channels, rows, sV, of, config)
 
 
 @cute.jit
@@ -423,14 +426,16 @@ def write_rows(sV: cute.Tensor, target: cute.Tensor, first: Int32, threads: Cons
 
 
 @cute.jit
-def launch_transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig], stream: CUstream):
+def launch_transpose(
+    mV: cute.Tensor, mT: cute.Tensor, tokens: OfTokens | None, config: Constexpr[QuantiserConfig], stream: CUstream
+):  # fmt: skip
     """mV: (batch, seqlen_k, heads_k, head_dim_v) of 8 bits; mT: (batch, heads_k, head_dim_v, tokens), as the forward kernel reads it."""
     grid = cute.ceil_div(mV.shape[1], GROUP), mV.shape[2], mV.shape[0]
-    transpose(mV, mT, config).launch(grid=grid, block=(2 * config.head_dim, 1, 1), stream=stream)
+    transpose(mV, mT, tokens, config).launch(grid=grid, block=(2 * config.head_dim, 1, 1), stream=stream)
 
 
 @cute.kernel
-def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfig]):
+def transpose(mV: cute.Tensor, mT: cute.Tensor, tokens: OfTokens | None, config: Constexpr[QuantiserConfig]):
     """GROUP tokens of a head: a thread has four channels of 16 tokens."""
     group, head, batch = arch.block_idx()
     storage = SmemAllocator()
@@ -451,6 +456,35 @@ def transpose(mV: cute.Tensor, mT: cute.Tensor, config: Constexpr[QuantiserConfi
             sV[w, part ^ (column % PARTS), 4 * column + c] = of_channels[c]
     arch.sync_threads()
     write_rows(sV, mT[batch, head, None, None], group * GROUP, 2 * config.head_dim, config)
+    if const_expr(config.tokens_k):
+        token, scale = scale_of_token(tokens.k[batch, head, None], group)
+        tokens.columns[batch, head, token] = scale
+    if const_expr(config.tokens_v):
+        of_warps = storage.allocate_tensor(Int32, cute.make_layout(2 * config.head_dim // WARP), 16)
+        token, scale = scale_of_token(tokens.v[batch, head, None], group)
+        unit = unit_of(scale, of_warps)
+        tokens.weights[batch, head, token] = finite_or_nan(scale) / unit
+        tokens.units[batch, head, group] = unit
+
+
+@cute.jit
+def scale_of_token(of_head: cute.Tensor, group: Int32) -> tuple[Int32, Float32]:
+    """A thread's token of the group, which several have, and its scale; 0 for a token that does not exist."""
+    token = group * GROUP + arch.thread_idx()[0] % GROUP
+    scale = of_head[min(token, of_head.shape[0] - 1)]
+    return token, scale if token < of_head.shape[0] else Float32(0.0)
+
+
+@cute.jit
+def unit_of(scale: Float32, of_warps: cute.Tensor) -> Float32:
+    """The largest finite magnitude of the thread block's scales; 1 where that is 0."""
+    warp, most = arch.warp_idx(), largest_of_warp(bits_of(cute.math.absf(finite_or_0(scale))))
+    if arch.lane_idx() == 0:
+        of_warps[warp] = most
+    arch.sync_threads()
+    for w in range_constexpr(cute.size(of_warps)):
+        most = max(most, of_warps[w])
+    return number_of(most) if most > 0 else Float32(1.0)
 
 
 def four_channels(*tokens: Int32) -> tuple[Int32, ...]:

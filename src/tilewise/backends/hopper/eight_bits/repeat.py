@@ -1,6 +1,7 @@
 """The short way for more calls in 8 bits like one before: kernels, plan and the cut of scratch are remembered, and each call allocates its own."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
 
@@ -60,15 +61,17 @@ def _by_quantiser(call: Call, plan: Plan) -> tuple[Callable, float]:
 
 def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
     """Likewise of tensors in 8 bits, whose scales come last; a launch for each of the parts of V's columns."""
-    transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, eight_bits.transposer_of(call))
+    config = eight_bits.transposer_of(call)
+    transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, config)
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
-    empty, shape = short.allocator(call.q.device), scratch.transposed(call)
-    layout = shape, short.strides(shape), torch.int8
+    make = scratch.of_transposer(call, config)
 
     def run(tensors, work, band, scores, scales):
         q, k, v, o, lse = tensors
-        q, k, v, turned = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8), empty(*layout)
-        transpose(v, turned)
+        turned, *made = make()
+        tokens, scales = eight_bits.with_tokens(scales, *made)
+        q, k, v = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8)
+        transpose(v, turned, tokens)
         if len(parts) == 1:
             attend((q, k, turned, o, lse, v), scales, work, band, scores)
             return
@@ -89,17 +92,13 @@ def _with_ends(call: Call, made: Callable) -> Callable:
 
 
 def _with_scales(call: Call, made: Callable | None) -> Callable:
-    """Likewise the scales."""
+    """Likewise the scales, as `scales_given` has them, spread."""
     device, of_one = call.q.device, torch.empty((), dtype=torch.float32, device="meta")
     spread = [eight_bits.spread(of_one if x is None else x, shape) for x, shape in eight_bits.scales_given(call)]
     layouts = [(x.shape, x.stride(), 0) for x in spread]
 
     def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
         found = () if made is None else made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k)
-        given = [
-            short.part(eight_bits.one(device) if x is None else x, *layout)
-            for x, layout in zip(scales or (None,) * 3, layouts, strict=True)
-        ]
-        return *found, (*given, None, None, None, None)
+        return *found, [short.part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip_longest(scales, layouts)]
 
     return all_made

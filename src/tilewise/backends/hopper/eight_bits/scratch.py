@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.eight_bits.config import GROUP, SLICES, TOKENS, QuantiserConfig
+from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, QuantiserConfig
 from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.problem import Call
 
@@ -20,21 +20,31 @@ def of_quantiser(call: Call, config: QuantiserConfig) -> Callable[[], tuple[Made
     """What makes the quantiser's results and its `channels` for calls like this one, on the current device."""
     batch, heads_q, heads_k, seqlen_q, seqlen_k = call.batch, call.heads_q, call.heads_k, call.seqlen_q, call.seqlen_k
     groups = -(-seqlen_k // GROUP)
-    operands = (heads_q, seqlen_q, config.head_dim), (heads_k, seqlen_k, config.head_dim), transposed(call)[1:]
-    rows, keys, columns = (heads_q, seqlen_q), (heads_k, groups), (heads_k, call.head_dim_v)
-    of_lost = (keys, (heads_k, groups * GROUP)) if config.loses else ()
-    numbers = (heads_k, 2 + SLICES, config.head_dim), rows, keys, columns, columns, rows, *of_lost
-    make = together(
-        [*((torch.int8, (batch, *each)) for each in operands), *((torch.float32, (batch, *each)) for each in numbers)],
-        call.q.device,
-        turned=2,
-    )
+    operands = (heads_q, seqlen_q, config.head_dim), (heads_k, seqlen_k, config.head_dim), transposed(call)[1:] if config.values else None
+    rows, keys, columns = (heads_q, seqlen_q), (heads_k, groups), (heads_k, call.head_dim_v) if config.values else None
+    of_lost = (keys, (heads_k, groups * GROUP)) if config.loses else (None, None)
+    numbers = (heads_k, config.surveyed, config.head_dim), rows, keys, columns, columns, rows, *of_lost
+    dtypes = [torch.int8] * len(operands) + [torch.float32] * len(numbers)
+    layouts = [shape and (dtype, (batch, *shape)) for dtype, shape in zip(dtypes, (*operands, *numbers), strict=True)]
+    make = together(layouts, call.q.device, turned=2)
 
     def made() -> tuple[Made, Scales, Tensor]:
         q, k, v, channels, *scales = make()
-        return Made(q, k, v), Scales(*scales) if of_lost else Scales(*scales, None, None), channels
+        return Made(q, k, v), Scales(*scales, None, None), channels
 
     return made
+
+
+def of_transposer(call: Call, config: QuantiserConfig) -> Callable[[], Sequence[Tensor | None]]:
+    """Likewise V transposed and, where there are any, `columns`, `weights` and `units` of `OfTokens`."""
+    if not (config.tokens_k or config.tokens_v):
+        empty, shape = short.allocator(call.q.device), transposed(call)
+        layout = shape, short.strides(shape), torch.int8
+        return lambda: (empty(*layout), None, None, None)
+    groups = -(-call.seqlen_k // GROUP)
+    wanted = (config.tokens_k, groups * GROUP), (config.tokens_v, groups * GROUP), (config.tokens_v, groups)
+    of_tokens = [(torch.float32, (call.batch, call.heads_k, last)) if there else None for there, last in wanted]
+    return together([(torch.int8, transposed(call)), *of_tokens], call.q.device)
 
 
 def transposed(call: Call) -> tuple[int, int, int, int]:
@@ -42,22 +52,26 @@ def transposed(call: Call) -> tuple[int, int, int, int]:
     return call.batch, call.heads_k, call.head_dim_v, -(-call.seqlen_k // TOKENS) * TOKENS
 
 
-def together(layouts: Sequence[Layout], device: torch.device, turned: int = 0) -> Callable[[], list[Tensor]]:
-    """What allocates contiguous tensors of int8 and fp32 on the device, which is the current one; the first `turned` with the middle two of their
-    dimensions, which are four, exchanged.
+def together(layouts: Sequence[Layout | None], device: torch.device, turned: int = 0) -> Callable[[], list[Tensor | None]]:
+    """What allocates contiguous tensors of int8 and fp32 on the device, which is the current one, and None for None; the first `turned` with the
+    middle two of their dimensions, which are four, exchanged.
     """
     empty, places, end = short.allocator(device), [], 0
-    for n, (dtype, shape) in enumerate(layouts):
+    for n, layout in enumerate(layouts):
+        if layout is None:
+            places.append(None)
+            continue
+        dtype, shape = layout
         strides = short.strides(shape)
         if n < turned:
             shape, strides = ((batch, tokens, heads, dim) for batch, heads, tokens, dim in (shape, strides))
-        places.append((dtype == torch.int8, shape, strides, end // dtype.itemsize))
+        places.append((dtype == torch.int8, (shape, strides, end // dtype.itemsize)))
         end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
     whole = (end // 4,), (1,), torch.float32
 
-    def make() -> list[Tensor]:
+    def make() -> list[Tensor | None]:
         numbers = empty(*whole)
         small = numbers.view(torch.int8)
-        return [short.part(small if is_small else numbers, *place) for is_small, *place in places]
+        return [each and short.part(small if each[0] else numbers, *each[1]) for each in places]
 
     return make

@@ -35,7 +35,10 @@ class Config(ScoreChanges):
     sink: bool = False
     row_max: bool = False  # each row's largest score is written, too
 
-    in_eight_bits = False
+    @property
+    def value_bytes(self) -> int:
+        """Of a number of V."""
+        return self.dtype.itemsize
 
     @property
     def consumers(self) -> int:

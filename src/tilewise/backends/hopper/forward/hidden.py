@@ -296,8 +296,8 @@ def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: In
     words, kind = cute.recast_tensor(numbers, Int32), const_expr(pattern(numbers.element_type))
     width, size_bits = const_expr(kind.width), const_expr((1 << kind.width - 1) - 1)
     least = const_expr(kind.exponents & size_bits)  # of what is not finite
-    most = const_expr(least - config.in_eight_bits)  # of what is no NaN: infinity, which e4m3 does not have
-    infinite = const_expr(-1 if config.in_eight_bits else least)
+    rounded = const_expr(config.value_bytes == 1)  # to e4m3, which has no infinity
+    most, infinite = const_expr(least - rounded), const_expr(-1 if rounded else least)  # most: of what is no NaN
     negative = const_expr(infinite | size_bits + 1)
     rows, lost = rows_that_see(first, end, run, unit, config)
     for i in range_constexpr(WIDE):

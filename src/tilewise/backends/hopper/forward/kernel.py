@@ -169,9 +169,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     pipes = Pipes(
         tma.make_pipe(storage, config.q_stages, config.dtype.itemsize * config.tile_m * config.head_dim, warps),
         tma.make_pipe(storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim, warps, config.cluster),
-        tma.make_pipe(
-            storage, config.kv_stages, config.dtype.itemsize * config.tile_n * config.head_dim_v, readers(config), config.cluster
-        ),
+        tma.make_pipe(storage, config.kv_stages, config.value_bytes * config.tile_n * config.head_dim_v, readers(config), config.cluster),
     )
     tma.barriers_ready(config.cluster)
     return pipes
