@@ -234,11 +234,11 @@ def test_many_pieces_of_few_rows(length):
 
 @pytest.mark.parametrize("rows", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_units_of_few_rows(rows):
-    """Several of a key head, where a tile would hold all rows; and registers left for another launch."""
+    """Several of a key head, where a tile would hold all rows."""
     call = made(DecodeCase(lengths=(200, 3, 70), queries=(3, 1, 0), heads=(8, 2), page=16))
-    found = run(call, slots=12, unit_rows=rows, room=True)
+    found = run(call, slots=12, cut=Cut(rows=rows))
     held(call, *found)
-    assert all(map(torch.equal, found, run(call, "lazy", slots=12, unit_rows=rows, room=True)))
+    assert all(map(torch.equal, found, run(call, "lazy", slots=12, cut=Cut(rows=rows))))
 
 
 @pytest.mark.slow

@@ -183,10 +183,9 @@ SHORT += [Cell(4, 1024, 32, 8, 64), Cell(16, 8192, 32, 8, 0)]
 
 
 def shorts() -> dict[str, dict]:
-    """The usual, then what a launch of little work may do without, or have beside; and rows of a unit, where it has several."""
-    found = {"usual": {}, "sums not in halves": {"halves": False}, "table not touched": {"touch": False}, "room": {"room": True}}
-    found |= {f"units of {n} rows": {"unit_rows": n} for n in (4, 8, 16)}
-    return found | {f"room, units of {n} rows": {"unit_rows": n, "room": True} for n in (8, 16)}
+    """The usual, then what a launch of little work may do without; and rows of a unit, where it has several."""
+    found = {"usual": {}, "sums not in halves": {"halves": False}}
+    return found | {f"units of {n} rows": {"cut": decoding.Cut(rows=n)} for n in (4, 8, 16, 32, 64)}
 
 
 CHUNKS = [Cell(1, 16384 + q, 32, 8, page, q) for q in (128, 512, 2048, 4096) for page in (0, 64)] + [Cell(8, 16384 + 512, 32, 8, 64, 512)]

@@ -152,9 +152,42 @@ def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch
     monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
     call = made(DecodeCase(lengths=(300,), heads=heads, queries=queries, dims=dims))
     config = decoding.config_of(call)
-    assert decoding._need(call, config).least == least
-    assert decoding._need(call, config, decoding.Cut(numbers=1 << 20)).least == 1
+    cut = decoding.Cut(rows=config.tile_m)
+    assert decoding._need(call, config, cut).least == least
+    assert decoding._need(call, config, cut._replace(numbers=1 << 20)).least == 1
     assert decoding._need(replace(call, split=64), config).least == 1
+
+
+OF_UNIT = [  # measured on an H100: sequences, tokens, rows of a key head, and rows of a unit that were fastest, or no slower than that by 5 %
+    (1, 1024, 32, 8),
+    (1, 8192, 32, 8),
+    (1, 32768, 32, 16),
+    (1, 131072, 32, 64),
+    (4, 1024, 32, 8),
+    (4, 8192, 32, 16),
+    (16, 1024, 32, 64),
+    (8, 1024, 32, 16),
+    (1, 1024, 128, 8),
+    (1, 8192, 128, 16),
+    (4, 1024, 128, 32),
+    (4, 8192, 128, 64),
+    (16, 1024, 128, 64),
+    (64, 1024, 128, 64),
+    (16, 8192, 128, 128),
+    (256, 1024, 128, 128),
+]
+
+
+@pytest.mark.parametrize(("batch", "tokens", "rows", "expected"), OF_UNIT)
+def test_rows_of_a_unit(batch, tokens, rows, expected):
+    assert config.rows_of_unit(batch, batch * tokens // 64, rows, 128 if rows > 64 else 64) == expected
+
+
+def test_a_fixed_split_has_whole_tiles_of_rows(monkeypatch):
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    call = made(DecodeCase(lengths=(300,), heads=(32, 1)))
+    assert decoding._need(call, decoding.config_of(call)).rows == 8
+    assert decoding._need(replace(call, split=64), decoding.config_of(replace(call, split=64))).rows == 32
 
 
 CHUNK = {"consumers": 2, "rising": True} | config.CHUNK
@@ -166,7 +199,7 @@ ROWS = [
     (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), mask=Full()), {"consumers": 2} | config.CHUNK),
     (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), page=4), {"rising": True}),  # threads gather
     (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), dims=(256, 256)), {"rising": True}),
-    (DecodeCase(lengths=(70,) * 30, queries=(1,) * 30, heads=(8, 2)), {"rising": True}),  # of which one sequence might have all
+    (DecodeCase(lengths=(70,) * 30, queries=(1,) * 30, heads=(8, 2)), {}),  # of which one sequence might have all
     (DecodeCase(lengths=(70,) * 30, queries=(1,) * 10 + (0,) * 20, heads=(8, 2)), {}),
     (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2)), CHUNK),
     (DecodeCase(lengths=(70,), queries=80, heads=(16, 1), dims=(576, 512), latent=True), {}),
@@ -187,7 +220,6 @@ def test_how_many_rows_a_tile_of_keys_serves(case, expected):
 @pytest.mark.parametrize(("group", "rows", "tile_n"), list(itertools.product((1, 2, 3, 4, 7, 8, 16, 64), (8, 64, 128), (32, 64, 128))))
 def test_steps_of_tiles_of_rows(group, rows, tile_n):
     """As few as have a number of tokens that is one of whole tiles."""
-    cut = config.configure(torch.bfloat16, 64, 64, None, tile_n=tile_n, unit_rows=rows)
-    step, rise = decoding.stairs_of(group, cut)
+    step, rise = decoding.stairs_of(group, tile_n, rows)
     assert step * rows == (group * tile_n << rise)
     assert not any(n * rows % (group * tile_n) == 0 for n in range(1, step))

@@ -88,8 +88,7 @@ def launch(
            config).launch(
         grid=(work.columns, work.blocks, 1),
         block=(3 * THREADS if config.three else THREADS + 2 * config.loaders * WARP, 1, 1),
-        min_blocks_per_mp=config.resident,
-        preferred_smem_carveout=100 if config.resident > 1 else None,
+        min_blocks_per_mp=config.blocks,
         stream=stream,
         use_pdl=True,
     )  # fmt: skip

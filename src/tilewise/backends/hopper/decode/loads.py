@@ -13,7 +13,7 @@ from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync
 from tilewise.sm90.pointers import known
 from tilewise.sm90.wgmma import K_MAJOR
 
-WARP, LINE = 32, 128  # threads; bytes of a line of a cache
+WARP = 32
 
 
 def columns(dim: int) -> int:
@@ -58,8 +58,6 @@ def produce(
 ):  # fmt: skip
     """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.load_stages)
-    if const_expr(config.box > 0 and config.touch):
-        touch(shape.lengths.pages)
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
@@ -75,15 +73,6 @@ def produce(
             else:
                 state = load_piece(source, sX, pipe, state, b, piece, shape, dim, config)
             at = piece.next
-
-
-@cute.jit
-def touch(pages: cute.Tensor):
-    """Ask for a lone sequence's page numbers, a line a lane, before it is known which are wanted."""
-    first = arch.lane_idx() * (LINE * 8 // pages.element_type.width)
-    if pages.shape[0] == 1 and first < pages.shape[1]:
-        address = (pages[0, None].iterator + first * pages.stride[1]).toint()
-        arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
 
 
 @cute.jit

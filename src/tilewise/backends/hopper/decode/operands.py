@@ -49,7 +49,7 @@ class Prior(NamedTuple):
 class Work(NamedTuple):
     """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
 
-    sums: Tensor  # (slots, rows, head_dim_v) fp32: O of each piece
+    sums: Tensor  # (slots, rows of a unit at most, head_dim_v) fp32: O of each piece
     lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
     arrivals: Tensor  # (counters,) int32
     columns: int  # of key heads, side by side

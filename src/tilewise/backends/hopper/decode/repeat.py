@@ -132,21 +132,19 @@ def few_keys(call: DecodeCall) -> bool:
 def rows_of(call: DecodeCall) -> dict:
     """What `Config` has of the rows of a sequence: nothing where they are few.
 
-    With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: it may be a chunk's beside single
-    tokens, or all sequences may have few. Bits do not depend on it.
+    With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: what may be one chunk beside single
+    tokens is slower where later rows see later keys, unless it is large. Bits do not depend on it.
     """
     dims, window = tile_dims(call.q.shape[-1], call.v_cache.shape[3]), window_of(call.mask)
     if dims is None or window is None or call.q.numel() == 0 or 0 in call.k_cache.shape:
         return {}
-    group = call.q.shape[-2] // call.k_cache.shape[2]
-    rows, found = group * (call.q.shape[1] if call.cu_seqlens_q is None else call.max_seqlen_q), {}
-    gathers = call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX  # which takes registers
+    group, ragged = call.q.shape[-2] // call.k_cache.shape[2], call.cu_seqlens_q is not None
+    rows, batch, total = group * (call.max_seqlen_q if ragged else call.q.shape[1]), call.seqlens.shape[0], group * call.q.shape[0]
+    if rows <= TILE_M or (ragged and max(total - batch * TILE_M, total - batch * group - MANY_ROWS + 1) <= 0):
+        return {}
+    gathers, found = call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX, {}  # to gather takes registers
     if dims in WIDE and call.k_cache.dtype == call.q.dtype and not gathers:
-        batch, total = call.seqlens.shape[0], group * call.q.shape[0]
-        wide = rows > TILE_M if call.cu_seqlens_q is None else total > batch * TILE_M or total - batch * group >= MANY_ROWS
-        found = {"consumers": 2} if wide and rows > TILE_M else {}
-        if found and rows > 2 * TILE_M:
-            found |= CHUNK
+        found = {"consumers": 2} | (CHUNK if rows > 2 * TILE_M else {})
     if rows > TILE_M * found.get("consumers", 1) and (window.lo > -FAR or window.hi < FAR):
         found["rising"] = True
     return found

@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
 @cute.jit
 def unit_of(b: Int32, piece: Piece, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Unit:
-    rows = min(sequence.queries * shape.group - piece.row0, config.rows)
+    rows = min(sequence.queries * shape.group - piece.row0, shape.by_rows.divisor)
     entry = Int32(0) if const_expr(config.ragged) else b
     return Unit(entry, sequence.first_query, piece.head_k * shape.group, piece.row0, rows, shape.by_group, sequence.joins)
 

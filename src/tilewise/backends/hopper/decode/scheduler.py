@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     columns: Int32  # of tiles of rows, where those are side by side
     group: Int32
     by_group: object  # divisor
+    by_rows: object  # divisor: rows of a unit, at most
     least: Int32  # tiles of a block's share
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
@@ -64,6 +65,7 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         columns=work.columns,
         group=group,
         by_group=cute.fast_divmod_create_divisor_v2(group),
+        by_rows=cute.fast_divmod_create_divisor_v2(work.sums.shape[1]),
         least=work.least,
         page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
@@ -153,11 +155,17 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     begin = min(begin, end)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
-    row_tiles = cute.ceil_div(queries * shape.group, config.rows)
+    row_tiles = units_of(queries, shape)
     if const_expr(config.latent):
         column, _, _ = arch.block_idx()
         row_tiles = cute.ceil_div(max(row_tiles - column, 0), shape.columns)
     return Sequence(first_query, queries, length, begin, end, left, first, tiles, row_tiles, joins)
+
+
+@cute.jit
+def units_of(queries: Int32, shape: Shape) -> Int32:
+    """Of so many queries and a key head."""
+    return (queries * shape.group + shape.by_rows.divisor - 1) // shape.by_rows
 
 
 @cute.jit
@@ -329,7 +337,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         head_k += column * shape.heads
     if const_expr(config.split):
         first, last = (begin_of_piece(x, of_unit, end_of_unit, shape) for x in (first, last))
-        low, row_tiles = of_unit // shape.split, cute.ceil_div(shape.queries * shape.group, config.rows)
+        low, row_tiles = of_unit // shape.split, units_of(shape.queries, shape)
         number, count, most = (x // shape.split - low for x in (first, end_of_unit - 1, sequence.first + sequence.tiles - 1))
         count, most = count + 1, most + 1
         origin = (place.sequence * shape.heads_k + head_k) * row_tiles + row_tile
@@ -338,9 +346,9 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         number, count = g - of_first, block_of(begin + each - 1, shares) - of_first + 1
         most = count
         origin = column * shape.by_blocks.divisor + of_first
-    row0, (begin_of_keys, end_of_keys) = row_tile * config.rows, (sequence.begin, sequence.end)
+    row0, (begin_of_keys, end_of_keys) = row_tile * shape.by_rows.divisor, (sequence.begin, sequence.end)
     if const_expr(config.rising):
-        oldest, rows = sequence.length - sequence.queries, min(row0 + config.rows, sequence.queries * shape.group)
+        oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
     return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each)
@@ -384,7 +392,7 @@ def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, confi
     """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
     if const_expr(config.split):
         groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
-        units = units * cute.ceil_div(shape.queries * shape.group, config.rows)
+        units = units * units_of(shape.queries, shape)
         return units + piece.origin * groups + group // config.group if grouped else piece.origin
     columns, blocks, _ = arch.grid_dim()
     return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin
