@@ -93,7 +93,7 @@ def test_a_sample_without_a_head_start_is_taken_again(monkeypatch, late, taken, 
 
     for name, fake in {"Event": Event, "_sleep": lambda cycles: None, "synchronize": lambda device: None}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    sample = _event_sampler(lambda: calls.append(1), torch.device("cpu"))
+    sample = _event_sampler(lambda: calls.append(1), torch.device("cpu"), flush=True)
     assert [sample() for _ in range(3)] == kept and len(calls) == 1 + taken
 
 

@@ -95,6 +95,10 @@ def test_from_text_makes_all_combinations():
     assert workloads_from({"seqlen": 256, "mask": None})[0].seqlen_q == 256
 
 
+def test_sets_have_a_dtype_of_their_own():
+    assert [workloads_from({"set": name})[0].dtype for name in ("fp8", "papers", "cpu")] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
 def test_sets_from_text():
     assert len(workloads_from({"set": "cpu,models", "dtype": "fp32,bf16"})) == 2 * (len(cpu_sweep()) + len(model_shapes()))
     assert {each.direction for each in workloads_from({"set": "papers", "direction": "fwd,bwd"})} == {"fwd", "bwd"}

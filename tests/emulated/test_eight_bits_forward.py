@@ -232,6 +232,14 @@ def test_scales_of_tokens_of_any_size_and_sign(way):
     assert o.isnan().any(-1).any(-1).sum() < 150 and lse.isnan().any()
 
 
+@pytest.mark.parametrize("zero", [(1,), pytest.param((0, 3), marks=pytest.mark.slow)])
+def test_values_whose_scale_is_0(zero):
+    """They count as keys, and add nothing; whichever numbers have that scale."""
+    call = made(Quantised("given", 10, 400, per=("tensor", "tensor", "tile"), heads=(1, 1)))
+    call.v_scale[..., list(zero)] = 0.0
+    held(call, *run(call))
+
+
 def test_scales_that_are_nan():
     """They reach the rows that see their group, and no others."""
     call = made(Quantised("given int8", 150, 300, per=("token", "tile", "head"), mask=SlidingWindow(40, 3)))

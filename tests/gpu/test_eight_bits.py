@@ -34,9 +34,10 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 1 / 3) -> None:
+def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 1 / 3, sums: float = 1e-4) -> None:
     """The errors are those of the emulation, but for one in ten of them; and O is that of the emulation within `apart` of them.
 
+    sums: what e4m3 products lose of a log-sum-exp, whose sums in tensor cores have 13 bits.
     Where a unit's keys are shared by thread blocks (full masks), each begins with a maximum of its own, and P is rounded otherwise, though no worse.
     """
     same, same_lse = Tiled().forward(call)
@@ -46,7 +47,7 @@ def hold(o: Tensor, lse: Tensor, call: Call, slack: float = 1.1, apart: float = 
     seen = same_lse.isfinite()
     error, least = rms(o - exact), rms(same - exact)
     assert error <= slack * least + ROUNDED * size, (error / size, least / size)
-    assert rms((lse - exact_lse)[seen]) <= slack * rms((same_lse - exact_lse)[seen]) + 1e-4
+    assert rms((lse - exact_lse)[seen]) <= slack * rms((same_lse - exact_lse)[seen]) + sums
     assert rms(o.double() - same.double()) <= apart * least + 2 * ROUNDED * size
 
 
@@ -111,7 +112,7 @@ def test_scales_of_tokens_of_any_size_and_sign(precision):
     o, lse = tw.attention(
         *(each.to(DEVICE) for each in (x, y, z)), **(on_device | {"v_scale": v_scale.to(DEVICE)}), causal=True, return_lse=True
     )
-    hold(o, lse, call, apart=1.0)
+    hold(o, lse, call, apart=1.0, sums=3e-4)  # scores are up to three times as large
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -183,7 +184,7 @@ def test_queries_that_are_not_finite_and_see_nothing(precision):
 
 
 ENDS = (0, 300, 301, 301, 431, 931, 990), (0, 310, 330, 340, 500, 1000, 1090)
-KERNELS = 4  # of a call: intervals of keys, what all tokens decide, the quantiser, attention
+KERNELS = 5  # of a call: intervals of keys, the order of tiles, what all tokens decide, the quantiser, attention
 
 
 def packed(dim: int, seed: int = 0) -> list[Tensor]:

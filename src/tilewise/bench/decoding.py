@@ -1,7 +1,8 @@
 """Measuring decoding: each contender checked on a sample of the batch, then timed with caches that come from memory: `tilewise bench --set decode`.
 
-Two clocks. "graph": the replay of a CUDA graph that holds one call for each copy of the caches, over their number. "wall": one call after another,
-each with the next copy, until its result is there. A CPU has the latter only.
+Two clocks. "graph": the replay of a CUDA graph that holds one call for each copy of the caches, over their number. Nothing else is between replays: a
+flush of the L2 cache would leave it full of lines to be written back, which took 10 us of each replay, and 40 of kernels that read without keeping.
+"wall": one call after another, each with the next copy, until its result is there. A CPU has the latter only.
 """
 
 import gc
@@ -145,7 +146,7 @@ def _timed(
     failed = {}
     for name, attend in calls.items() if device.type == "cuda" and "events" in timing.clocks else ():
         try:
-            of_all = interleave({name: _all(attend, copies)}, clock="graph", **how)[name]
+            of_all = interleave({name: _all(attend, copies)}, clock="graph", flush=False, **how)[name]
             timed[name]["graph"] = _divided(of_all, copies)
         except Exception as failure:  # it synchronises, or allocates outside torch
             failed[name] = f"no CUDA graph of it can be made: {type(failure).__name__}: {_first_line(failure)}"

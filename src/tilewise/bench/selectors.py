@@ -29,8 +29,8 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
     batch "1,4"; seqlen "512,1024x4096" (queries x keys); heads "8,8/2" (query/key heads); head_dim "64,192/128" (head_dim/head_dim_v);
     mask "full,causal,window:1023" (see `mask_from`); causal "0,1" (short for mask "full,causal"); dtype "fp32,bf16"; direction
     "fwd,bwd,fwd+bwd"; data "normal,q x64" (DISTRIBUTIONS);
-    set "papers,cpu,masks,models" takes these sets of workloads (SETS) instead, and only dtype and direction combine with it
-    (for the set hard-inputs alone, see `hard_from`).
+    set "papers,cpu,masks,models" takes these sets of workloads (SETS) instead, and only dtype and direction combine with it; their
+    dtype is what most is measured in (for the set hard-inputs alone, see `hard_from`).
     Raises ValueError naming the option.
     """
     options = {name: str(text) for name, text in options.items() if text is not None}
@@ -50,7 +50,8 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
         if others := options.keys() - {"set", "dtype", "direction"}:
             raise ValueError(f"set fixes the sizes, so {', '.join(sorted(others))} cannot be given with it; dtype and direction can")
         sets = _each("set", options["set"], SETS.__getitem__, f"one of {', '.join(SETS)}")
-        return [workload for make in sets for dtype in dtypes for direction in directions for workload in make(dtype, direction)]
+        given = [{"dtype": dtype} for dtype in dtypes] if "dtype" in options else [{}]  # a set has one of its own
+        return [workload for make in sets for dtype in given for direction in directions for workload in make(direction=direction, **dtype)]
     data = _each("data", text["data"], DISTRIBUTIONS.__getitem__, f"one of {', '.join(DISTRIBUTIONS)}")
     pair = "a positive number, or two as in 8{}2"
     batches = _each("batch", text["batch"], _positive, "a positive number")

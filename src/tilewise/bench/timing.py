@@ -52,11 +52,13 @@ def interleave(
     device: torch.device | str = "cpu",
     clock: Clock = "wall",
     once_above_s: float = math.inf,
+    flush: bool = True,
 ) -> dict[str, Stats]:
     """Time each of `calls` in turn, round after round, for about `budget_s` seconds a call; at least three rounds.
 
     Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour. A call whose first sample
-    takes more than `once_above_s` seconds has that one only, and its time does not count against the others' budget.
+    takes more than `once_above_s` seconds has that one only, and its time does not count against the others' budget. Without `flush` the L2 cache
+    keeps what is in it: for calls that read far more than it holds. A flush leaves it full of lines that are to be written back, during the call.
     Raises ValueError for a clock the device does not have.
     """
     device = torch.device(device)
@@ -64,7 +66,7 @@ def interleave(
         raise ValueError(f"clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
     if clock != "wall" and device.type != "cuda":
         raise ValueError(f"clock {clock!r} needs a CUDA device, and this is {device}; use clock='wall'")
-    samplers = {name: _sampler(call, device, clock) for name, call in calls.items()}
+    samplers = {name: _sampler(call, device, clock, flush) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     collecting = gc.isenabled()
@@ -86,13 +88,13 @@ def interleave(
     return {name: Stats.of(taken) for name, taken in seconds.items()}
 
 
-def _sampler(call: Callable[[], object], device: torch.device, clock: Clock) -> Callable[[], float]:
+def _sampler(call: Callable[[], object], device: torch.device, clock: Clock, flush: bool) -> Callable[[], float]:
     call()
     if clock == "wall":
         return _wall_sampler(call, device)
     if clock == "graph":
         call = _captured(call)
-    return _event_sampler(call, device)
+    return _event_sampler(call, device, flush)
 
 
 def _wall_sampler(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
@@ -110,8 +112,8 @@ def _wall_sampler(call: Callable[[], object], device: torch.device) -> Callable[
     return lambda: sample(repeats)
 
 
-def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+def _event_sampler(call: Callable[[], object], device: torch.device, flush: bool) -> Callable[[], float]:
+    evicting = torch.empty(L2_FLUSH_BYTES if flush else 0, dtype=torch.int8, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -123,7 +125,7 @@ def _event_sampler(call: Callable[[], object], device: torch.device) -> Callable
         nonlocal late
         while True:
             torch.cuda._sleep(head_start)  # the GPU waits while Python enqueues the call, so that launching it is not timed
-            flush.zero_()  # evicts the operands
+            evicting.zero_()  # the operands
             start.record()
             call()
             in_time = not start.query()

@@ -296,7 +296,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
     release(pipes.k, state, config)
     weigh(tile, acc_S, n_block, factors, tokens, seen, True, config)
     if const_expr(config.tiles_of_values):
-        tile.unit[0] = unit_of(tile, n_block, config)
+        tile.unit[0] = unit_for(acc_S, n_block, Float32(1.0), tile, config)
     round_into(tile, acc_S, config)
 
 
@@ -321,7 +321,7 @@ def step(
     release(pipes.k, state, config)
     rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
     if const_expr(config.tiles_of_values):
-        to_units_of(tile, n_block, rescale, config)
+        to_units_of(tile, acc_S, n_block, rescale, config)
     if const_expr(config.hold):
         hold(tile)
     warpgroup.wait_group(0)
@@ -430,15 +430,18 @@ def hold(tile: Tile):
 
 
 @cute.jit
-def unit_of(tile: Tile, n_block: Int32, config: Constexpr[Config]) -> Float32:
-    """The scale of a tile of V."""
-    return tile.keys.units[n_block * config.tile_n // GROUP]
+def unit_for(P: cute.Tensor, n_block: Int32, before: Float32, tile: Tile, config: Constexpr[Config]) -> Float32:
+    """The scale of a tile of V. Where it is 0, by which O cannot be divided, the one `before` is kept and P is 0."""
+    unit = tile.keys.units[n_block * config.tile_n // GROUP]
+    if unit == 0.0:
+        P.fill(0.0)
+    return before if unit == 0.0 else unit
 
 
 @cute.jit
-def to_units_of(tile: Tile, n_block: Int32, rescale: cute.Tensor, config: Constexpr[Config]):
+def to_units_of(tile: Tile, P: cute.Tensor, n_block: Int32, rescale: cute.Tensor, config: Constexpr[Config]):
     """Rescale so that O is in the units of the tile's values, to which they are added as they are."""
-    unit = unit_of(tile, n_block, config)
+    unit = unit_for(P, n_block, tile.unit[0], tile, config)
     ratio = tile.unit[0] / unit
     for r in range_constexpr(fragments.ROWS):
         rescale[r] *= ratio
