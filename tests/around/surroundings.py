@@ -183,14 +183,13 @@ def _int8(x: Tensor) -> Tensor:
 
 
 def _in_eight_bits() -> dict[str, Tensor]:
-    """q and k in int8, v in bf16, each with a scale of another kind."""
+    """q and k in int8, each with a scale of another kind, and v in bf16; torch can do too little with e4m3."""
     tensors = {name: x.bfloat16() if name == "v" else _int8(x) for name, x in qkv().items()}
-    scales = {"q_scale": normal(2, 4, 5, seed=2).abs(), "k_scale": normal(2, 2, 1, seed=3).abs(), "v_scale": normal(2, 2, seed=4).abs()}
-    return tensors | scales
+    return tensors | {"q_scale": normal(2, 4, 5, seed=2).abs(), "k_scale": normal(2, 2, 1, seed=3).abs()}
 
 
-def _eight_bits(q, k, v, q_scale, k_scale, v_scale) -> tuple[Tensor, ...]:
-    return tw.attention(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+def _eight_bits(q, k, v, q_scale, k_scale) -> tuple[Tensor, ...]:
+    return tw.attention(q, k, v, q_scale=q_scale, k_scale=k_scale, return_lse=True)
 
 
 def _eight_bit_cache() -> dict[str, Tensor]:
