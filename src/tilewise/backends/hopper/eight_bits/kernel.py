@@ -64,7 +64,7 @@ def launch(
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     units, clusters = scheduler.cut(mO, mK, work, band.tables.order, config)
     found = Partials(work.sums, work.arrivals)
-    mma = eight_bits.products(config, dtype)
+    mma = eight_bits.products(config, dtype, columns=config.head_dim_v // config.pieces)
     if const_expr(config.wide_values):
         mma = mma._replace(pv=wgmma.product_of(config, config.head_dim_v, mO.element_type))
     kernel(copies, tensors, scales, work.counter, found, units, band, changes, mma, Layouts(*layouts), config).launch(
@@ -254,9 +254,9 @@ def attend(
         state = forward.leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
     if const_expr(config.sees == "runs"):
-        state = forward.walk_runs(tile, pipes, state, walk, PASSES, config)
+        state = forward.walk_runs(tile, pipes, state, walk, passes_of(config), config)
     else:
-        state = forward.walk_tiles(tile, pipes, state, walk, None, PASSES, config)
+        state = forward.walk_tiles(tile, pipes, state, walk, None, passes_of(config), config)
     pipes.q.consumer_release(once)
     ends = last_product(tile, pipes, state, scales, block, config)
     state.advance()
@@ -335,7 +335,36 @@ def step(
     return state
 
 
-PASSES = forward.Passes(first_scores, step)
+@cute.jit
+def first_in_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
+    first_scores(tile, pipes, state, n_block, ref, config)
+    add_pieces(tile, pipes, state, tile.rescale, config)
+
+
+@cute.jit
+def step_in_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
+):
+    """S, softmax and P V of tile n_block, one after another: there are no registers for more at once. The other warpgroup multiplies meanwhile."""
+    masked = const_expr(how == How.MASKED)
+    of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
+    state.advance()
+    pipes.k.consumer_wait(state)
+    acc_S = issue_scores(tile, state, config)
+    factors = factors_of(tile, of_keys, masked)
+    seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
+    warpgroup.wait_group(0)
+    release(pipes.k, state, config)
+    rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
+    if const_expr(config.tiles_of_values):
+        to_units_of(tile, acc_S, n_block, rescale, config)
+    round_into(tile, acc_S, config)
+    add_pieces(tile, pipes, state, rescale, config)
+    return state
+
+
+def passes_of(config: Config) -> forward.Passes:
+    return forward.Passes(first_scores, step) if config.pieces == 1 else forward.Passes(first_in_pieces, step_in_pieces)
 
 
 @cute.jit
@@ -403,6 +432,30 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
     if const_expr(config.promote):
         acc = cute.make_rmem_tensor_like(tile.acc_O)
     forward.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote, config)
+    return acc
+
+
+@cute.jit
+def add_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, rescale: cute.Tensor, config: Constexpr[Config]
+):  # fmt: skip
+    """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, each through the same registers."""
+    forward.wait_for_values(tile, pipes, state, config)
+    for piece in range_constexpr(config.pieces):
+        acc = issue_piece(tile, state, piece, config)
+        warpgroup.wait_group(0)
+        if const_expr(piece == config.pieces - 1):
+            release(pipes.v, state, config)
+        O = cute.make_tensor(tile.acc_O.iterator + piece * cute.size(acc), acc.layout)
+        eight_bits.add_scaled(O, rescale, acc)
+
+
+@cute.jit
+def issue_piece(tile: Tile, state: pipeline.PipelineState, piece: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    V = tile.tOrV[None, piece, None, state.index]
+    layout = cute.make_layout((V.shape[0], 1, V.shape[1]), stride=(V.stride[0], 0, V.stride[1]))
+    acc = cute.make_rmem_tensor(tile.mma.pv.partition_shape_C((config.tile_m, config.head_dim_v // config.pieces)), Float32)
+    forward.product(tile.mma.pv, acc, tile.P, cute.make_tensor(V.iterator, layout), False, config)
     return acc
 
 
@@ -512,8 +565,9 @@ def last_product(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
 ) -> Statistics:
     """The last P V, under which the rows are summed up, and what makes O of the sums."""
-    forward.wait_for_values(tile, pipes, state, config)
-    acc_N = issue_output(tile, state, config)
+    if const_expr(config.pieces == 1):
+        forward.wait_for_values(tile, pipes, state, config)
+        acc_N = issue_output(tile, state, config)
     if const_expr(not config.modified):
         softmax.take_headroom(tile.rows.l, config)
         if const_expr(config.centred):
@@ -523,11 +577,12 @@ def last_product(
     shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.channels) else None
     softmax.take_headroom(inverse, config)
     early = None  # or there are no registers for it
-    if const_expr(config.promote and config.channels):
+    if const_expr(config.promote and config.channels and config.pieces == 1):
         early = channels_of(scales, block, 0, config)
-    warpgroup.wait_group(0)
-    release(pipes.v, state, config)
-    join(tile, acc_N, config)
+    if const_expr(config.pieces == 1):
+        warpgroup.wait_group(0)
+        release(pipes.v, state, config)
+        join(tile, acc_N, config)
     finish(tile, early, scales, block, Ends(inverse, lse, shares), config)
     return Statistics(lse, row_max)
 
