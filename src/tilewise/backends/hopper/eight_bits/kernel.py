@@ -442,6 +442,8 @@ def add_pieces(
     """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, each through the same registers."""
     forward.wait_for_values(tile, pipes, state, config)
     for piece in range_constexpr(config.pieces):
+        if const_expr(piece > 0):
+            pipes.v.consumer_wait(state)  # which takes no time; ptxas moves nothing past it, or sums of two pieces would need registers at once
         acc = issue_piece(tile, state, piece, config)
         warpgroup.wait_group(0)
         if const_expr(piece == config.pieces - 1):
@@ -452,6 +454,7 @@ def add_pieces(
 
 @cute.jit
 def issue_piece(tile: Tile, state: pipeline.PipelineState, piece: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """Issue P V for a piece of the columns, into fresh registers."""
     V = tile.tOrV[None, piece, None, state.index]
     layout = cute.make_layout((V.shape[0], 1, V.shape[1]), stride=(V.stride[0], 0, V.stride[1]))
     acc = cute.make_rmem_tensor(tile.mma.pv.partition_shape_C((config.tile_m, config.head_dim_v // config.pieces)), Float32)
