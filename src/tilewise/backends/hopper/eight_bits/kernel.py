@@ -24,7 +24,7 @@ from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes,
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
-from tilewise.backends.hopper.forward.seen import Seen
+from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Work
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -250,16 +250,21 @@ def attend(
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
+    if const_expr(config.pieces > 1 and config.tiles_of_values):
+        tile.unit.fill(1.0)
     if const_expr(config.cluster > 1):
         state = forward.leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    if const_expr(config.sees == "runs"):
-        state = forward.walk_runs(tile, pipes, state, walk, passes_of(config), config)
+    if const_expr(config.pieces > 1):
+        state = walk_in_pieces(tile, pipes, state, walk, config)
+    elif const_expr(config.sees == "runs"):
+        state = forward.walk_runs(tile, pipes, state, walk, PASSES, config)
     else:
-        state = forward.walk_tiles(tile, pipes, state, walk, None, passes_of(config), config)
+        state = forward.walk_tiles(tile, pipes, state, walk, None, PASSES, config)
     pipes.q.consumer_release(once)
     ends = last_product(tile, pipes, state, scales, block, config)
-    state.advance()
+    if const_expr(config.pieces == 1):
+        state.advance()
     if const_expr(config.cluster > 1):
         state = forward.leave_out(pipes, state, walk.first - walk.loaded_first)
     block, span = scheduler.consume(queue, done, config), None
@@ -335,10 +340,7 @@ def step(
     return state
 
 
-@cute.jit
-def first_in_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, config: Constexpr[Config]):
-    first_scores(tile, pipes, state, n_block, ref, config)
-    add_pieces(tile, pipes, state, tile.rescale, config)
+PASSES = forward.Passes(first_scores, step)
 
 
 @cute.jit
@@ -348,7 +350,6 @@ def step_in_pieces(
     """S, softmax and P V of tile n_block, one after another: there are no registers for more at once. The other warpgroup multiplies meanwhile."""
     masked = const_expr(how == How.MASKED)
     of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
-    state.advance()
     pipes.k.consumer_wait(state)
     acc_S = issue_scores(tile, state, config)
     factors = factors_of(tile, of_keys, masked)
@@ -360,11 +361,27 @@ def step_in_pieces(
         to_units_of(tile, acc_S, n_block, rescale, config)
     round_into(tile, acc_S, config)
     add_pieces(tile, pipes, state, rescale, config)
+    state.advance()
     return state
 
 
-def passes_of(config: Config) -> forward.Passes:
-    return forward.Passes(first_scores, step) if config.pieces == 1 else forward.Passes(first_in_pieces, step_in_pieces)
+PASSES_IN_PIECES = forward.Passes(None, step_in_pieces)
+
+
+@cute.jit
+def walk_in_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """As `forward.walk_tiles`; the last tile is none apart, whose code would have registers of its own."""
+    if const_expr(config.sees == "all"):
+        masked, unmasked = walk.first, max(walk.last - 1, walk.first)
+    else:
+        masked, unmasked = forward.seams(walk, walk.last)
+        unmasked = min(unmasked, walk.last - 1)
+        masked = min(masked, unmasked)
+    state = forward.steps(tile, pipes, state, unmasked, walk.last, How.MASKED, PASSES_IN_PIECES, config)
+    state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, PASSES_IN_PIECES, config)
+    if const_expr(config.sees == "interval"):
+        state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, PASSES_IN_PIECES, config)
+    return state
 
 
 @cute.jit
