@@ -347,7 +347,7 @@ PASSES = forward.Passes(first_scores, step)
 def step_in_pieces(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
 ):
-    """S, softmax and P V of tile n_block, one after another: there are no registers for more at once. The other warpgroup multiplies meanwhile."""
+    """S, softmax and P V of tile n_block, one after another: there are no registers for two at once. The other warpgroup multiplies meanwhile."""
     masked = const_expr(how == How.MASKED)
     of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
     pipes.k.consumer_wait(state)
@@ -365,22 +365,21 @@ def step_in_pieces(
     return state
 
 
-PASSES_IN_PIECES = forward.Passes(None, step_in_pieces)
+IN_PIECES = forward.Passes(None, step_in_pieces)
 
 
 @cute.jit
-def walk_in_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]) -> pipeline.PipelineState:
-    """As `forward.walk_tiles`; the last tile is none apart, whose code would have registers of its own."""
-    if const_expr(config.sees == "all"):
-        masked, unmasked = walk.first, max(walk.last - 1, walk.first)
-    else:
-        masked, unmasked = forward.seams(walk, walk.last)
-        unmasked = min(unmasked, walk.last - 1)
-        masked = min(masked, unmasked)
-    state = forward.steps(tile, pipes, state, unmasked, walk.last, How.MASKED, PASSES_IN_PIECES, config)
-    state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, PASSES_IN_PIECES, config)
-    if const_expr(config.sees == "interval"):
-        state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, PASSES_IN_PIECES, config)
+def walk_in_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """As `forward.walk_tiles`, but the last tile is in the loop of those to be masked: apart, its code would have O in registers of its own."""
+    masked, unmasked = walk.first, walk.last - 1
+    if const_expr(config.sees != "all"):
+        masked, unmasked = forward.seams(walk, unmasked)
+    state = forward.steps(tile, pipes, state, unmasked, walk.last, How.MASKED, IN_PIECES, config)
+    state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, IN_PIECES, config)
+    if const_expr(config.sees not in ("all", "causal")):
+        state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, IN_PIECES, config)
     return state
 
 
@@ -453,20 +452,23 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
 
 
 @cute.jit
-def add_pieces(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, rescale: cute.Tensor, config: Constexpr[Config]
-):  # fmt: skip
-    """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, each through the same registers."""
+def add_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, rescale: cute.Tensor, config: Constexpr[Config]):
+    """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, through the same registers.
+
+    The branch is always taken, of which ptxas does not know: it would multiply the next piece before it has added this one, whose sums would then
+    need registers beside the next one's.
+    """
     forward.wait_for_values(tile, pipes, state, config)
     for piece in range_constexpr(config.pieces):
-        if const_expr(piece > 0):
-            pipes.v.consumer_wait(state)  # which takes no time; ptxas moves nothing past it, or sums of two pieces would need registers at once
         acc = issue_piece(tile, state, piece, config)
         warpgroup.wait_group(0)
-        if const_expr(piece == config.pieces - 1):
-            release(pipes.v, state, config)
         O = cute.make_tensor(tile.acc_O.iterator + piece * cute.size(acc), acc.layout)
-        eight_bits.add_scaled(O, rescale, acc)
+        if const_expr(piece < config.pieces - 1):
+            if arch.grid_dim()[2] == 1:
+                eight_bits.add_scaled(O, rescale, acc)
+        else:
+            release(pipes.v, state, config)
+            eight_bits.add_scaled(O, rescale, acc)
 
 
 @cute.jit
