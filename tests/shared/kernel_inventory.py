@@ -189,6 +189,12 @@ TOKENS_TOO = [
     )
 ]
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
+IN_PIECES = [  # dtype of Q and K, sees, centred, pieces
+    *((torch.int8, sees, True, 2) for sees in ("all", "causal", "interval")),
+    *((E4M3, sees, centred, 2) for sees in ("all", "causal", "interval") for centred in (False, True)),
+    (torch.int8, "all", True, 4),
+    (torch.int8, "causal", True, 4),
+]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
     *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
@@ -221,6 +227,11 @@ def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tupl
     fields = {"tokens_k": tokens[0], "tokens_v": tokens[1], "tiles_of_values": tokens[1]}
     config = eight_bits.configure(dtype, torch.bfloat16, *dims, sees, long=True, centred=False, **fields)
     return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_pieces(dtype: torch.dtype, sees: str, centred: bool, pieces: int) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, 256, 256, sees, long=True, centred=centred, promote=True, pieces=pieces)
+    return Kernel(f"8 bits, {pieces} pieces, {dtype} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
@@ -359,3 +370,4 @@ def slow() -> Iterator[Kernel]:
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)
     yield from itertools.starmap(of_wide_values, WIDE_VALUES_TOO)
     yield from itertools.starmap(of_tokens, TOKENS_TOO)
+    yield from itertools.starmap(of_pieces, IN_PIECES)
