@@ -35,7 +35,9 @@ def products(config, dtype=Float8E4M3FN, dtype_p=Float8E4M3FN, columns: int | No
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     return wgmma.Mma(
         sm90.make_trivial_tiled_mma(dtype, dtype, k, k, sum_of(dtype), warpgroups, (64, config.tile_n), smem),
-        sm90.make_trivial_tiled_mma(dtype_p, dtype_p, k, k, sum_of(dtype_p), warpgroups, (64, columns or wgmma.value_dim(config)), registers),
+        sm90.make_trivial_tiled_mma(
+            dtype_p, dtype_p, k, k, sum_of(dtype_p), warpgroups, (64, columns or wgmma.value_dim(config)), registers
+        ),
     )
 
 
