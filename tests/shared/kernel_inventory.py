@@ -189,11 +189,9 @@ TOKENS_TOO = [
     )
 ]
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
-IN_PIECES = [  # dtype of Q and K, sees, centred, pieces
-    *((torch.int8, sees, True, 2) for sees in ("all", "causal", "interval")),
-    *((E4M3, sees, centred, 2) for sees in ("all", "causal", "interval") for centred in (False, True)),
-    (torch.int8, "all", True, 4),
-    (torch.int8, "causal", True, 4),
+IN_PIECES = [  # dtype of Q and K, sees, centred
+    *((torch.int8, sees, True) for sees in ("all", "causal", "interval")),
+    *((E4M3, sees, centred) for sees in ("all", "causal", "interval") for centred in (False, True)),
 ]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
@@ -229,9 +227,9 @@ def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tupl
     return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
-def of_pieces(dtype: torch.dtype, sees: str, centred: bool, pieces: int) -> Kernel:
-    config = eight_bits.configure(dtype, torch.bfloat16, 256, 256, sees, long=True, centred=centred, promote=True, pieces=pieces)
-    return Kernel(f"8 bits, {pieces} pieces, {dtype} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+def of_pieces(dtype: torch.dtype, sees: str, centred: bool) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, 256, 256, sees, long=True, centred=centred, promote=True, pieces=2)
+    return Kernel(f"8 bits, in pieces, {dtype} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:

@@ -77,7 +77,6 @@ TUNINGS = {
         {"hold": True},
         IN_PIECES,
         IN_PIECES | {"cluster": 1},
-        IN_PIECES | {"pieces": 4},
     ],
 }
 TUNINGS_OF_QK = {

@@ -240,9 +240,9 @@ def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, 
     check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
 
 
-@pytest.mark.parametrize(("dtype", "sees", "centred", "pieces"), slow(IN_PIECES), ids=str)
-def test_forward_in_eight_bits_promoted_in_pieces(dtype, sees, centred, pieces, inspect):
-    check_eight_bits(of_pieces(dtype, sees, centred, pieces), inspect)
+@pytest.mark.parametrize(("dtype", "sees", "centred"), slow(IN_PIECES), ids=str)
+def test_forward_in_eight_bits_promoted_in_pieces(dtype, sees, centred, inspect):
+    check_eight_bits(of_pieces(dtype, sees, centred), inspect)
 
 
 def check_eight_bits(kernel: Kernel, inspect):

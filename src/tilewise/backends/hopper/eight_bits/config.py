@@ -27,7 +27,7 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
-    pieces: int = 1  # of O's columns, promoted one after another, as at head_dim_v 256 they must be; 2 or 4, without turns and runs
+    pieces: int = 1  # of O's columns, promoted one after another, as at head_dim_v 256 they must be; without turns and runs
     centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
     wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
