@@ -6,6 +6,7 @@ first; this file says what differs.
 - the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
   time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
   the units of the maximum that P was made with;
+- at head_dim_v 256 there are no registers for such a sum beside O and S. There it may take place in `pieces` of O's columns, while S is not there;
 - O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
@@ -586,7 +587,7 @@ def move_nan(acc_S: cute.Tensor, factors: cute.Tensor):
 def last_product(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
 ) -> Statistics:
-    """The last P V, under which the rows are summed up, and what makes O of the sums."""
+    """The last P V (in pieces it is behind), under which the rows are summed up, and what makes O of the sums."""
     if const_expr(config.pieces == 1):
         forward.wait_for_values(tile, pipes, state, config)
         acc_N = issue_output(tile, state, config)
