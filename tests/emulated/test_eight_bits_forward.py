@@ -271,6 +271,17 @@ def test_values_whose_scale_is_0(zero):
     held(call, *run(call))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_wide_v_with_many_keys_goes_in_parts(on_gpu, monkeypatch, precision):
+    """By the long way and by the short one."""
+    monkeypatch.setattr(eight_bits, "IN_ONE", 100)
+    call = made(Quantised(precision, 70, 150, dims=(256, 200), mask=Causal()))
+    assert [columns for columns, _ in eight_bits.parts(call)] == [slice(0, 128), slice(128, 200)]
+    for _ in range(2):
+        held(call, *tilewise.attention(call.q, call.k, call.v, causal=True, precision=precision, return_lse=True))
+
+
 def test_scales_that_are_nan():
     """They reach the rows that see their group, and no others."""
     call = made(Quantised("given int8", 150, 300, per=("token", "tile", "head"), mask=SlidingWindow(40, 3)))

@@ -180,7 +180,14 @@ OF_UNIT = [  # measured on an H100: sequences, tokens, rows of a key head, and r
 
 @pytest.mark.parametrize(("batch", "tokens", "rows", "expected"), OF_UNIT)
 def test_rows_of_a_unit(batch, tokens, rows, expected):
-    assert config.rows_of_unit(batch, batch * tokens // 64, rows, 128 if rows > 64 else 64) == expected
+    found = config.rows_of_unit(batch, batch * tokens, rows)
+    assert min(found, 128 if rows > 64 else 64) == expected
+
+
+def test_calls_whose_units_have_other_rows_are_no_repeats_of_each_other():
+    one, more, larger = (made(DecodeCase(lengths=lengths, heads=(32, 1), dims=(16, 16))) for lengths in ((64,), (64,) * 4, (30_000,)))
+    assert [repeat.rows_of_unit(call) for call in (one, more, larger)] == [8, 8, 16]
+    assert repeat._key(one) == repeat._key(more) != repeat._key(larger)
 
 
 def test_a_fixed_split_has_whole_tiles_of_rows(monkeypatch):

@@ -10,10 +10,22 @@ from torch import Tensor
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import append_call, prefix, workspace
 from tilewise.backends.hopper.decode.append_call import TABLES
-from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, rows_of_unit, tile_dims
+from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import Decoder, Prefixed, few_keys, in_bits, latent, lengths_of, rows_of, scales_of, tables_of
+from tilewise.backends.hopper.decode.repeat import (
+    Decoder,
+    Prefixed,
+    capacity_of,
+    few_keys,
+    in_bits,
+    latent,
+    lengths_of,
+    rows_of,
+    rows_of_unit,
+    scales_of,
+    tables_of,
+)
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -32,7 +44,7 @@ class Cut(NamedTuple):
     """How a launch's work is divided among thread blocks."""
 
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
-    rows: int = 0  # of a unit, at most; 0: `config.rows_of_unit`
+    rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
     numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
 
 
@@ -253,28 +265,15 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     if config.latent:  # tiles of rows that every sequence has; of ragged queries it may have one
         abreast = -(-(group if config.ragged else rows) // TILE_M)
     side_by_side = columns(abreast, blocks) if cut.aligned else 1
-    grid, of_unit = (side_by_side, blocks // side_by_side), cut.rows or _rows_of_unit(call, config, rows)
+    grid, of_unit = (side_by_side, blocks // side_by_side), min(cut.rows or rows_of_unit(call), config.tile_m)
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
         return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
     split = -(-call.split // config.tile_n)
-    most = -(-_capacity(call) // (split * config.tile_n))
+    most = -(-capacity_of(call) // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // of_unit)
     return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs)
-
-
-def _rows_of_unit(call: DecodeCall, config: Config, rows: int) -> int:
-    """At most: fewer than a tile has, where that was faster."""
-    if call.split is not None or config.latent or config.widens or config.ragged:
-        return config.tile_m
-    units = call.seqlens.shape[0] * call.k_cache.shape[2]
-    return rows_of_unit(units, units * -(-_capacity(call) // config.tile_n), rows, config.tile_m)
-
-
-def _capacity(call: DecodeCall) -> int:
-    """Tokens of a sequence, at most."""
-    return call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
 
 
 def stairs_of(group: int, tile_n: int, rows: int) -> tuple[int, int]:

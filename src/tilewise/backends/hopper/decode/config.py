@@ -34,7 +34,7 @@ class Rotary(NamedTuple):
 # 2026-11-26, one key head, 32 rows, 1k tokens: 9.3 us, with 8 rows 6.7; 8k: 15.2, 8 rows 10.6; 32k: 19.5, 16 rows 17.3; 4 x 8k: 21.3, 16 rows 18.9.
 FEWER_ROWS = 8, 16, 32
 LEAST_ROWS = 32  # of a sequence and key head, for which fewer were tried
-MOST_UNITS, MOST_TILES = 16, 1024  # of a launch: units, and tiles of keys, each as often as it is read; 132 multiprocessors
+MOST_UNITS, MOST_KEYS = 16, 1 << 16  # of a launch: units, and tokens of key heads, each as often as it is read; 132 multiprocessors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +149,13 @@ def latent_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(LATENT_TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def rows_of_unit(units: int, tiles: int, rows: int, tile_m: int) -> int:
-    """At most. units: sequences times key heads; tiles: of keys, of all of them; rows: of a unit that has all."""
+def rows_of_unit(units: int, keys: int, rows: int) -> int:
+    """At most; a tile may have fewer. units: sequences times key heads; keys: tokens of all of them; rows: of a unit that has all."""
     if rows >= LEAST_ROWS:
         for n in FEWER_ROWS:
-            if n < min(rows, tile_m) and max(units * MOST_TILES, tiles * MOST_UNITS) * -(-rows // n) <= MOST_UNITS * MOST_TILES:
+            if n < rows and units * -(-rows // n) <= MOST_UNITS and keys * -(-rows // n) <= MOST_KEYS:
                 return n
-    return TILE_M if tiles <= MOST_TILES else tile_m
+    return TILE_M if keys <= MOST_KEYS else 2 * TILE_M
 
 
 @lru_cache(maxsize=4096)

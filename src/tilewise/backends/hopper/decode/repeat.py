@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import prefix
+from tilewise.backends.hopper.decode import config, prefix
 from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, LEAST_BOX, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.hopper.decode.window import FAR, window_of
@@ -124,9 +124,21 @@ def scales_of(call: DecodeCall) -> tuple[Tensor | None, Tensor | None]:
 
 def few_keys(call: DecodeCall) -> bool:
     """Whether there is room for few only. With a split tiles are the same in every batch, as bits would not be."""
-    _, capacity, heads_k, _ = call.k_cache.shape
-    pages = 1 if call.page_table is None else call.page_table.shape[1]
-    return call.split is None and call.seqlens.shape[0] * capacity * pages * heads_k <= FEW_KEYS
+    return call.split is None and call.seqlens.shape[0] * capacity_of(call) * call.k_cache.shape[2] <= FEW_KEYS
+
+
+def capacity_of(call: DecodeCall) -> int:
+    """Tokens of a sequence, at most."""
+    return call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+
+
+def rows_of_unit(call: DecodeCall) -> int:
+    """`config.rows_of_unit`, where that was measured; a tile's otherwise."""
+    q, k, ragged = call.q, call.k_cache, call.cu_seqlens_q is not None
+    if call.split is not None or ragged or k.dtype != q.dtype or tile_dims(q.shape[-1], call.v_cache.shape[3]) is None or 0 in k.shape:
+        return 2 * TILE_M
+    units = call.seqlens.shape[0] * k.shape[2]
+    return config.rows_of_unit(units, units * capacity_of(call), q.shape[1] * (q.shape[-2] // k.shape[2]))
 
 
 def rows_of(call: DecodeCall) -> dict:
@@ -203,6 +215,7 @@ def _key(call: DecodeCall) -> tuple:
         *(None if x is None else x.dim() for x in (call.k_scale, call.v_scale)),
         few_keys(call),
         tuple(rows_of(call).items()),
+        rows_of_unit(call),
         counts,
         *options,
     )

@@ -35,6 +35,7 @@ QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
 TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
 E4M3 = torch.float8_e4m3fn
 MOST_PROMOTED = 128  # columns of V
+IN_ONE = 4096  # keys, up to which a wide V that is centred need not be promoted: at 8,192 errors are beyond the tolerance
 MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
 
 
@@ -73,7 +74,7 @@ def attend(
     """Write O, LSE and, where it is given, row_max. scale: of products of the operands times their scales."""
     if config is None and len(halves := parts(call)) > 1:
         for columns, part in halves:
-            attend(part, operands._replace(V=operands.V[:, :, columns]), scales, scale, o[..., columns], lse, row_max)
+            attend(part, *of_columns(operands, scales, columns), scale, o[..., columns], lse, row_max)
         return
     plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
@@ -83,13 +84,23 @@ def attend(
 
 
 def parts(call: Call) -> list[tuple[slice, Call]]:
-    """The columns of V and O that a launch computes, and a call of these. What is not centred has to be promoted, for which there are no registers
-    for all columns of a wide V.
+    """The columns of V and O that a launch computes, and a call of these. What is not centred, or has many keys, has to be promoted, for which there
+    are no registers for all columns of a wide V.
     """
-    if call.precision is not None or call.head_dim_v <= MOST_PROMOTED:
+    narrow = call.head_dim <= MOST_PROMOTED  # whose Q and K would be padded to fewer numbers in parts
+    in_one = call.precision is not None and (_wide_values(call) or narrow or call.seqlen_k <= IN_ONE)
+    if in_one or call.head_dim_v <= MOST_PROMOTED:
         return [(slice(None), call)]
     columns = [slice(first, min(first + MOST_PROMOTED, call.head_dim_v)) for first in range(0, call.head_dim_v, MOST_PROMOTED)]
     return [(each, replace(call, v=call.v[..., each], out=None)) for each in columns]
+
+
+def of_columns(operands: Made, scales: Scales, columns: slice) -> tuple[Made, Scales]:
+    """Of a part: V, and what each of its channels has."""
+    q, k, v = operands
+    if scales.centre is not None:
+        scales = scales._replace(v=scales.v[..., columns], centre=scales.centre[..., columns])
+    return Made(q, k, v[:, :, columns]), scales
 
 
 def config_of(call: Call, **fields) -> Config:

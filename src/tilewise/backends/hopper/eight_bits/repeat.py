@@ -8,6 +8,7 @@ import torch
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits import scratch
+from tilewise.backends.hopper.eight_bits.operands import Scales
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward.plan import Plan
@@ -31,7 +32,7 @@ def repeat(call: Call) -> Repeat | None:
     if others:
         return None
     quantises = call.precision is not None
-    run, scale = _by_quantiser(call, plan) if quantises else _by_transposer(call, plan, [columns for columns, _ in parts])
+    run, scale = (_by_quantiser if quantises else _by_transposer)(call, plan, [columns for columns, _ in parts])
     found = sixteen_bits.again(call, plan, scale)
     if found is None:
         return None
@@ -43,8 +44,10 @@ def repeat(call: Call) -> Repeat | None:
     return Repeat(call, run, rest, lambda: sixteen_bits.work_of(plan, device), None, made=made)
 
 
-def _by_quantiser(call: Call, plan: Plan) -> tuple[Callable, float]:
-    """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale."""
+def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
+    """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale.
+    A launch for each of the parts of V's columns.
+    """
     config, scale = eight_bits.quantiser_of(call), call.scale
     quantise = jit.compiled(eight_bits.QUANTISE, eight_bits.quantiser_arguments, config)
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
@@ -54,13 +57,18 @@ def _by_quantiser(call: Call, plan: Plan) -> tuple[Callable, float]:
         q, k, v, o, lse = tensors
         made, scales, channels = make()
         quantise((q, k, v, ends), made, scales, channels, scale)
-        attend((*made, o, lse, v), scales, work, band, scores)
+        if len(parts) == 1:
+            attend((*made, o, lse, v), scales, work, band, scores)
+            return
+        for columns in parts:
+            of_part, of_scales = eight_bits.of_columns(made, Scales(*scales), columns)
+            attend((*of_part, o[..., columns], lse, v[..., columns]), of_scales, work, band, scores)
 
     return run, scale / config.head_dim
 
 
 def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
-    """Likewise of tensors in 8 bits, whose scales come last; a launch for each of the parts of V's columns."""
+    """Likewise of tensors in 8 bits, whose scales come last."""
     config = eight_bits.transposer_of(call)
     transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, config)
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
