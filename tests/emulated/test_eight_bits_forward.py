@@ -84,6 +84,37 @@ def test_schedules(fields, mask):
         assert all(map(torch.equal, results[0], other))
 
 
+IN_PIECES = {"promote": True, "pieces": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Quantised(way, 140, 400, dims=(256, 256), mask=mask) for way in ("int8", "fp8", "given") for mask in (Full(), Causal())),
+        Quantised("given", 140, 400, dims=(256, 256), per=("head", "token", "tile"), mask=Causal()),
+        Quantised("given int8", 140, 400, dims=(256, 256), per=("token", "tile", "token")),
+        Quantised("int8", 200, 400, dims=(256, 256), mask=SlidingWindow(40, 3), row_max=True),
+        Quantised("int8", 200, 30, dims=(240, 200), heads=(4, 2), batch=2, dtype=torch.float16, mask=Causal()),
+        Quantised("fp8", 3, 1, dims=(256, 256)),
+    ],
+    ids=str,
+)
+def test_promoted_in_pieces(case):
+    call = made(case)
+    results = [run(call, pace, seed, cluster=1 + seed % 2, **IN_PIECES) for seed, pace in enumerate(PACES)]
+    held(call, *results[0])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "given"])
+def test_changed_scores_in_pieces(way):
+    call = replace(made(Quantised(way, 70, 300, dims=(256, 256), mask=Causal(), row_max=True)), **CHANGES)
+    held(call, *run(call, **IN_PIECES))
+
+
 CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1, 0.5]]), "softcap": 2.0}
 
 

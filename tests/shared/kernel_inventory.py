@@ -189,6 +189,10 @@ TOKENS_TOO = [
     )
 ]
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
+IN_PIECES = [  # dtype of Q and K, sees, centred
+    *((torch.int8, sees, True) for sees in ("all", "causal", "interval")),
+    *((E4M3, sees, centred) for sees in ("all", "causal", "interval") for centred in (False, True)),
+]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
     *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
@@ -221,6 +225,11 @@ def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tupl
     fields = {"tokens_k": tokens[0], "tokens_v": tokens[1], "tiles_of_values": tokens[1]}
     config = eight_bits.configure(dtype, torch.bfloat16, *dims, sees, long=True, centred=False, **fields)
     return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+
+
+def of_pieces(dtype: torch.dtype, sees: str, centred: bool) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, 256, 256, sees, long=True, centred=centred, promote=True, pieces=2)
+    return Kernel(f"8 bits, in pieces, {dtype} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
@@ -359,3 +368,4 @@ def slow() -> Iterator[Kernel]:
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)
     yield from itertools.starmap(of_wide_values, WIDE_VALUES_TOO)
     yield from itertools.starmap(of_tokens, TOKENS_TOO)
+    yield from itertools.starmap(of_pieces, IN_PIECES)

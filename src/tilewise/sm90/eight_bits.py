@@ -29,13 +29,15 @@ def sum_of(dtype) -> type:
     return Int32 if dtype is Int8 else Float32
 
 
-def products(config, dtype=Float8E4M3FN, dtype_p=Float8E4M3FN) -> wgmma.Mma:
-    """As `wgmma.products`. dtype: of Q and K, e4m3 or int8; dtype_p: of P and V."""
+def products(config, dtype=Float8E4M3FN, dtype_p=Float8E4M3FN, columns: int | None = None) -> wgmma.Mma:
+    """As `wgmma.products`. dtype: of Q and K, e4m3 or int8; dtype_p: of P and V; columns: of V, of one instruction, if not all."""
     warpgroups, k = (config.tile_m // 64, 1, 1), OperandMajorMode.K
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     return wgmma.Mma(
         sm90.make_trivial_tiled_mma(dtype, dtype, k, k, sum_of(dtype), warpgroups, (64, config.tile_n), smem),
-        sm90.make_trivial_tiled_mma(dtype_p, dtype_p, k, k, sum_of(dtype_p), warpgroups, (64, wgmma.value_dim(config)), registers),
+        sm90.make_trivial_tiled_mma(
+            dtype_p, dtype_p, k, k, sum_of(dtype_p), warpgroups, (64, columns or wgmma.value_dim(config)), registers
+        ),
     )
 
 

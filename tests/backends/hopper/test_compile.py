@@ -33,6 +33,7 @@ from kernel_inventory import (
     EIGHT_BITS_TOO,
     EVERY,
     FEW,
+    IN_PIECES,
     LONG,
     MOST_WITH_TABLES,
     OF_FEW_KEYS_TOO,
@@ -64,6 +65,7 @@ from kernel_inventory import (
     of_forward,
     of_intervals,
     of_length,
+    of_pieces,
     of_quantiser,
     of_rung,
     of_tokens,
@@ -238,16 +240,22 @@ def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, 
     check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
 
 
+@pytest.mark.parametrize(("dtype", "sees", "centred"), slow(IN_PIECES), ids=str)
+def test_forward_in_eight_bits_promoted_in_pieces(dtype, sees, centred, inspect):
+    check_eight_bits(of_pieces(dtype, sees, centred), inspect)
+
+
 def check_eight_bits(kernel: Kernel, inspect):
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    groups, counts = 1 + {"all": 1, "causal": 2, "interval": 3}[config.sees], found.counts
-    scores, values = groups * config.head_dim // 32, groups * config.tile_n // 32
+    loops, counts = {"all": 1, "causal": 2, "interval": 3}[config.sees], found.counts
+    groups = 1 + loops if config.pieces == 1 else max(loops, 2)  # in pieces, the first tile has no code of its own
+    scores, values = groups * config.head_dim // 32, groups * config.pieces * config.tile_n // 32
     integers = config.dtype == torch.int8
     assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
-    assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
+    assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == (1 + config.pieces) * groups
     bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
     joined = config.tile_n // (4 if config.tokens_k or config.tokens_v else 8)  # words, at most
     assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (joined + 6) + bytes_of_hidden

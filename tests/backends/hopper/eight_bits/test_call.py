@@ -58,6 +58,14 @@ def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 
 
+@pytest.mark.parametrize(
+    ("sees", "fields"), [("all", {"promote": False}), ("all", {"pingpong": True}), ("all", {"wide_values": True}), ("runs", {})]
+)
+def test_pieces_are_refused_where_nothing_makes_them(sees, fields):
+    with pytest.raises(ValueError, match=r"pieces=2 goes with promote, without wide_values, pingpong and runs, got .*; leave pieces at 1"):
+        configure(torch.int8, torch.bfloat16, 256, 256, sees, **{"promote": True, "pieces": 2} | fields)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_signs_of_the_rotation(dim):
     """Bits k and 16 + k of a word are the k-th pair's, of a thread's 32 numbers: the channels in their order are those of the contract."""

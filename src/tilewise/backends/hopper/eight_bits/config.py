@@ -27,6 +27,7 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
+    pieces: int = 1  # of O's columns, promoted one after another, for which there are registers at head_dim_v 256, too
     centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
     wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
@@ -45,6 +46,14 @@ class Config(ScoreChanges):
     late = False
     bias_pairs = False
     from_zero = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pieces > 1 and (not self.promote or self.wide_values or self.pingpong or self.sees == "runs"):
+            raise ValueError(
+                f"pieces={self.pieces} goes with promote, without wide_values, pingpong and runs, got promote={self.promote}, "
+                f"wide_values={self.wide_values}, pingpong={self.pingpong} and sees={self.sees!r}; leave pieces at 1"
+            )
 
     @property
     def loses(self) -> bool:

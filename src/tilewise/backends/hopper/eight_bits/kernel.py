@@ -6,6 +6,7 @@ first; this file says what differs.
 - the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
   time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
   the units of the maximum that P was made with;
+- at head_dim_v 256 there are no registers for such a sum beside O and S. There it may take place in `pieces` of O's columns, while S is not there;
 - O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
@@ -24,7 +25,7 @@ from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes,
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
-from tilewise.backends.hopper.forward.seen import Seen
+from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Work
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -64,7 +65,7 @@ def launch(
     copies = Copies(*loads, epilogue.describe(rows[2], config))
     units, clusters = scheduler.cut(mO, mK, work, band.tables.order, config)
     found = Partials(work.sums, work.arrivals)
-    mma = eight_bits.products(config, dtype)
+    mma = eight_bits.products(config, dtype, columns=config.head_dim_v // config.pieces)
     if const_expr(config.wide_values):
         mma = mma._replace(pv=wgmma.product_of(config, config.head_dim_v, mO.element_type))
     kernel(copies, tensors, scales, work.counter, found, units, band, changes, mma, Layouts(*layouts), config).launch(
@@ -250,16 +251,21 @@ def attend(
     )
     tile.acc_O.fill(0.0)
     tile.rescale.fill(1.0)
+    if const_expr(config.pieces > 1 and config.tiles_of_values):
+        tile.unit.fill(1.0)
     if const_expr(config.cluster > 1):
         state = forward.leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.pieces > 1):
+        state = walk_in_pieces(tile, pipes, state, walk, config)
+    elif const_expr(config.sees == "runs"):
         state = forward.walk_runs(tile, pipes, state, walk, PASSES, config)
     else:
         state = forward.walk_tiles(tile, pipes, state, walk, None, PASSES, config)
     pipes.q.consumer_release(once)
     ends = last_product(tile, pipes, state, scales, block, config)
-    state.advance()
+    if const_expr(config.pieces == 1):
+        state.advance()
     if const_expr(config.cluster > 1):
         state = forward.leave_out(pipes, state, walk.first - walk.loaded_first)
     block, span = scheduler.consume(queue, done, config), None
@@ -339,6 +345,46 @@ PASSES = forward.Passes(first_scores, step)
 
 
 @cute.jit
+def step_in_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_block: Int32, ref: Int32, how: Constexpr[How], config: Constexpr[Config]
+):
+    """S, softmax and P V of tile n_block, one after another: there are no registers for two at once. The other warpgroup multiplies meanwhile."""
+    masked = const_expr(how == How.MASKED)
+    of_keys, tokens = factor_of(tile, n_block, masked, config), tokens_of(tile, n_block, config)
+    pipes.k.consumer_wait(state)
+    acc_S = issue_scores(tile, state, config)
+    factors = factors_of(tile, of_keys, masked)
+    seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
+    warpgroup.wait_group(0)
+    release(pipes.k, state, config)
+    rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
+    if const_expr(config.tiles_of_values):
+        to_units_of(tile, acc_S, n_block, rescale, config)
+    round_into(tile, acc_S, config)
+    add_pieces(tile, pipes, state, rescale, config)
+    state.advance()
+    return state
+
+
+IN_PIECES = forward.Passes(None, step_in_pieces)
+
+
+@cute.jit
+def walk_in_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """As `forward.walk_tiles`, but the last tile is in the loop of those to be masked: apart, its code would have O in registers of its own."""
+    masked, unmasked = walk.first, walk.last - 1
+    if const_expr(config.sees != "all"):
+        masked, unmasked = forward.seams(walk, unmasked)
+    state = forward.steps(tile, pipes, state, unmasked, walk.last, How.MASKED, IN_PIECES, config)
+    state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, IN_PIECES, config)
+    if const_expr(config.sees not in ("all", "causal")):
+        state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, IN_PIECES, config)
+    return state
+
+
+@cute.jit
 def factor_of(tile: Tile, n_block: Int32, masked: Constexpr[bool], config: Constexpr[Config]) -> Float32:
     """The scale of a tile of keys; asked for ahead of its products, under which it comes."""
     of_groups = tile.keys.factors if const_expr(masked or not config.loses) else tile.keys.whole
@@ -403,6 +449,36 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
     if const_expr(config.promote):
         acc = cute.make_rmem_tensor_like(tile.acc_O)
     forward.product(tile.mma.pv, acc, tile.P, tile.tOrV[None, None, None, state.index], not config.promote, config)
+    return acc
+
+
+@cute.jit
+def add_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, rescale: cute.Tensor, config: Constexpr[Config]):
+    """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, through the same registers.
+
+    The branch is always taken, of which ptxas does not know: it would multiply the next piece before it has added this one, whose sums would then
+    need registers beside the next one's.
+    """
+    forward.wait_for_values(tile, pipes, state, config)
+    for piece in range_constexpr(config.pieces):
+        acc = issue_piece(tile, state, piece, config)
+        warpgroup.wait_group(0)
+        O = cute.make_tensor(tile.acc_O.iterator + piece * cute.size(acc), acc.layout)
+        if const_expr(piece < config.pieces - 1):
+            if arch.grid_dim()[2] == 1:
+                eight_bits.add_scaled(O, rescale, acc)
+        else:
+            release(pipes.v, state, config)
+            eight_bits.add_scaled(O, rescale, acc)
+
+
+@cute.jit
+def issue_piece(tile: Tile, state: pipeline.PipelineState, piece: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """Issue P V for a piece of the columns, into fresh registers."""
+    V = tile.tOrV[None, piece, None, state.index]
+    layout = cute.make_layout((V.shape[0], 1, V.shape[1]), stride=(V.stride[0], 0, V.stride[1]))
+    acc = cute.make_rmem_tensor(tile.mma.pv.partition_shape_C((config.tile_m, config.head_dim_v // config.pieces)), Float32)
+    forward.product(tile.mma.pv, acc, tile.P, cute.make_tensor(V.iterator, layout), False, config)
     return acc
 
 
@@ -511,9 +587,10 @@ def move_nan(acc_S: cute.Tensor, factors: cute.Tensor):
 def last_product(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, scales: Scales, block: Block, config: Constexpr[Config]
 ) -> Statistics:
-    """The last P V, under which the rows are summed up, and what makes O of the sums."""
-    forward.wait_for_values(tile, pipes, state, config)
-    acc_N = issue_output(tile, state, config)
+    """The last P V (in pieces it is behind), under which the rows are summed up, and what makes O of the sums."""
+    if const_expr(config.pieces == 1):
+        forward.wait_for_values(tile, pipes, state, config)
+        acc_N = issue_output(tile, state, config)
     if const_expr(not config.modified):
         softmax.take_headroom(tile.rows.l, config)
         if const_expr(config.centred):
@@ -523,11 +600,12 @@ def last_product(
     shares = shares_of(tile.rows, inverse) if const_expr(config.sink and config.channels) else None
     softmax.take_headroom(inverse, config)
     early = None  # or there are no registers for it
-    if const_expr(config.promote and config.channels):
+    if const_expr(config.promote and config.channels and config.pieces == 1):
         early = channels_of(scales, block, 0, config)
-    warpgroup.wait_group(0)
-    release(pipes.v, state, config)
-    join(tile, acc_N, config)
+    if const_expr(config.pieces == 1):
+        warpgroup.wait_group(0)
+        release(pipes.v, state, config)
+        join(tile, acc_N, config)
     finish(tile, early, scales, block, Ends(inverse, lse, shares), config)
     return Statistics(lse, row_max)
 
