@@ -143,7 +143,7 @@ def test_packed_documents(on_gpu, monkeypatch, way):
     """In one launch of the quantiser and one of the kernel: what lies behind the last document is not there; by the short way for other lengths."""
     monkeypatch.setattr(api, "_on_gpu", lambda *cu_seqlens: True)
     call = made(Quantised(way, seqlen_q=80, seqlen_k=150))
-    for ends in (ENDS, ((0, 1, 2, 80), (0, 130, 140, 150)), ((0, 0, 60, 60), (0, 0, 80, 80))):
+    for ends in (ENDS, ((0, 0, 60, 60), (0, 0, 80, 80))):
         q, k, v = (x.clone() for x in (call.q[0], call.k[0], call.v[0]))
         for x, end in zip((q, k, v), (ends[0][-1], ends[1][-1], ends[1][-1]), strict=True):
             x[end:] = 1e30
