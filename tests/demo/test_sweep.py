@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from tilewise.demo import sweep as module
@@ -38,6 +39,7 @@ def test_errors_are_small_for_the_right_formula_and_found_in_a_wrong_one():
     assert all(math.isnan(error) for error in yardstick.errors(not_a_number))
 
 
+@pytest.mark.slow
 def test_sweep_has_a_point_for_each_contender_and_length(monkeypatch):
     monkeypatch.setattr(module, "TIMING_BUDGET_S", 0.01)
     seen = []
@@ -56,6 +58,7 @@ def test_half_precision_has_errors_of_its_own_size(monkeypatch):
     assert all(1e-4 < point.error_o < 3e-2 and 1e-4 < point.error_grad < 3e-1 for point in result.points)
 
 
+@pytest.mark.slow
 def test_naive_formula_stops_at_the_limit_and_says_so(monkeypatch):
     monkeypatch.setattr(module, "TIMING_BUDGET_S", 0.01)
     monkeypatch.setattr(module, "NAIVE_LIMIT_BYTES", 4 * 4 * 64 * 64)

@@ -117,6 +117,7 @@ def test_a_changed_figure_would_be_noticed(figures):
     assert not _same(figures.shown(text.replace(", 21]", ", 22]")), figures.walk())
 
 
+@pytest.mark.slow
 def test_drawing_is_deterministic(figures):
     for name in figures.FIGURES:
         text = figures.drawn(name)

@@ -138,7 +138,8 @@ def test_changed_scores(case, names):
 ENDS = (0, 20, 20, 70), (0, 30, 70, 130)
 
 
-@pytest.mark.parametrize("way", ["int8", pytest.param("int8_qk", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "int8_qk"])
 def test_packed_documents(on_gpu, monkeypatch, way):
     """In one launch of the quantiser and one of the kernel: what lies behind the last document is not there; by the short way for other lengths."""
     monkeypatch.setattr(api, "_on_gpu", lambda *cu_seqlens: True)

@@ -28,7 +28,6 @@ CASES = [
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=40, bias="hq", bias_hides=True, dtype="fp16")),
     Case(**ONE_HEAD | dict(mask=DOCUMENTS, seqlen_q=100, seqlen_k=130)),
     Case(**SMALL | dict(mask=SlidingWindow(20, 0), softcap=5.0, alibi="h", sink=True)),
-    Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=72, head_dim_v=40, mask=SlidingWindow(40, 3))),
     Case(**ONE_HEAD | dict(batch=2, mask=Padding((130, 60)) & Causal())),  # packed documents: entries.py
 ]
@@ -53,6 +52,7 @@ MORE = [
     ),
     *(Case(**SMALL | dict(mask=mask, seqlen_q=m, seqlen_k=n, head_dim=d)) for d in (64, 128) for mask, m, n in MOVED),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
+    Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),
     Case(**SMALL | dict(mask=Causal(), seqlen_q=30, seqlen_k=140, bias="q", bias_hides=True, lse_grad=True)),
     Case(**SMALL | dict(mask=Full(), seqlen_q=70, seqlen_k=140, bias="h", lse_grad=True)),
@@ -100,6 +100,7 @@ class Recorded(Emulated):
         return grads
 
 
+@pytest.mark.slow
 def test_o_may_lie_with_its_heads_first():
     call = make(replace(CAUSAL, heads_q=2), 0)
     o, lse = Emulated().forward(call)
@@ -122,7 +123,8 @@ FEWER = GROUPED | dict(batch=1, seqlen_k=200, heads_q=4)
 APART = [(SlidingWindow(40, 3), 64), (Causal(), 128), (Causal("top_left"), 72), (SlidingWindow(100, 9), 128), (Causal(), 96)]
 
 
-@pytest.mark.parametrize(("mask", "head_dim"), [APART[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in APART[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "head_dim"), APART, ids=str)
 def test_heads_of_a_group_apart(mask, head_dim, monkeypatch):
     """As on long sequences: each query head has thread blocks of its own, and dK and dV are summed over the group, with the same bits at any pace."""
     for name in ("CACHE", "WINDOW_CACHE"):
@@ -218,12 +220,13 @@ def test_infinities_of_dO_far_from_what_is_hidden():
     tolerance.check_gradients(call, grads, d_o, d_lse, tolerance.expected(call, d_o, d_lse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seqlens", "mask"),
     [
         ((31, 400), SlidingWindow(50, 0)),
-        pytest.param((129, 65), Causal(), marks=pytest.mark.slow),  # one block of keys; half a tile of queries sees nothing
-        pytest.param((130, 257), Causal("top_left"), marks=pytest.mark.slow),
+        ((129, 65), Causal()),  # one block of keys; half a tile of queries sees nothing
+        ((130, 257), Causal("top_left")),
     ],
     ids=str,
 )
@@ -327,12 +330,13 @@ FETCHED_TOGETHER = Case(**ONE_HEAD | dict(seqlen_q=500, seqlen_k=180, head_dim=1
 """The forward pass in clusters."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         FETCHED_TOGETHER,
         *(
-            pytest.param(Case(**ONE_HEAD | dict(seqlen_q=2100, head_dim=d, head_dim_v=128, mask=mask)), marks=pytest.mark.slow)
+            Case(**ONE_HEAD | dict(seqlen_q=2100, head_dim=d, head_dim_v=128, mask=mask))
             for d, mask in ((128, Causal("top_left")), (128, SlidingWindow(30, 50, "top_left")), (192, Causal("top_left")))
         ),
     ],
