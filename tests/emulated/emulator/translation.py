@@ -235,7 +235,11 @@ class Translation:
         address = f"{self.address(a, 'u8')} + {self.program.constant(offset, 'u8')}"
         return f"w.add_global({address}, {self.mask}, {self.kind}, {self.value(x, self.kind)})"
 
-    def of_atom(self, d, a, x):
+    def of_atom(self, d, a, x, y=None):
+        if {"cas", "global"} <= set(self.parts):
+            compared, swapped = (self.value(each, self.kind) for each in (x, y))
+            yield self.put(d, f"w.swap_global({self.address(a, 'u8')}, {self.mask}, {self.kind}, {compared}, {swapped})", self.kind)
+            return
         if {"or", "shared"} <= set(self.parts):
             yield self.put(d, f"w.or_shared({self.address(a, 'u4')}, {self.mask}, {self.value(x, self.kind)})", self.kind)
             return

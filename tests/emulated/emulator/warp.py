@@ -111,6 +111,17 @@ class Warp(Copies, Products):
             view[where] += x[lane]
         return before
 
+    def swap_global(self, addresses, m, kind, compared, swapped):
+        """What was there, for each lane; where that is what it is compared with, it is swapped."""
+        self.machine.events += 1
+        before = np.zeros(len(LANES), kind)
+        for lane in lanes_of(m):
+            ((_, view, (where,)),) = self.machine.memory.at(addresses[lane : lane + 1], kind, 1)
+            before[lane] = view[where]
+            if before[lane] == compared[lane]:
+                view[where] = swapped[lane]
+        return before
+
     def _shared(self, addresses, kind, n):
         """(view, index of the first number of each)."""
         size = n * kind.itemsize

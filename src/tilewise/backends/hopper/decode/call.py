@@ -269,11 +269,11 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
-        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
+        return Need(*grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
     split = -(-call.split // config.tile_n)
     most = -(-capacity_of(call) // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // of_unit)
-    return Need(*grid, units * most, units * (1 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs)
+    return Need(*grid, units * most, units * (2 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs)
 
 
 def stairs_of(group: int, tile_n: int, rows: int) -> tuple[int, int]:

@@ -66,9 +66,9 @@ class Config(ScoreChanges):
     wide: tuple[str, ...] = ()  # which of `operands.Lengths` are int64
     evict_first: bool = True  # what the L2 cache does with K and V
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
-    most_pieces: int = 40  # of a unit, that are added up at once; of more, groups of `group` first
+    most_pieces: int = 40  # of a unit with a split, that are added up at once; of more, groups of `group` first
     group: int = 12
-    halves: bool = True  # a row's pieces are added up twice as many at a time, where a unit has few rows; not with a fixed split
+    polls: int = 32  # of a block with nothing else to do, at least, until the other pieces of its unit are there
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
     row_max: bool = False
 
@@ -133,7 +133,7 @@ IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
 # Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
-LATENT_PIECES = {"most_pieces": 16, "halves": False}  # each is up to 128 KB, which one thread block adds up
+LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB
 
 
 @lru_cache(maxsize=256)
@@ -169,8 +169,6 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
-    if fields.get("split"):  # bits may not depend on how many rows a unit has
-        fields["halves"] = False
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 

@@ -59,7 +59,7 @@ class Smem(NamedTuple):
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
     V_by_token: cute.Tensor  # (tile_n, head_dim_v, kv_stages): the same memory
-    told: cute.Tensor  # (1,) int32: what one thread tells the others
+    told: cute.Tensor  # (2,) int32: what one thread tells the others
 
 
 class Shared(NamedTuple):
@@ -163,7 +163,7 @@ def allocate_raw(storage: SmemAllocator, dtype, config: Constexpr[Config]) -> Ra
 @cute.jit
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
     sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
-    told = storage.allocate_tensor(Int32, cute.make_layout(1), 16)
+    told = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
     by_token = sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.tile_n, config.head_dim_v), dtype, config.kv_stages)
     return Smem(sK, sV, cute.make_tensor(sV.iterator, by_token.outer), told)
 

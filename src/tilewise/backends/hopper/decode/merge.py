@@ -1,13 +1,15 @@
-"""Pieces of a unit that several thread blocks have computed: the last to arrive adds them up, in the order of their keys.
+"""Pieces of a unit that several thread blocks have computed, and their sum, in the order of their keys.
 
-A piece is O divided by its own sum, fp32, and the rows' log-sum-exp. Sums are weighted by exp(lse_i - lse) and taken in one fixed order, so the bits
-are the same whichever block comes last. Of many pieces, groups are added up first.
+A piece is O divided by its own sum, fp32, and the rows' log-sum-exp. Sums are weighted by exp(lse_i - lse) and taken in an order that the number of
+pieces alone decides, so the bits are the same whichever blocks add up (arrivals.py), and however many. Of many pieces of a fixed size, groups are
+added up first.
 """
 
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import rows, scheduler
+from tilewise.backends.hopper.decode import arrivals, rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Prior, Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
@@ -17,11 +19,10 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 from tilewise.sm90.fragments import LN2, LOG2_E
 from tilewise.sm90.pointers import known
 
-WARP, HALF = 32, 16
+WARP = 32
 WIDE = 4  # numbers that a thread reads or writes at a time
-PAIR = 2  # rows that a warp adds up at a time, each weighed by half of it
-ABREAST = 12  # pieces of a row that are read at a time; at most HALF
-ARRIVED = 2  # a named barrier
+PARTS = 4  # sums that a lane has at a time
+DEEP = 6  # reads for each of them at a time
 
 
 class Ending(NamedTuple):
@@ -37,30 +38,96 @@ class Level(NamedTuple):
     first: Int32
     step: Int32
     count: Int32
+    most: Int32  # as many as `count` may be, wherever the bits have to be the same
     counter: Int32
     plane: Int32  # of the log-sum-exps that are read
     last: Boolean  # the sum is the unit's
 
 
+class Spread(NamedTuple):
+    """How the numbers that a warp adds up at a time are spread over its lanes' sums: logarithms.
+
+    Of few pieces a warp has several rows, of more one row, of many some columns of one: with up to 6 pieces four rows of 128 columns, with up to 12
+    two, with 24 one row, with 48 half of it, with more a quarter, 96 pieces at a time. A lane has PARTS sums of WIDE columns.
+    """
+
+    strands: Int32  # of lanes: the pieces i, i + strands, ...; a warp has PARTS / strands rows
+    chunks: Int32  # of pieces that follow each other, a sum each
+
+    @property
+    def rows(self) -> Int32:
+        return Int32(PARTS) >> self.strands
+
+    @property
+    def columns(self) -> Int32:
+        return Int32(WARP * WIDE) >> self.chunks
+
+    @property
+    def width(self) -> Int32:
+        """Columns of a sum, over the lanes that have it."""
+        return Int32(WARP * WIDE) >> self.strands
+
+    @property
+    def deep(self) -> Int32:
+        """Pieces of a chunk."""
+        return Int32(DEEP) << self.strands
+
+
 @cute.jit
 def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit,
              shape: Shape, config: Constexpr[Config], column0: Constexpr[int] = 0):  # fmt: skip
-    """Keep this block's piece; the block that is last stores the unit. told: (1,) int32 in shared memory. column0: the first of O that this
+    """Keep this block's piece, and store of the unit what is this block's turn. told: (2,) int32 in shared memory. column0: the first of O that this
     warpgroup has.
     """
     keep(acc_O, lse, work, scheduler.slot_of(piece.number, piece, shape, config), unit, tensors.O.shape[3], column0, config)
-    grouped = piece.most > config.most_pieces
-    group = piece.number // config.group * config.group if grouped else Int32(0)
-    count = min(Int32(config.group), piece.count - group) if grouped else piece.count
-    level = Level(group, Int32(1), count, scheduler.counter_of(group, grouped, piece, shape, config), Int32(0), not grouped)
-    going = Boolean(True)
-    while going:
-        going = arrive(work.arrivals.iterator + level.counter, level.count, told, config)
-        if going:
-            add_up(level, tensors, work, ending, piece, unit, shape, config)
-            going = not level.last
-            counter, groups = scheduler.counter_of(Int32(0), Boolean(False), piece, shape, config), cute.ceil_div(piece.count, config.group)
-            level = Level(Int32(0), Int32(config.group), groups, counter, Int32(1), Boolean(True))
+    counter = scheduler.counter_of(piece)
+    level = Level(Int32(0), Int32(1), piece.count, piece.most, counter, Int32(0), Boolean(True))
+    if const_expr(not config.split):
+        sum_up(level, tensors, work, ending, told, piece, unit, shape, config)
+    else:
+        groups, most = (cute.ceil_div(x, config.group) for x in (piece.count, piece.most))
+        if piece.most > config.most_pieces:
+            first = piece.number // config.group * config.group
+            count, of_group = min(Int32(config.group), piece.count - first), scheduler.counter_of_group(first, piece, shape, config)
+            level = Level(first, Int32(1), count, Int32(config.group), of_group, Int32(0), Boolean(False))
+        going = Boolean(True)
+        while going:
+            going = sum_up(level, tensors, work, ending, told, piece, unit, shape, config) and not level.last
+            level = Level(Int32(0), Int32(config.group), groups, most, counter, Int32(1), Boolean(True))
+
+
+@cute.jit
+def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
+           config: Constexpr[Config]) -> Boolean:  # fmt: skip
+    """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
+
+    Slices of rows, for each warp about as much as it has on its way at a time. A unit of one slice is the last block's.
+    """
+    warps, spread = const_expr(config.threads // WARP), spread_of(level.most)
+    across = cute.ceil_div(tensors.O.shape[3], spread.columns)  # as many warps have a row side by side
+    height = spread.rows * max(warps // across, 1)
+    slices = cute.ceil_div(unit.rows, height)
+    shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
+    turn = arrivals.arrive(counter, level.count, shared, shared and piece.ends != 0, told, config)
+    if turn.step > 0:
+        before = arrivals.leave(counter, shared, turn)
+        for each in cutlass.range(turn.first, slices, turn.step, unroll=1):
+            for task in cutlass.range(arch.make_warp_uniform(arch.warp_idx()), height // spread.rows * across, warps, unroll=1):
+                row0, column0 = each * height + task // across * spread.rows, task % across * spread.columns
+                if row0 < unit.rows:
+                    add_up(level, spread, row0, column0, tensors, work, ending, piece, unit, shape, config)
+        arrivals.clear(counter, shared, turn, before)
+    return turn.step > 0
+
+
+@cute.jit
+def spread_of(pieces: Int32) -> Spread:
+    """For so many at most."""
+    strands, chunks = Int32(0), Int32(0)
+    for i in range_constexpr(2):
+        strands += Int32(pieces > DEEP << i)
+        chunks += Int32(pieces > DEEP << 2 + i)
+    return Spread(strands, chunks)
 
 
 @cute.jit
@@ -80,120 +147,120 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 
 @cute.jit
-def arrive(counter: cute.Pointer, count: Int32, told: cute.Tensor, config: Constexpr[Config]) -> Boolean:
-    """Whether this block is the last of `count`; what the others have written, it may then read.
+def add_up(level: Level, spread: Spread, row0: Int32, column0: Int32, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit,
+           shape: Shape, config: Constexpr[Config]):  # fmt: skip
+    """By a warp: `spread.columns` columns of `spread.rows` rows, into O and L or over the first of the level's pieces.
 
-    One thread's atomic operation releases what all threads wrote before the barrier, and acquires for all that come behind the next.
+    What weighs a row's pieces is computed by 8, 16 or all lanes, one piece each, and handed to the others: a lane that computed all weights for
+    itself would wait for one exponential after the other.
     """
-    arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
-    if arch.thread_idx()[0] == 0:
-        before = arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-        if before == count - 1:
-            counter.store(Int32(0))
-        told[0] = before
-    arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
-    return told[0] == count - 1
+    lane, dim, strands = arch.lane_idx(), tensors.O.shape[3], spread.strands
+    slot0, slot1, slot2 = (scheduler.slot_of(level.first + i * level.step, piece, shape, config) for i in range(3))
+    size, row_size, each = Int32(work.sums.stride[0]), Int32(work.sums.stride[1]), slot2 - slot1
+    strand = ((lane >> 4) + ((lane >> 3 & 1) << 1)) & ((Int32(1) << strands) - 1)
+    column = (lane & ((Int32(WARP) >> strands) - 1)) * WIDE  # of a sum's
+    chunk_of = [Int32(c) & ((Int32(1) << spread.chunks) - 1) for c in range(PARTS)]
+    # Whose weights this lane computes, and of which piece of a chunk.
+    own, number = row0 + (lane >> 3 + strands), lane & ((Int32(8) << strands) - 1)
+    weighs = number < spread.deep and own < unit.rows
+    total, part = cute.make_rmem_tensor((WIDE, PARTS), Float32), cute.make_rmem_tensor((WIDE, DEEP, PARTS), Float32)
+    lse, mine = (cute.make_rmem_tensor(PARTS, Float32) for _ in range(2))
+    top, weight = -Float32.inf, Float32(0.0)
+    total.fill(0.0)
+    for first in cutlass.range(0, level.count, spread.deep << spread.chunks, unroll=1):
+        lse.fill(-Float32.inf)
+        part.fill(0.0)
+        for c in range_constexpr(PARTS):
+            n = first + chunk_of[c] * spread.deep + number
+            if weighs and n < level.count:
+                lse[c] = work.lse[level.plane, slot0 if n == 0 else slot1 + (n - 1) * each, own]
+        for c in range_constexpr(PARTS):
+            n, row = first + chunk_of[c] * spread.deep + strand, row0 + (Int32(c) >> strands)
+            at = column0 + ((Int32(c) & ((Int32(1) << strands) - 1)) >> spread.chunks) * spread.width + column
+            there = (level.count - n + (Int32(1) << strands) - 1) >> strands if row < unit.rows and at < dim else Int32(0)
+            source, at = work.sums.iterator + (row * row_size + at), (slot1 + (n - 1) * each) * size
+            for k in range_constexpr(DEEP):
+                if k < there:
+                    own_place = slot0 * size if const_expr(k == 0) and n == 0 else at  # the very first piece has a slot of its own
+                    cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, k, c])
+                at += (each << strands) * size
+        higher = top
+        for c in range_constexpr(PARTS):
+            higher = arch.fmax(higher, lse[c])
+        higher = over_row(higher, strands, arch.fmax)
+        base = Float32(0.0) if higher == -Float32.inf else higher
+        before, weights, top = cute.math.exp2((top - base) * LOG2_E, fastmath=True), Float32(0.0), higher
+        for c in range_constexpr(PARTS):
+            mine[c] = cute.math.exp2((lse[c] - base) * LOG2_E, fastmath=True)
+            weights += mine[c] if chunk_of[c] == c else Float32(0.0)  # of each chunk once
+        weight = weight * before + over_row(weights, strands, operator.add)
+        for c in range_constexpr(PARTS):
+            of_row = Int32(c) >> strands << 3 + strands  # the first lane that weighs the row
+            factor = arch.shuffle_sync(before, of_row)
+            for i in range_constexpr(WIDE):
+                total[i, c] *= factor
+            for k in range_constexpr(DEEP):
+                factor = arch.shuffle_sync(mine[c], of_row + (Int32(k) << strands) + strand)
+                for i in range_constexpr(WIDE):
+                    total[i, c] += part[i, k, c] * factor
+    gather(total, spread)
+    whole = top + cute.math.log2(weight) * LN2
+    whole = -Float32.inf if weight == 0.0 else whole
+    factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
+    if level.last:
+        token, head = rows.place_of(min(own, unit.rows - 1), unit)
+        whole, share, earlier = weights_of(whole, ending, unit, token, head, config)
+        factor *= share
+    weights, column = (factor, earlier, whole), column0 + (strand >> spread.chunks) * spread.width + column
+    for j in range_constexpr(PARTS):
+        if j < spread.rows:
+            row, (factor, earlier, of_row) = row0 + j, (arch.shuffle_sync(x, Int32(j) << 3 + strands) for x in weights)
+            if row < unit.rows and column < dim and strand & ((Int32(1) << spread.chunks) - 1) == 0:
+                if level.last:
+                    store_sum(total[None, j], factor, earlier, of_row, tensors, ending, unit, row, column, config)
+                else:
+                    for i in range_constexpr(WIDE):
+                        total[i, j] *= factor
+                    cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
+                    if column == 0:
+                        work.lse[1, slot0, row] = of_row
 
 
 @cute.jit
-def add_up(level: Level, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit, shape: Shape,
-           config: Constexpr[Config]):  # fmt: skip
-    """By all that compute: of the level's pieces the sum, into O and L or over the first of them.
-
-    A warp has PAIR rows at a time, and a lane WIDE columns of both. What weighs a row's pieces is computed by the lanes of half a warp, one each, and
-    handed to the others: a lane that computed all weights for itself would wait for one exponential after the other. Where a warp has one row,
-    it has twice as many pieces of it at a time, in two sums, which are added up in the end.
-    """
-    warp, lane, warps = arch.make_warp_uniform(arch.warp_idx()), arch.lane_idx(), const_expr(config.threads // WARP)
-    dim, slot0, slot1, slot2 = (
-        tensors.O.shape[3],
-        *(scheduler.slot_of(level.first + i * level.step, piece, shape, config) for i in range(3)),
-    )
-    size, row_size = Int32(work.sums.stride[0]), Int32(work.sums.stride[1])
-    total, part = cute.make_rmem_tensor((WIDE, PAIR), Float32), cute.make_rmem_tensor((WIDE, ABREAST, PAIR), Float32)
-    of_pair, of_piece, at_once = warps, Int32(0), Int32(ABREAST)  # how far the second sum's row and first piece are from the first's
-    if const_expr(config.halves):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if unit.rows <= warps:
-            of_pair, of_piece, at_once = Int32(0), Int32(ABREAST), Int32(PAIR * ABREAST)
-    for row0 in cutlass.range(warp, unit.rows, PAIR * warps, unroll=1):
-        # Whose weights this lane computes, and of which piece.
-        own, number = row0 + lane // HALF * of_pair, lane % HALF + lane // HALF * of_piece
-        for column0 in cutlass.range(0, dim, WARP * WIDE, unroll=1):
-            column = column0 + lane * WIDE
-            top, weight = -Float32.inf, Float32(0.0)
-            total.fill(0.0)
-            for first in cutlass.range(0, level.count, at_once, unroll=1):
-                lse = -Float32.inf
-                if lane % HALF < ABREAST and first + number < level.count and own < unit.rows:
-                    slot = slot1 + (first + number - 1) * (slot2 - slot1)
-                    lse = work.lse[level.plane, slot0 if first + number == 0 else slot, own]
-                part.fill(0.0)
-                for j in range_constexpr(PAIR):
-                    row, begin = row0 + j * of_pair, first + j * of_piece
-                    there = level.count - begin if row < unit.rows and column < dim else Int32(0)
-                    source = work.sums.iterator + row * row_size + column
-                    at = (slot1 + (begin - 1) * (slot2 - slot1)) * size  # of piece `begin`, but that the very first has a slot of its own
-                    for i in range_constexpr(ABREAST):
-                        if i < there:
-                            own_place = slot0 * size if const_expr(i == 0) and begin == 0 else at
-                            cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, i, j])
-                        at += (slot2 - slot1) * size
-                higher = arch.fmax(top, over_half(lse, arch.fmax))
-                base = Float32(0.0) if higher == -Float32.inf else higher
-                before, mine = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (top, lse))
-                weight, top = weight * before + over_half(mine, operator.add), higher
-                for j in range_constexpr(PAIR):
-                    factor = arch.shuffle_sync(before, j * HALF)
-                    for c in range_constexpr(WIDE):
-                        total[c, j] *= factor
-                    for i in range_constexpr(ABREAST):
-                        factor = arch.shuffle_sync(mine, j * HALF + i)
-                        for c in range_constexpr(WIDE):
-                            total[c, j] += part[c, i, j] * factor
-            if const_expr(config.halves):  # noqa: SIM102 - as above
-                if of_piece > 0:
-                    top, weight = sum_of_halves(total, top, weight)
-            whole = top + cute.math.log2(weight) * LN2
-            whole = -Float32.inf if weight == 0.0 else whole
-            factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
-            if level.last:
-                token, head = rows.place_of(min(own, unit.rows - 1), unit)
-                whole, share, earlier = weights_of(whole, ending, unit, token, head, config)
-                factor *= share
-            weights = factor, earlier, whole
-            for j in range_constexpr(PAIR):
-                row, (factor, earlier, of_row) = row0 + j * warps, (arch.shuffle_sync(x, j * HALF) for x in weights)
-                if row < unit.rows and column < dim and (const_expr(j == 0) or of_piece == 0):
-                    if level.last:
-                        store_sum(total[None, j], factor, earlier, of_row, tensors, ending, unit, row, column, config)
-                    else:
-                        for c in range_constexpr(WIDE):
-                            total[c, j] *= factor
-                        cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
-                        if column == 0:
-                            work.lse[1, slot0, row] = of_row
+def gather(total: cute.Tensor, spread: Spread):
+    """Sums of chunks and of strands, to where they are stored: strand i of 2 or 4 ends with those whose number is i, from the first on."""
+    low, high = arch.lane_idx() >> 4 == 0, arch.lane_idx() >> 3 & 1 == 0
+    if spread.chunks >= 1:
+        for i in range_constexpr(WIDE):
+            total[i, 0] += total[i, 1]
+            total[i, 2] += total[i, 3]
+    if spread.chunks == 2:
+        for i in range_constexpr(WIDE):
+            total[i, 0] += total[i, 2]
+    if spread.strands >= 1:
+        for i in range_constexpr(WIDE):
+            total[i, 0] = exchanged(total[i, 0], total[i, 1], low, WARP // 2)
+            total[i, 1] = exchanged(total[i, 2], total[i, 3], low, WARP // 2)
+    if spread.strands == 2:
+        for i in range_constexpr(WIDE):
+            total[i, 0] = exchanged(total[i, 0], total[i, 1], high, WARP // 4)
 
 
 @cute.jit
-def sum_of_halves(total: cute.Tensor, top: Float32, weight: Float32) -> tuple[Float32, Float32]:
-    """Of both sums of one row into the first; each half of a warp has the maximum and the weight of one, and gets those of both."""
-    others = arch.shuffle_sync_bfly(top, HALF)
-    higher = arch.fmax(top, others)
-    base = Float32(0.0) if higher == -Float32.inf else higher
-    mine = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
-    factors = [arch.shuffle_sync(mine, j * HALF) for j in range(PAIR)]
-    for c in range_constexpr(WIDE):
-        total[c, 0] = total[c, 0] * factors[0] + total[c, 1] * factors[1]
-    weights = [arch.shuffle_sync(weight * mine, j * HALF) for j in range(PAIR)]
-    return higher, weights[0] + weights[1]
+def exchanged(x: Float32, y: Float32, first: Boolean, distance: Constexpr[int]) -> Float32:
+    """x of this lane and of the other one, added up, where this is the first of both, or y."""
+    kept, given = x if first else y, y if first else x
+    return kept + arch.shuffle_sync_bfly(given, distance)
 
 
-def over_half(x: Float32, combine) -> Float32:
-    """Of a number of each lane, combined over half a warp, in the same order for every lane."""
-    distance = HALF // 2
-    while distance:
-        x = combine(x, arch.shuffle_sync_bfly(x, distance))
-        distance //= 2
+@cute.jit
+def over_row(x: Float32, strands: Int32, combine: Constexpr[Callable]) -> Float32:
+    """Of a number of each lane, combined over the lanes that weigh a row, in the same order for every lane."""
+    for i in range_constexpr(3):
+        x = combine(x, arch.shuffle_sync_bfly(x, 1 << i))
+    for i in range_constexpr(2):
+        both = combine(x, arch.shuffle_sync_bfly(x, 8 << i))
+        x = both if strands > i else x
     return x
 
 

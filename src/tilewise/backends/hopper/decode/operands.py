@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
     sums: Tensor  # (slots, rows of a unit at most, head_dim_v) fp32: O of each piece
     lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
-    arrivals: Tensor  # (counters,) int32
+    arrivals: Tensor  # (counters,) int32: two a unit, one a group
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most

@@ -125,6 +125,7 @@ class Piece(NamedTuple):
     most: Int32  # pieces of a unit that sees all that its sequence's rows see
     origin: Int32  # the block of the first piece, or with a split the unit
     next: Int32  # the place in the row behind the unit
+    ends: Int32  # 1: the block has nothing else to do
 
 
 @cute.jit
@@ -351,7 +352,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
-    return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each)
+    return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each, Int32(begin + each >= shares.end))
 
 
 @cute.jit
@@ -368,7 +369,7 @@ def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
     size = shape.split.divisor
     begin = (piece.first // shape.split + i) * size
     first, last = max(piece.first, begin), min(piece.last, begin + size)
-    rest = piece.count, piece.most, piece.origin, piece.next
+    rest = piece.count, piece.most, piece.origin, piece.next, piece.ends if last == piece.last else Int32(0)
     return Piece(piece.head_k, piece.row0, first, last, piece.begin, piece.end, piece.number + i, *rest)
 
 
@@ -387,12 +388,13 @@ def slot_of(j: Int32, piece: Piece, shape: Shape, config: Constexpr[Config]) -> 
     return 2 * (piece.origin + j) + (1 if j == 0 else 0)
 
 
+def counter_of(piece: Piece) -> Int32:
+    """Where the pieces of a unit count themselves: the first of two words (arrivals.py)."""
+    return 2 * piece.origin
+
+
 @cute.jit
-def counter_of(group: Int32, grouped: Boolean, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
-    """Where the pieces of a unit count themselves, or those of the group that begins with piece `group`."""
-    if const_expr(config.split):
-        groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k
-        units = units * units_of(shape.queries, shape)
-        return units + piece.origin * groups + group // config.group if grouped else piece.origin
-    columns, blocks, _ = arch.grid_dim()
-    return columns * blocks + slot_of(group, piece, shape, config) if grouped else piece.origin
+def counter_of_group(first: Int32, piece: Piece, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Where those of a group do, with a split: one word. first: the group's first piece."""
+    groups, units = cute.ceil_div(shape.most_pieces, config.group), shape.batch * shape.heads_k * units_of(shape.queries, shape)
+    return 2 * units + piece.origin * groups + first // config.group

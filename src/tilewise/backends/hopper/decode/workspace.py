@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.decode.operands import Work
 
-RESERVE = 1 << 21  # counters of a device's reserve: of 5,000 launches in captured graphs
+RESERVE = 1 << 21  # counters of a device's reserve: of 7,900 launches in captured graphs
 
 _KEPT: dict[tuple, tuple[Tensor, Tensor]] = {}  # by device and stream: memory for pieces, and counters
 _RESERVES: dict[torch.device, tuple[Tensor, int]] = {}  # and how many are taken
