@@ -92,7 +92,8 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
             level = Level(first, Int32(1), count, Int32(config.group), of_group, Int32(0), Boolean(False))
         going = Boolean(True)
         while going:
-            going = sum_up(level, tensors, work, ending, told, piece, unit, shape, config) and not level.last
+            summed = sum_up(level, tensors, work, ending, told, piece, unit, shape, config)
+            going = summed and not level.last
             level = Level(Int32(0), Int32(config.group), groups, most, counter, Int32(1), Boolean(True))
 
 
