@@ -236,14 +236,15 @@ class Translation:
         return f"w.add_global({address}, {self.mask}, {self.kind}, {self.value(x, self.kind)})"
 
     def of_atom(self, d, a, x, y=None):
-        if {"cas", "global"} <= set(self.parts):
-            compared, swapped = (self.value(each, self.kind) for each in (x, y))
-            yield self.put(d, f"w.swap_global({self.address(a, 'u8')}, {self.mask}, {self.kind}, {compared}, {swapped})", self.kind)
-            return
         if {"or", "shared"} <= set(self.parts):
             yield self.put(d, f"w.or_shared({self.address(a, 'u4')}, {self.mask}, {self.value(x, self.kind)})", self.kind)
-            return
-        yield self.put(d, self._added(a, x), self.kind)
+        elif {"cas", "global"} <= set(self.parts):
+            given = f"{self.mask}, {self.kind}, {self.value(x, self.kind)}, {self.value(y, self.kind)}"
+            yield self.put(d, f"w.swap_global({self.address(a, 'u8')}, {given})", self.kind)
+        elif {"inc", "global"} <= set(self.parts):
+            yield self.put(d, f"w.count_global({self.address(a, 'u8')}, {self.mask}, {self.kind}, {self.value(x, self.kind)})", self.kind)
+        else:
+            yield self.put(d, self._added(a, x), self.kind)
 
     def of_red(self, a, x):
         for i, each in enumerate(split(x.strip("{}"))):

@@ -103,23 +103,22 @@ class Warp(Copies, Products):
 
     def add_global(self, addresses, m, kind, x):
         """What was there, for each lane."""
-        self.machine.events += 1
-        before = np.zeros(len(LANES), kind)
-        for lane in lanes_of(m):
-            ((_, view, (where,)),) = self.machine.memory.at(addresses[lane : lane + 1], kind, 1)
-            before[lane] = view[where]
-            view[where] += x[lane]
-        return before
+        return self._update_global(addresses, m, kind, lambda before, lane: before + x[lane])
+
+    def count_global(self, addresses, m, kind, most):
+        """Likewise, one more, or 0 behind `most`."""
+        return self._update_global(addresses, m, kind, lambda before, lane: before + kind.type(1) if before < most[lane] else kind.type(0))
 
     def swap_global(self, addresses, m, kind, compared, swapped):
-        """What was there, for each lane; where that is what it is compared with, it is swapped."""
+        return self._update_global(addresses, m, kind, lambda before, lane: swapped[lane] if before == compared[lane] else before)
+
+    def _update_global(self, addresses, m, kind, after):
         self.machine.events += 1
         before = np.zeros(len(LANES), kind)
         for lane in lanes_of(m):
             ((_, view, (where,)),) = self.machine.memory.at(addresses[lane : lane + 1], kind, 1)
             before[lane] = view[where]
-            if before[lane] == compared[lane]:
-                view[where] = swapped[lane]
+            view[where] = after(before[lane], lane)
         return before
 
     def _shared(self, addresses, kind, n):

@@ -4,7 +4,7 @@ A unit has two words in global memory, 0 between launches. The first one counts 
 them that have left again, a field each; what is in it is decided by single atomic operations, so all blocks agree on it. A block waits for a bounded
 time: not all of a launch's blocks need to run at once, and no cooperative launch is needed. Blocks leave in the order in which they came. Hence those
 that are still there when the last piece comes are numbered without a gap, and each knows its part of the sum without asking again. When all pieces
-are there, nobody comes or leaves. Each block counts itself at the second word when it will not read the first one again; the last sets both to 0.
+are there, nobody comes or leaves. Each block counts itself at the second word when it will not read the first one again; the last one sets both to 0.
 """
 
 from typing import NamedTuple
@@ -26,17 +26,19 @@ class Turn(NamedTuple):
 
 
 @cute.jit
-def arrive(counter: cute.Pointer, count: Int32, shared: Boolean, waits: Boolean, told: cute.Tensor, config: Constexpr[Config]) -> Turn:
+def arrive(
+    counter: cute.Pointer, count: Int32, shared: Boolean, waits: Boolean, polls: Int32, told: cute.Tensor, config: Constexpr[Config]
+) -> Turn:
     """By all that compute, when their piece of `count` is in memory; what other blocks have written there, they may read in their turn.
 
-    shared: whether blocks wait for the unit; waits: whether this one does. told: (2,) int32 in shared memory. One thread's atomic operation releases
-    what all threads wrote before the barrier, and what it acquires holds for all that come behind the next.
+    shared: whether blocks wait for the unit; waits: whether this one does, and looks `polls` times at least. told: (2,) int32 in shared memory. One
+    thread's atomic operation releases what all threads wrote before the barrier, and what it acquires holds for all that come behind the next.
     """
     arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
     if arch.thread_idx()[0] == 0:
         first, step = Int32(0), Int32(0)
         if shared:
-            first, step = join(counter, count, waits, config)
+            first, step = join(counter, count, waits, polls)
         elif arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") == count - 1:
             counter.store(Int32(0))
             step = Int32(1)
@@ -46,17 +48,17 @@ def arrive(counter: cute.Pointer, count: Int32, shared: Boolean, waits: Boolean,
 
 
 @cute.jit
-def join(counter: cute.Pointer, count: Int32, waits: Boolean, config: Constexpr[Config]) -> Turn:
+def join(counter: cute.Pointer, count: Int32, waits: Boolean, polls: Int32) -> Turn:
     """By one thread. The latest to come has the first slices, as it knows at once that all pieces are there."""
     mine = Int32(1 + WAITS) if waits else Int32(1)
     seen = arch.atomic_add(counter, mine, sem="acq_rel", scope="gpu") + mine
-    order, polls = field(seen, 1) - 1, Int32(0)  # among those that wait
+    order = field(seen, 1) - 1  # among those that wait
     going = waits and field(seen, 0) < count
     while going:
         seen = now_at(counter)
-        polls += 1
+        polls -= 1
         going = field(seen, 0) < count
-        if going and polls >= config.polls and field(seen, 2) == order:
+        if going and polls <= 0 and field(seen, 2) == order:
             going = arch.atomic_cas(counter, cmp=seen, val=seen + LEFT, sem="acq_rel", scope="gpu") != seen
     first, step = Int32(0), Int32(0)
     if field(seen, 0) == count:
@@ -81,16 +83,16 @@ def now_at(counter: cute.Pointer) -> Int32:
 
 @cute.jit
 def leave(counter: cute.Pointer, shared: Boolean, turn: Turn) -> Int32:
-    """Counts a block with a turn, by one thread. Returns how many were counted before."""
+    """Counts a block with a turn, by one thread. Returns how many were counted before; the last one's sets the second word to 0."""
     before = Int32(0)
     if shared and turn.step > 1 and arch.thread_idx()[0] == 0:
-        before = arch.atomic_add(counter + 1, Int32(1), sem="relaxed", scope="gpu")
+        ptx = "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};"
+        before = arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[(counter + 1).toint(), turn.step - 1])
     return before
 
 
 @cute.jit
 def clear(counter: cute.Pointer, shared: Boolean, turn: Turn, before: Int32):
-    """By the last one that `leave` has counted."""
+    """The first word, by the last one that `leave` has counted."""
     if shared and before == turn.step - 1 and arch.thread_idx()[0] == 0:
         counter.store(Int32(0))
-        (counter + 1).store(Int32(0))

@@ -68,7 +68,6 @@ class Config(ScoreChanges):
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit with a split, that are added up at once; of more, groups of `group` first
     group: int = 12
-    polls: int = 32  # of a block with nothing else to do, at least, until the other pieces of its unit are there
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
     row_max: bool = False
 

@@ -21,8 +21,12 @@ from tilewise.sm90.pointers import known
 
 WARP = 32
 WIDE = 4  # numbers that a thread reads or writes at a time
-PARTS = 4  # sums that a lane has at a time
-DEEP = 6  # reads for each of them at a time
+SUMS = 4  # that a lane has at a time
+DEEP = 6  # pieces that are read for each of them at a time; so many are few
+FEW = 8  # lanes that weigh a row's few pieces, or that lie side by side where there are more
+STRANDS = WARP // FEW
+CHUNK = STRANDS * DEEP  # pieces of a sum, over its strands
+COLUMNS = (WARP * WIDE).bit_length() - 1  # of a warp: a logarithm
 
 
 class Ending(NamedTuple):
@@ -42,35 +46,6 @@ class Level(NamedTuple):
     counter: Int32
     plane: Int32  # of the log-sum-exps that are read
     last: Boolean  # the sum is the unit's
-
-
-class Spread(NamedTuple):
-    """How the numbers that a warp adds up at a time are spread over its lanes' sums: logarithms.
-
-    Of few pieces a warp has several rows, of more one row, of many some columns of one: with up to 6 pieces four rows of 128 columns, with up to 12
-    two, with 24 one row, with 48 half of it, with more a quarter, 96 pieces at a time. A lane has PARTS sums of WIDE columns.
-    """
-
-    strands: Int32  # of lanes: the pieces i, i + strands, ...; a warp has PARTS / strands rows
-    chunks: Int32  # of pieces that follow each other, a sum each
-
-    @property
-    def rows(self) -> Int32:
-        return Int32(PARTS) >> self.strands
-
-    @property
-    def columns(self) -> Int32:
-        return Int32(WARP * WIDE) >> self.chunks
-
-    @property
-    def width(self) -> Int32:
-        """Columns of a sum, over the lanes that have it."""
-        return Int32(WARP * WIDE) >> self.strands
-
-    @property
-    def deep(self) -> Int32:
-        """Pieces of a chunk."""
-        return Int32(DEEP) << self.strands
 
 
 @cute.jit
@@ -98,40 +73,6 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
 
 
 @cute.jit
-def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
-           config: Constexpr[Config]) -> Boolean:  # fmt: skip
-    """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
-
-    Slices of rows, for each warp about as much as it has on its way at a time. A unit of one slice is the last block's.
-    """
-    warps, spread = const_expr(config.threads // WARP), spread_of(level.most)
-    across = cute.ceil_div(tensors.O.shape[3], spread.columns)  # as many warps have a row side by side
-    height = spread.rows * max(warps // across, 1)
-    slices = cute.ceil_div(unit.rows, height)
-    shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
-    turn = arrivals.arrive(counter, level.count, shared, shared and piece.ends != 0, told, config)
-    if turn.step > 0:
-        before = arrivals.leave(counter, shared, turn)
-        for each in cutlass.range(turn.first, slices, turn.step, unroll=1):
-            for task in cutlass.range(arch.make_warp_uniform(arch.warp_idx()), height // spread.rows * across, warps, unroll=1):
-                row0, column0 = each * height + task // across * spread.rows, task % across * spread.columns
-                if row0 < unit.rows:
-                    add_up(level, spread, row0, column0, tensors, work, ending, piece, unit, shape, config)
-        arrivals.clear(counter, shared, turn, before)
-    return turn.step > 0
-
-
-@cute.jit
-def spread_of(pieces: Int32) -> Spread:
-    """For so many at most."""
-    strands, chunks = Int32(0), Int32(0)
-    for i in range_constexpr(2):
-        strands += Int32(pieces > DEEP << i)
-        chunks += Int32(pieces > DEEP << 2 + i)
-    return Spread(strands, chunks)
-
-
-@cute.jit
 def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Unit, dim: Int32, column0: Constexpr[int],
          config: Constexpr[Config]):  # fmt: skip
     O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
@@ -148,63 +89,97 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 
 @cute.jit
-def add_up(level: Level, spread: Spread, row0: Int32, column0: Int32, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit,
-           shape: Shape, config: Constexpr[Config]):  # fmt: skip
-    """By a warp: `spread.columns` columns of `spread.rows` rows, into O and L or over the first of the level's pieces.
+def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
+           config: Constexpr[Config]) -> Boolean:  # fmt: skip
+    """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
 
-    What weighs a row's pieces is computed by 8, 16 or all lanes, one piece each, and handed to the others: a lane that computed all weights for
-    itself would wait for one exponential after the other.
+    Of few pieces a warp adds up four rows at a time. Of up to 24 it has one row of 128 columns, of up to 48 half of it, of more a quarter. A slice of
+    rows is what all warps have at a time; a unit of one slice is the last block's. All sizes are powers of two, as divisions take time.
     """
-    lane, dim, strands = arch.lane_idx(), tensors.O.shape[3], spread.strands
+    few, warps = level.most <= DEEP, const_expr((config.threads // WARP).bit_length() - 1)
+    rows_each, chunks = Int32(2) if few else Int32(0), Int32(level.most > CHUNK) + Int32(level.most > 2 * CHUNK)
+    across = max(chunks + const_expr((config.head_dim_v - 1).bit_length() - COLUMNS), 0)  # as many warps have a row side by side
+    height = rows_each + max(warps - across, 0)
+    slices = (unit.rows + (Int32(1) << height) - 1) >> height
+    shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
+    turn = arrivals.arrive(counter, level.count, shared, shared and piece.ends != 0, work.polls, told, config)
+    if turn.step > 0:
+        before, tasks = arrivals.leave(counter, shared, turn), Int32(1) << (height - rows_each + across)
+        for each in cutlass.range(turn.first, slices, turn.step, unroll=1):
+            for task in cutlass.range(arch.make_warp_uniform(arch.warp_idx()), tasks, const_expr(1 << warps), unroll=1):
+                row0 = (each << height) + (task >> across << rows_each)
+                column0 = (task & ((Int32(1) << across) - 1)) << (COLUMNS - chunks)
+                if row0 < unit.rows:
+                    if few:
+                        add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, True, config)
+                    else:
+                        add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, False, config)
+        arrivals.clear(counter, shared, turn, before)
+    return turn.step > 0
+
+
+@cute.jit
+def add_up(level: Level, row0: Int32, column0: Int32, chunks: Int32, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit,
+           shape: Shape, few: Constexpr[bool], config: Constexpr[Config]):  # fmt: skip
+    """By a warp: 128 columns of four rows, where pieces are few; else 128 >> chunks columns of one. Into O and L, or over the first of the pieces.
+
+    A lane has SUMS sums of WIDE columns: of four rows, or of a row's columns or chunks of pieces, or both. Where pieces are not few, 8 lanes lie side
+    by side, and each of four strands of lanes has every fourth piece. What weighs pieces is computed by a lane each, and handed to the others: a lane
+    that computed all weights for itself would wait for one exponential after the other.
+    """
+    lane, dim = arch.lane_idx(), tensors.O.shape[3]
     slot0, slot1, slot2 = (scheduler.slot_of(level.first + i * level.step, piece, shape, config) for i in range(3))
-    size, row_size, each = Int32(work.sums.stride[0]), Int32(work.sums.stride[1]), slot2 - slot1
-    strand = ((lane >> 4) + ((lane >> 3 & 1) << 1)) & ((Int32(1) << strands) - 1)
-    column = (lane & ((Int32(WARP) >> strands) - 1)) * WIDE  # of a sum's
-    chunk_of = [Int32(c) & ((Int32(1) << spread.chunks) - 1) for c in range(PARTS)]
-    # Whose weights this lane computes, and of which piece of a chunk.
-    own, number = row0 + (lane >> 3 + strands), lane & ((Int32(8) << strands) - 1)
-    weighs = number < spread.deep and own < unit.rows
-    total, part = cute.make_rmem_tensor((WIDE, PARTS), Float32), cute.make_rmem_tensor((WIDE, DEEP, PARTS), Float32)
-    lse, mine = (cute.make_rmem_tensor(PARTS, Float32) for _ in range(2))
+    size, row_size, rows_kept, each = Int32(work.sums.stride[0]), Int32(work.sums.stride[1]), Int32(work.lse.stride[1]), slot2 - slot1
+    strand, number, own, column = Int32(0), lane % FEW, row0 + lane // FEW, lane * WIDE
+    if const_expr(not few):
+        strand, number, own, column = (lane >> 4) + ((lane >> 3 & 1) << 1), lane, row0, lane % FEW * WIDE
+    lse_of, weighs = work.lse[level.plane, 0, None].iterator + own, number < (DEEP if const_expr(few) else CHUNK) and own < unit.rows
+    total, part = cute.make_rmem_tensor((WIDE, SUMS), Float32), cute.make_rmem_tensor((WIDE, DEEP, SUMS), Float32)
+    lse, mine = (cute.make_rmem_tensor(SUMS, Float32) for _ in range(2))
     top, weight = -Float32.inf, Float32(0.0)
     total.fill(0.0)
-    for first in cutlass.range(0, level.count, spread.deep << spread.chunks, unroll=1):
+    for first in cutlass.range(0, level.count, const_expr(DEEP if few else SUMS * CHUNK), unroll=1):
         lse.fill(-Float32.inf)
         part.fill(0.0)
-        for c in range_constexpr(PARTS):
-            n = first + chunk_of[c] * spread.deep + number
+        for c in range_constexpr(1 if few else SUMS):
+            n = first + c * CHUNK + number
             if weighs and n < level.count:
-                lse[c] = work.lse[level.plane, slot0 if n == 0 else slot1 + (n - 1) * each, own]
-        for c in range_constexpr(PARTS):
-            n, row = first + chunk_of[c] * spread.deep + strand, row0 + (Int32(c) >> strands)
-            at = column0 + ((Int32(c) & ((Int32(1) << strands) - 1)) >> spread.chunks) * spread.width + column
-            there = (level.count - n + (Int32(1) << strands) - 1) >> strands if row < unit.rows and at < dim else Int32(0)
+                slot = slot0 if const_expr(c == 0) and n == 0 else slot1 + (n - 1) * each
+                lse[c] = (lse_of + slot * rows_kept).load()
+        for c in range_constexpr(SUMS):
+            n, row, at = first + strand, row0, column0 + column
+            if const_expr(few):
+                row += c
+            else:
+                n += (c & ((Int32(1) << chunks) - 1)) * CHUNK
+                at += (Int32(c) >> chunks) * (FEW * WIDE)
+            there = level.count - n if row < unit.rows and at < dim else Int32(0)
             source, at = work.sums.iterator + (row * row_size + at), (slot1 + (n - 1) * each) * size
             for k in range_constexpr(DEEP):
-                if k < there:
+                if k * const_expr(1 if few else STRANDS) < there:
                     own_place = slot0 * size if const_expr(k == 0) and n == 0 else at  # the very first piece has a slot of its own
                     cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, k, c])
-                at += (each << strands) * size
-        higher = top
-        for c in range_constexpr(PARTS):
-            higher = arch.fmax(higher, lse[c])
-        higher = over_row(higher, strands, arch.fmax)
+                at += const_expr(1 if few else STRANDS) * each * size
+        arch.sync_warp()  # all reads are on their way before the first shuffle waits for one
+        higher = over_row(arch.fmax(arch.fmax(lse[0], lse[1]), arch.fmax(lse[2], lse[3])), few, arch.fmax)
+        higher = arch.fmax(top, higher)
         base = Float32(0.0) if higher == -Float32.inf else higher
-        before, weights, top = cute.math.exp2((top - base) * LOG2_E, fastmath=True), Float32(0.0), higher
-        for c in range_constexpr(PARTS):
+        before, top = cute.math.exp2((top - base) * LOG2_E, fastmath=True), higher
+        for c in range_constexpr(SUMS):
             mine[c] = cute.math.exp2((lse[c] - base) * LOG2_E, fastmath=True)
-            weights += mine[c] if chunk_of[c] == c else Float32(0.0)  # of each chunk once
-        weight = weight * before + over_row(weights, strands, operator.add)
-        for c in range_constexpr(PARTS):
-            of_row = Int32(c) >> strands << 3 + strands  # the first lane that weighs the row
-            factor = arch.shuffle_sync(before, of_row)
+        weight = weight * before + over_row((mine[0] + mine[1]) + (mine[2] + mine[3]), few, operator.add)
+        mine[1] = mine[1] if chunks >= 1 else mine[0]  # sums of other columns take the same pieces
+        mine[2] = mine[2] if chunks == 2 else mine[0]
+        mine[3] = mine[3] if chunks == 2 else mine[1]
+        for c in range_constexpr(SUMS):
             for i in range_constexpr(WIDE):
-                total[i, c] *= factor
+                total[i, c] *= before
             for k in range_constexpr(DEEP):
-                factor = arch.shuffle_sync(mine[c], of_row + (Int32(k) << strands) + strand)
+                factor = arch.shuffle_sync(mine[c], c * FEW + k if const_expr(few) else k * STRANDS + strand)
                 for i in range_constexpr(WIDE):
                     total[i, c] += part[i, k, c] * factor
-    gather(total, spread)
+    if const_expr(not few):
+        gather(total, chunks)
     whole = top + cute.math.log2(weight) * LN2
     whole = -Float32.inf if weight == 0.0 else whole
     factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
@@ -212,56 +187,50 @@ def add_up(level: Level, spread: Spread, row0: Int32, column0: Int32, tensors: T
         token, head = rows.place_of(min(own, unit.rows - 1), unit)
         whole, share, earlier = weights_of(whole, ending, unit, token, head, config)
         factor *= share
-    weights, column = (factor, earlier, whole), column0 + (strand >> spread.chunks) * spread.width + column
-    for j in range_constexpr(PARTS):
-        if j < spread.rows:
-            row, (factor, earlier, of_row) = row0 + j, (arch.shuffle_sync(x, Int32(j) << 3 + strands) for x in weights)
-            if row < unit.rows and column < dim and strand & ((Int32(1) << spread.chunks) - 1) == 0:
-                if level.last:
-                    store_sum(total[None, j], factor, earlier, of_row, tensors, ending, unit, row, column, config)
-                else:
-                    for i in range_constexpr(WIDE):
-                        total[i, j] *= factor
-                    cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
-                    if column == 0:
-                        work.lse[1, slot0, row] = of_row
+    weights, column = (factor, earlier, whole), column0 + column + (strand >> chunks) * (FEW * WIDE)
+    for j in range_constexpr(SUMS if few else 1):
+        row = row0 + j
+        if const_expr(few):
+            factor, earlier, whole = (arch.shuffle_sync(x, j * FEW) for x in weights)
+        if row < unit.rows and column < dim and strand & ((Int32(1) << chunks) - 1) == 0:
+            if level.last:
+                store_sum(total[None, j], factor, earlier, whole, tensors, ending, unit, row, column, config)
+            else:
+                for i in range_constexpr(WIDE):
+                    total[i, j] *= factor
+                cute.autovec_copy(total[None, j], wide(work.sums, slot0, row, column))
+                if column == 0:
+                    work.lse[1, slot0, row] = whole
 
 
 @cute.jit
-def gather(total: cute.Tensor, spread: Spread):
-    """Sums of chunks and of strands, to where they are stored: strand i of 2 or 4 ends with those whose number is i, from the first on."""
-    low, high = arch.lane_idx() >> 4 == 0, arch.lane_idx() >> 3 & 1 == 0
-    if spread.chunks >= 1:
+def gather(total: cute.Tensor, chunks: Int32):
+    """Sums of chunks and of strands; the i-th strand of lanes ends with the i-th of its sums, as the first."""
+    if chunks >= 1:
         for i in range_constexpr(WIDE):
             total[i, 0] += total[i, 1]
             total[i, 2] += total[i, 3]
-    if spread.chunks == 2:
+    if chunks == 2:
         for i in range_constexpr(WIDE):
             total[i, 0] += total[i, 2]
-    if spread.strands >= 1:
-        for i in range_constexpr(WIDE):
-            total[i, 0] = exchanged(total[i, 0], total[i, 1], low, WARP // 2)
-            total[i, 1] = exchanged(total[i, 2], total[i, 3], low, WARP // 2)
-    if spread.strands == 2:
-        for i in range_constexpr(WIDE):
-            total[i, 0] = exchanged(total[i, 0], total[i, 1], high, WARP // 4)
+    low, even = arch.lane_idx() >> 4 == 0, arch.lane_idx() >> 3 & 1 == 0
+    for i in range_constexpr(WIDE):
+        pair = [exchanged(total[i, c], total[i, c + 1], low, 16) for c in (0, 2)]
+        total[i, 0] = exchanged(*pair, even, 8)
 
 
 @cute.jit
 def exchanged(x: Float32, y: Float32, first: Boolean, distance: Constexpr[int]) -> Float32:
-    """x of this lane and of the other one, added up, where this is the first of both, or y."""
+    """Of this lane and the other one: where this is the first of both x, added up, else y."""
     kept, given = x if first else y, y if first else x
     return kept + arch.shuffle_sync_bfly(given, distance)
 
 
 @cute.jit
-def over_row(x: Float32, strands: Int32, combine: Constexpr[Callable]) -> Float32:
+def over_row(x: Float32, few: Constexpr[bool], combine: Constexpr[Callable]) -> Float32:
     """Of a number of each lane, combined over the lanes that weigh a row, in the same order for every lane."""
-    for i in range_constexpr(3):
+    for i in range_constexpr(3 if few else 5):
         x = combine(x, arch.shuffle_sync_bfly(x, 1 << i))
-    for i in range_constexpr(2):
-        both = combine(x, arch.shuffle_sync_bfly(x, 8 << i))
-        x = both if strands > i else x
     return x
 
 

@@ -352,7 +352,9 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
-    return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each, Int32(begin + each >= shares.end))
+    return Piece(
+        head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each, Int32(begin + each >= shares.end)
+    )
 
 
 @cute.jit
