@@ -109,11 +109,10 @@ def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cut
             for task in cutlass.range(arch.make_warp_uniform(arch.warp_idx()), tasks, const_expr(1 << warps), unroll=1):
                 row0 = (each << height) + (task >> across << rows_each)
                 column0 = (task & ((Int32(1) << across) - 1)) << (COLUMNS - chunks)
-                if row0 < unit.rows:
-                    if few:
-                        add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, True, config)
-                    else:
-                        add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, False, config)
+                if few:
+                    add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, True, config)
+                else:
+                    add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, False, config)
         arrivals.clear(counter, shared, turn, before)
     return turn.step > 0
 
@@ -160,24 +159,24 @@ def add_up(level: Level, row0: Int32, column0: Int32, chunks: Int32, tensors: Te
                     own_place = slot0 * size if const_expr(k == 0) and n == 0 else at  # the very first piece has a slot of its own
                     cute.autovec_copy(cute.make_tensor(known(source + own_place, 16), cute.make_layout(WIDE)), part[None, k, c])
                 at += const_expr(1 if few else STRANDS) * each * size
-        arch.sync_warp()  # all reads are on their way before the first shuffle waits for one
-        higher = over_row(arch.fmax(arch.fmax(lse[0], lse[1]), arch.fmax(lse[2], lse[3])), few, arch.fmax)
-        higher = arch.fmax(top, higher)
-        base = Float32(0.0) if higher == -Float32.inf else higher
-        before, top = cute.math.exp2((top - base) * LOG2_E, fastmath=True), higher
-        for c in range_constexpr(SUMS):
-            mine[c] = cute.math.exp2((lse[c] - base) * LOG2_E, fastmath=True)
-        weight = weight * before + over_row((mine[0] + mine[1]) + (mine[2] + mine[3]), few, operator.add)
-        mine[1] = mine[1] if chunks >= 1 else mine[0]  # sums of other columns take the same pieces
-        mine[2] = mine[2] if chunks == 2 else mine[0]
-        mine[3] = mine[3] if chunks == 2 else mine[1]
-        for c in range_constexpr(SUMS):
-            for i in range_constexpr(WIDE):
-                total[i, c] *= before
-            for k in range_constexpr(DEEP):
-                factor = arch.shuffle_sync(mine[c], c * FEW + k if const_expr(few) else k * STRANDS + strand)
+        if row0 < unit.rows:  # not before: all reads are to be on their way before the first shuffle waits for one
+            higher = over_row(arch.fmax(arch.fmax(lse[0], lse[1]), arch.fmax(lse[2], lse[3])), few, arch.fmax)
+            higher = arch.fmax(top, higher)
+            base = Float32(0.0) if higher == -Float32.inf else higher
+            before, top = cute.math.exp2((top - base) * LOG2_E, fastmath=True), higher
+            for c in range_constexpr(SUMS):
+                mine[c] = cute.math.exp2((lse[c] - base) * LOG2_E, fastmath=True)
+            weight = weight * before + over_row((mine[0] + mine[1]) + (mine[2] + mine[3]), few, operator.add)
+            mine[1] = mine[1] if chunks >= 1 else mine[0]  # sums of other columns take the same pieces
+            mine[2] = mine[2] if chunks == 2 else mine[0]
+            mine[3] = mine[3] if chunks == 2 else mine[1]
+            for c in range_constexpr(SUMS):
                 for i in range_constexpr(WIDE):
-                    total[i, c] += part[i, k, c] * factor
+                    total[i, c] *= before
+                for k in range_constexpr(DEEP):
+                    factor = arch.shuffle_sync(mine[c], c * FEW + k if const_expr(few) else k * STRANDS + strand)
+                    for i in range_constexpr(WIDE):
+                        total[i, c] += part[i, k, c] * factor
     if const_expr(not few):
         gather(total, chunks)
     whole = top + cute.math.log2(weight) * LN2
