@@ -206,24 +206,9 @@ def test_large_tiles(page):
     assert all(map(torch.equal, found, run(call, "lazy", tile_n=128, kv_stages=2)))
 
 
-@pytest.mark.parametrize("group", [3, pytest.param(14, marks=pytest.mark.slow)])
-def test_many_pieces(group):
-    """Groups of a unit's pieces are added up first; more at once than are read at a time."""
-    call = made(DecodeCase(lengths=(900, 3), heads=(9, 1), dims=(64, 40), queries=2))
-    results = [
-        run(call, pace, seed, 16, Cut(numbers=numbers), most_pieces=2, group=group)
-        for seed, pace in enumerate(PACES)
-        for numbers in (1 << 20, 256)
-    ]
-    for found in results[:2]:
-        held(call, *found)
-    for i, found in enumerate(results[2:]):
-        assert all(map(torch.equal, results[i % 2], found))
-
-
 @pytest.mark.parametrize("length", [900, pytest.param(1900, marks=pytest.mark.slow)])
 def test_many_pieces_of_few_rows(length):
-    """A row a warp: its pieces are added up in halves, one of which may have none."""
+    """Fewer than a warp adds up at a time, and a row or half of one a warp."""
     call = made(DecodeCase(lengths=(length, 3, 0), heads=(3, 1), dims=(64, 40), queries=(1, 1, 0), sink=True))
     results = [run(call, pace, seed, slots, Cut(numbers=1 << 20)) for seed, pace in enumerate(PACES) for slots in (32, 5)]
     for found in results[:2]:

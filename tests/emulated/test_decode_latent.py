@@ -61,8 +61,11 @@ def test_cases(case):
 
 @pytest.mark.slow
 def test_many_pieces():
-    """Groups of a unit's pieces are added up first, by both warpgroups."""
-    checked(DecodeCase(lengths=(1500, 3), heads=(8, 1), dims=(320, 256), latent=True), slots=9, most_pieces=2, group=3)
+    """They are added up by both warpgroups, of several blocks; those of a fixed size in groups first."""
+    for polls in (0, 1 << 30):
+        checked(DecodeCase(lengths=(1500, 3), heads=(20, 1), dims=(320, 256), latent=True), slots=9, cut=EVERY_TILE._replace(polls=polls))
+    grouped = {"most_pieces": 2, "group": 3}
+    checked(DecodeCase(lengths=(1500, 3), heads=(8, 1), dims=(320, 256), latent=True, split=64), slots=9, **grouped)
 
 
 @pytest.mark.slow

@@ -210,6 +210,13 @@ def test_blocks_add_to_one_number():
     assert run("\tred.relaxed.gpu.global.add.s32 [%rd1], 1;\n\tret;\n}\n", threads=64, blocks=5, x=x, end="") == [320]
 
 
+@pytest.mark.parametrize(("operation", "after"), [("relaxed.gpu.global.inc.u32", 320 % 7), ("acq_rel.gpu.global.cas.b32", 6)])
+def test_blocks_count_to_a_number_and_swap_one(operation, after):
+    """From 0 to 6 and then from 0 on; 6 in place of 0, once."""
+    given, x = "6" if "inc" in operation else "0, 6", torch.zeros(1, dtype=torch.int32)
+    assert run(f"\tatom.{operation} %r9, [%rd1], {given};\n\tret;\n}}\n", threads=64, blocks=5, x=x, end="") == [after]
+
+
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

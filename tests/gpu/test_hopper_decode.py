@@ -161,20 +161,82 @@ def test_units_in_many_blocks(batch, length, heads):
 @pytest.mark.parametrize("heads", [(32, 1), (64, 1), (16, 8), (3, 1)], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (72, 40), (256, 256)], ids=str)
 def test_pieces_are_added_up(dims, heads):
-    """However many there are, in groups or at once, and whichever block comes last: what fp64 says, and the same bits again."""
+    """However many there are, and by whichever blocks: what fp64 says, and the same bits again."""
     for lengths, queries in (((1024,), 1), ((8192,), 2), ((33_000,), 1), ((700, 0, 5000), (3, 1, 1))):
         call = made(DecodeCase(lengths=lengths, queries=queries, heads=heads, dims=dims, page=16), device="cuda")
-        for numbers, pieces in (
-            (1 << 20, {}),
-            (256, {}),
-            (1024, {"most_pieces": 4, "group": 5}),
-            (1 << 20, {"most_pieces": 4, "group": 16}),
-        ):
-            found = decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)
+        for numbers in (1 << 20, 4096, 256):
+            found = decoding.decode(call, decoding.Cut(numbers=numbers))
             held(call, *found)
-            for _ in range(3):
-                assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(numbers=numbers), **pieces)))
+            for polls in (0, 1, 32, 10_000):
+                for _ in range(3):
+                    assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(numbers=numbers, polls=polls))))
             assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+@pytest.mark.parametrize("split", [64, 300])
+def test_pieces_of_a_fixed_size_are_added_up_in_groups(split):
+    for pieces in ({"most_pieces": 4, "group": 5}, {"most_pieces": 4, "group": 16}, {"most_pieces": 1 << 20}):
+        call = made(DecodeCase(lengths=(9000, 300, 4000), queries=16, page=16, split=split, **BIG), device="cuda")
+        found = decoding.decode(call, **pieces)
+        held(call, *found)
+        for polls in (0, 32, 10_000):
+            assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(polls=polls), **pieces)))
+        assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+MANY_PIECES = DecodeCase(lengths=(33_000,), queries=4, heads=(32, 1), dims=(128, 128))  # as many as multiprocessors, of 128 rows
+ONE_TILE = decoding.Cut(numbers=1 << 20, rows=128)
+
+
+def test_blocks_share_a_unit_however_long_they_wait():
+    """Launch after launch the same bits, and counters at 0."""
+    call = made(MANY_PIECES, device="cuda")
+    found = decoding.decode(call, ONE_TILE)
+    held(call, *found)
+    for polls in (0, 1, 2, 4, 8, 32, 10_000):
+        for _ in range(50):
+            assert all(map(torch.equal, found, decoding.decode(call, ONE_TILE._replace(polls=polls))))
+        assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+def test_blocks_of_launches_on_two_streams_wait_for_their_own():
+    """Neither launch may have all multiprocessors: blocks leave, and nothing stands still."""
+    calls = [made(MANY_PIECES, seed, "cuda") for seed in range(2)]
+    want = [decoding.decode(call, ONE_TILE) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for polls in (0, 8, 32, 10_000):
+        torch.cuda.synchronize()
+        found = [[] for _ in calls]
+        for _ in range(100):
+            for stream, call, each in zip(streams, calls, found, strict=True):
+                with torch.cuda.stream(stream):
+                    each.append(decoding.decode(call, ONE_TILE._replace(polls=polls)))
+        torch.cuda.synchronize()
+        for each, expected in zip(found, want, strict=True):
+            assert all(torch.equal(x, y) for got in each for x, y in zip(got, expected, strict=True))
+        assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+def test_blocks_share_units_of_a_graph_whose_lengths_change():
+    """Of many pieces of many rows, of few, and of one; each replay has the bits of a fresh call."""
+    call = made(DecodeCase(lengths=(33_000, 33_000, 100, 9000), queries=4, heads=(32, 1), dims=(128, 128)), device="cuda")
+    changed = replace(call, seqlens=call.seqlens.clone())
+    run(changed)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = run(changed)
+    for lengths in (
+        (33_000, 33_000, 100, 9000),
+        (33_000, 0, 0, 0),
+        (5, 4, 70, 300),
+        (64, 33_000, 1, 8000),
+        (20_000, 20_001, 19_999, 20_000),
+    ) * 20:
+        changed.seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert all(map(torch.equal, captured, run(changed)))
+    held(changed, *captured)
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (12, 3), (16, 8), (32, 32), (40, 40), (48, 48)], ids=str)

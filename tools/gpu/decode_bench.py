@@ -155,11 +155,15 @@ def tunings() -> dict[str, dict]:
 
 
 def merges() -> dict[str, dict]:
-    """The usual, then: for how many numbers of a piece a block has a tile more; the most pieces added up at once, and in a group; and stages."""
+    """The usual, then: for how many numbers of a piece a block has a tile more, rows of a unit, and for how long a block waits for others'
+    pieces; and stages.
+    """
     found: dict[str, dict] = {"usual": {}}
-    for numbers, (most, group) in itertools.product((1 << 20, 4096, 2048, 1024, 512), ((40, 12), (16, 8), (24, 12), (64, 16))):
-        cut = decoding.Cut(numbers=numbers)
-        found[f"{'one tile' if numbers == 1 << 20 else numbers} {most}/{group}"] = {"cut": cut, "most_pieces": most, "group": group}
+    for numbers, rows in itertools.product((1 << 20, 16384, 8192, 4096, 2048), (0, 32, 128)):
+        name = f"{'one tile' if numbers == 1 << 20 else numbers}{f', units of {rows} rows' * (rows > 0)}"
+        found[name] = {"cut": decoding.Cut(numbers=numbers, rows=rows)}
+    for polls in (0, 8, 128, 1024):
+        found[f"{polls} polls"] = {"cut": decoding.Cut(polls=polls)}
     for stages in (3, 4):
         found[f"{stages} stages"] = {"kv_stages": stages}
     return found
@@ -169,6 +173,7 @@ MERGED = [Cell(*each, 64) for each in itertools.product((1,), (1024, 8192, 32768
 MERGED += [Cell(b, s, 32, 1, 64) for b, s in ((4, 8192), (16, 1024), (16, 8192), (64, 1024))]
 MERGED += [Cell(1, 1024, 32, 8, 64), Cell(4, 1024, 32, 8, 64), Cell(1, 1024, 64, 8, 64), Cell(1, 1024, 32, 32, 64)]
 MERGED += [Cell(1, s, hq, 8, 64, 4) for s in (1024, 8192) for hq in (32, 64)]
+MERGED += [Cell(b, s, 32, 1, 64, 4) for b, s in ((1, 32768), (1, 131072), (4, 8192), (4, 32768), (4, 131072), (16, 8192), (64, 1024))]
 
 
 SHORT = [Cell(1, s, 32, hk, page) for s in (1024, 8192) for hk, page in ((8, 0), (8, 64), (1, 64))]
@@ -441,7 +446,7 @@ def latent(bench: Bench) -> None:
         bench.note(kind="latent", **vars(cell), us=round(us, 2), **rates, caches=len(calls), error=spot_check(calls[0], cell.s))
     others = {f"numbers {n}": {"cut": decoding.Cut(numbers=n)} for n in (512, 1024, 4096, 1 << 30)}
     others |= {"one row": {"cut": decoding.Cut(aligned=False)}, "kept in the L2 cache": {"evict_first": False}}
-    others |= {f"groups of {n} from {most} on": {"most_pieces": most, "group": n} for most, n in ((8, 6), (16, 8), (40, 12))}
+    others |= {f"{n} polls": {"cut": decoding.Cut(polls=n)} for n in (0, 128)}
     for cell in (Cell(b, s, heads, 1, 64) for heads in LATENT_HEADS for b, s in ((1, 4096), (1, 16384), (16, 4096), (64, 4096))):
         calls = bench.caches(cell, latent=True)
         bench.note(
