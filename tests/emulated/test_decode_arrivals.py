@@ -60,7 +60,7 @@ def test_blocks_share_a_unit_or_leave_it_to_the_last(case, slots, blocks, monkey
     call, watched, want, seen = made(case), Watched(monkeypatch), None, {}
     for polls in RANGE:
         for seed, pace in enumerate(PACES):
-            found = run(call, pace, seed, slots, Cut(numbers=1 << 20, polls=polls))
+            found = run(call, pace, seed, slots, Cut(rows=128, numbers=1 << 20, polls=polls))
             seen[polls, pace] = watched.taken()
             if want is None:
                 held(call, *(want := found))

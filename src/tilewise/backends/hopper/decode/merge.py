@@ -94,13 +94,17 @@ def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cut
     """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
 
     Of few pieces a warp adds up four rows at a time. Of up to 24 it has one row of 128 columns, of up to 48 half of it, of more a quarter. A slice of
-    rows is what all warps have at a time; a unit of one slice is the last block's. All sizes are powers of two, as divisions take time.
+    rows is what all warps have at a time, or half of that where there are many blocks; a unit of one slice is the last block's. All sizes are powers
+    of two, as divisions take time.
     """
     few, warps = level.most <= DEEP, const_expr((config.threads // WARP).bit_length() - 1)
     rows_each, chunks = Int32(2) if few else Int32(0), Int32(level.most > CHUNK) + Int32(level.most > 2 * CHUNK)
     across = max(chunks + const_expr((config.head_dim_v - 1).bit_length() - COLUMNS), 0)  # as many warps have a row side by side
     height = rows_each + max(warps - across, 0)
     slices = (unit.rows + (Int32(1) << height) - 1) >> height
+    if slices > 1 and 2 * slices <= level.count and height > rows_each:
+        height -= 1
+        slices = (unit.rows + (Int32(1) << height) - 1) >> height
     shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
     turn = arrivals.arrive(counter, level.count, shared, shared and piece.ends != 0, work.polls, told, config)
     if turn.step > 0:
