@@ -47,7 +47,7 @@ ABREAST = 9  # pieces of Q that a thread has on their way at a time, at most
 
 
 class Barrier(IntEnum):
-    """Named barriers; rows.py and merge.py have those before."""
+    """Named barriers; rows.py and arrivals.py have those before."""
 
     HANDED = 5  # the left warpgroup has handed over what the right one reads
     TAKEN = 6  # which has read it
