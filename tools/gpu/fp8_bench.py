@@ -62,6 +62,10 @@ TUNINGS = {
         {"hold": True, "cluster": 2},
         {"hold": True, "cluster": 2, "pingpong": True},
         {"promote": False, "pingpong": True},
+        {"pingpong": True, "turn": "scores"},
+        {"pingpong": True, "turn": "scores", "cluster": 1},
+        {"tile_m": 192, "pieces": 2, "pingpong": False},
+        {"tile_m": 192, "pieces": 2, "pingpong": False, "cluster": 1},
     ],
     64: [
         {"cluster": 1, "pingpong": True},
@@ -70,6 +74,9 @@ TUNINGS = {
         {"hold": True, "pingpong": True},
         {"tile_m": 192, "promote": False, "pingpong": True},
         {"tile_m": 192, "tile_n": 64, "cluster": 1, "hold": True},
+        {"pingpong": True, "turn": "scores"},
+        {"tile_m": 192, "pieces": 2},
+        {"tile_m": 192, "pieces": 2, "cluster": 1},
     ],
     256: [
         {"cluster": 1},
@@ -301,19 +308,22 @@ def tuning(rows: Rows) -> None:
     seqlen = CELLS[0][1]
     for dim, mask, way in itertools.product(TUNINGS, MASKS, WAYS):
         if each := tunings_of(way, dim):
-            call, contenders = cell_of(way, dim, seqlen, mask), {}
+            call, contenders, off = cell_of(way, dim, seqlen, mask), {}, {}
+            usual = kernel_of(call)()[0].float()
             for fields in ({}, *each):
                 try:
-                    run = kernel_of(call, **fields)
-                    run()
-                    contenders[" ".join(f"{name}={x}" for name, x in fields.items()) or "usual"] = run
+                    run, name = kernel_of(call, **fields), " ".join(f"{name}={x}" for name, x in fields.items()) or "usual"
+                    off[name] = float(f"{rms(run()[0].float() - usual) / rms(usual):.2g}")  # P rounded from other maxima: some 0.03
+                    contenders[name] = run
                 except (RuntimeError, StopIteration, ValueError) as failure:
                     rows.note(
                         kind="tuning", d=dim, way=way, mask=mask, fields=fields, failed=f"{type(failure).__name__}: {str(failure)[:200]}"
                     )
             found = interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="events")
             rates = {name: tflops(dim, seqlen, mask, stats.median) for name, stats in found.items()}
-            rows.note(kind="tuning", d=dim, way=way, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])))
+            rows.note(
+                kind="tuning", d=dim, way=way, s=seqlen, mask=mask, tflops=dict(sorted(rates.items(), key=lambda item: -item[1])), off=off
+            )
 
 
 def quantiser_configs(call: Call) -> dict[str, QuantiserConfig]:
