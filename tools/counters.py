@@ -80,7 +80,7 @@ CALLS = {  # all that is asked for of a call on a workload, whose kernels take m
     "sm__cycles_elapsed": ".max",
     r"(sm|smsp)__inst_executed": ".sum",
     r"smsp__issue_active": ".avg.pct_of_peak_sustained_active",
-    r"sm__pipe_tensor_op_[hg]mma_cycles_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__pipe_tensor(_op_[hg]mma)?_cycles_active": ".avg.pct_of_peak_sustained_active",
     r"sm__inst_executed_pipe_(alu|fma|fmaheavy|xu|uniform)": ".avg.pct_of_peak_sustained_active",
     r"lts__t_(sectors|requests)_srcunit_tex": ".sum",
     r"lts__t_sectors": ".avg.pct_of_peak_sustained_elapsed",
