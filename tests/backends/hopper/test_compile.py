@@ -33,7 +33,6 @@ from kernel_inventory import (
     EIGHT_BITS_TOO,
     EVERY,
     FEW,
-    IN_PIECES,
     LONG,
     MOST_WITH_TABLES,
     OF_FEW_KEYS_TOO,
@@ -65,7 +64,6 @@ from kernel_inventory import (
     of_forward,
     of_intervals,
     of_length,
-    of_pieces,
     of_quantiser,
     of_rung,
     of_tokens,
@@ -227,12 +225,12 @@ def test_append(changes, inspect):
     assert found.counts["HGMMA"] == 0
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "sees", "centred"), EIGHT_BITS + slow(EIGHT_BITS_TOO), ids=str)
-def test_forward_in_eight_bits(dtype, head_dim, sees, centred, inspect):
+@pytest.mark.parametrize(("dtype", "head_dim", "sees", "centred", "fields"), EIGHT_BITS + slow(EIGHT_BITS_TOO), ids=str)
+def test_forward_in_eight_bits(dtype, head_dim, sees, centred, fields, inspect):
     """As the forward pass; Q K^T in the dtype, P V in e4m3, 32 numbers an instruction. P is rounded by two conversions a word, of which half take one
     more instruction to join.
     """
-    check_eight_bits(of_eight_bits(dtype, head_dim, sees, centred), inspect)
+    check_eight_bits(of_eight_bits(dtype, head_dim, sees, centred, fields), inspect)
 
 
 @pytest.mark.parametrize(("dtype", "dims", "sees", "tokens"), TOKENS + slow(TOKENS_TOO), ids=str)
@@ -240,24 +238,19 @@ def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, 
     check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
 
 
-@pytest.mark.parametrize(("dtype", "sees", "centred"), slow(IN_PIECES), ids=str)
-def test_forward_in_eight_bits_promoted_in_pieces(dtype, sees, centred, inspect):
-    check_eight_bits(of_pieces(dtype, sees, centred), inspect)
-
-
 def check_eight_bits(kernel: Kernel, inspect):
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    loops, counts = {"all": 1, "causal": 2, "interval": 3}[config.sees], found.counts
+    loops, counts = {"all": 1, "causal": 2, "runs": 2}.get(config.sees, 2 + (not config.pingpong)), found.counts
     groups = 1 + loops if config.pieces == 1 else max(loops, 2)  # in pieces, the first tile has no code of its own
     scores, values = groups * config.head_dim // 32, groups * config.pieces * config.tile_n // 32
     integers = config.dtype == torch.int8
     assert counts["IGMMA"] == integers * scores and counts["QGMMA"] == values + (not integers) * scores and counts["HGMMA"] == 0
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == (1 + config.pieces) * groups
     bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
-    joined = config.tile_n // (4 if config.tokens_k or config.tokens_v else 8)  # words, at most
+    joined = config.tile_n // (4 if config.tokens_k or config.tiles_of_values else 8)  # words, at most
     assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (joined + 6) + bytes_of_hidden
     assert counts["UTMALDG"] > 0
 

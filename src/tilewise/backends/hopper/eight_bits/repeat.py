@@ -8,7 +8,6 @@ import torch
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits import scratch
-from tilewise.backends.hopper.eight_bits.operands import Scales
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward.plan import Plan
@@ -27,12 +26,9 @@ def repeat(call: Call) -> Repeat | None:
         return None
     if isinstance(call.mask, Documents) and call.mask.cu_seqlens_k[-1] < call.seqlen_k:  # whose ends are no tensor of the caller's
         return None
-    device, parts = call.q.device, eight_bits.parts(call)
-    plan, *others = {Plan.of(part, planning.num_sms(device), eight_bits.config_of(part)) for _, part in parts}
-    if others:
-        return None
-    quantises = call.precision is not None
-    run, scale = (_by_quantiser if quantises else _by_transposer)(call, plan, [columns for columns, _ in parts])
+    device, quantises = call.q.device, call.precision is not None
+    plan = Plan.of(call, planning.num_sms(device), eight_bits.config_of(call))
+    run, scale = (_by_quantiser if quantises else _by_transposer)(call, plan)
     found = sixteen_bits.again(call, plan, scale)
     if found is None:
         return None
@@ -44,10 +40,8 @@ def repeat(call: Call) -> Repeat | None:
     return Repeat(call, run, rest, lambda: sixteen_bits.work_of(plan, device), None, made=made)
 
 
-def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
-    """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale.
-    A launch for each of the parts of V's columns.
-    """
+def _by_quantiser(call: Call, plan: Plan) -> tuple[Callable, float]:
+    """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale."""
     config, scale = eight_bits.quantiser_of(call), call.scale
     quantise = jit.compiled(eight_bits.QUANTISE, eight_bits.quantiser_arguments, config)
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
@@ -57,17 +51,12 @@ def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable,
         q, k, v, o, lse = tensors
         made, scales, channels = make()
         quantise((q, k, v, ends), made, scales, channels, scale)
-        if len(parts) == 1:
-            attend((*made, o, lse, v), scales, work, band, scores)
-            return
-        for columns in parts:
-            of_part, of_scales = eight_bits.of_columns(made, Scales(*scales), columns)
-            attend((*of_part, o[..., columns], lse, v[..., columns]), of_scales, work, band, scores)
+        attend((*made, o, lse, v), scales, work, band, scores)
 
     return run, scale / config.head_dim
 
 
-def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
+def _by_transposer(call: Call, plan: Plan) -> tuple[Callable, float]:
     """Likewise of tensors in 8 bits, whose scales come last."""
     config = eight_bits.transposer_of(call)
     transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, config)
@@ -80,11 +69,7 @@ def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable
         tokens, scales = eight_bits.with_tokens(scales, *made)
         q, k, v = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8)
         transpose(v, turned, tokens)
-        if len(parts) == 1:
-            attend((q, k, turned, o, lse, v), scales, work, band, scores)
-            return
-        for columns in parts:
-            attend((q, k, turned[:, :, columns], o[..., columns], lse, v[..., columns]), scales, work, band, scores)
+        attend((q, k, turned, o, lse, v), scales, work, band, scores)
 
     return run, call.scale
 
