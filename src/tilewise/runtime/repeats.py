@@ -124,9 +124,11 @@ class _Repeated(torch.autograd.Function):
             q, k, v = inside(q), inside(k), inside(v)
         o, lse = known.short.forward(q, k, v, beside or ALONE, True)
         ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        return_lse = known.return_lse
         if known.arrangement in (PACKED, TURNED):
-            o, lse = (x.detach() for x in known.outside(o, lse))  # for autograd, views of nothing: so they may be changed in place
-        if known.return_lse:
+            o, lse = known.outside(o, lse if return_lse else None)
+            o, lse = o.detach(), lse if lse is None else lse.detach()  # for autograd, views of nothing: so they may be changed in place
+        if return_lse:
             ctx.set_materialize_grads(False)
             return o, lse
         return o

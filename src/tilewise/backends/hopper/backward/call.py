@@ -133,8 +133,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
 def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
     """All but the bias's gradient, which takes what this returns: LSE and -delta as `Scratch` has them. The rest of it is free then."""
     config = plan.config
-    made = (None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch)
-    scratch = Scratch(*made, partial=place_of_parts(config, plan.parts, gradients.dQ))
+    scratch = Scratch(*(None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch))
+    if plan.lends:
+        scratch = scratch._replace(partial=place_of_parts(config, plan.parts, gradients.dQ))
     changed, tables, scalars = changes.changes(call, config), backward_tables.of_call(call, config), scalars_of(call, plan, has_d_lse)
     repair = repairs.compiled(config)  # before the other one, which a helper may be compiling
     compute = jit.compiled(LAUNCH, arguments, config)
@@ -174,7 +175,7 @@ def repeat(call: Call) -> Repeat | None:
     tables = None if of_documents else backward_tables.of_call(call, config)
     if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
         return None
-    partial = functools.partial(place_of_parts, config, plan.parts) if config.shares or config.heads_apart else None
+    partial = functools.partial(place_of_parts, config, plan.parts) if plan.lends else None
     repair = repairs.repeat(call, config, board.num_sms)
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
@@ -233,18 +234,10 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     return bundle._replace(**cut)
 
 
-def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
-    """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
-    `shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take. Where heads are apart: dK and dV.
-    """
-    if not (config.shares or config.heads_apart):
-        return None
-    numbers = parts * planning.elements_of_part(config)
-    if config.one_block or config.heads_apart:
-        place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
-    else:
-        place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
-    return place.view(parts, planning.elements_of_part(config))
+def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
+    """(parts, numbers) fp32: the end of dQ, which is not written before the kernel is through (of the queries that `shares.lent` counts)."""
+    numbers = planning.elements_of_part(config)
+    return d_q.view(-1)[d_q.numel() - 2 * parts * numbers :].view(torch.float32).view(parts, numbers)
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
@@ -281,7 +274,7 @@ def arguments(config: Config) -> list:
         turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
         spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
         counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,
-        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.shares or config.heads_apart else None,
+        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.partial else None,
     )
     scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))
     tables = backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
