@@ -63,6 +63,7 @@ class Known:
     check_back: dict[bool, Callable] = field(
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    check_whole: Callable | None = None  # of q, k, v, O, LSE and dO as the caller has them, once `gradients` went the short way
     draws: bool = False  # there is dropout
     heads_first: bool = (
         False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
@@ -203,7 +204,9 @@ def gradients(
 
     All are arranged as the call was, which had no bias, slopes, sink or dropout.
     """
-    known = find(q, k, v, options, beside)
+    whole = q, k, v, o, lse, d_o
+    found = _went_back(whole, options) if beside[4] is None else None
+    known = found or find(q, k, v, options, beside)
     if known is None:
         return None
     if known.arrangement:
@@ -211,15 +214,30 @@ def gradients(
         q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
         if known.arrangement == PACKED:
             lse = lse.unsqueeze(0)
-    if known.goes_back is None:
-        lengths = [x for x in beside[4:] if x is not None]
-        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
-        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
-            problem, known.given.backend
-        )
-    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
-        d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
-        return known.back(d_q, d_k, d_v)
+    if found is None:
+        if known.goes_back is None:
+            lengths = [x for x in beside[4:] if x is not None]
+            problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+            known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+                problem, known.given.backend
+            )
+        if not known.goes_back or not _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
+            return None
+        known.check_whole = guard(*whole)
+    d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
+    return known.back(d_q, d_k, d_v)
+
+
+def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
+    """What is known of calls without other tensors whose q, k, v, O, LSE and dO were such when `gradients` went the short way."""
+    if is_compiling() or forward_ad._current_level >= 0 or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    for x in whole:
+        if x.is_nested:
+            return None
+    for known in _recent:
+        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole(*whole):
+            return known
     return None
 
 
@@ -265,8 +283,8 @@ def remember_as(
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
-        mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
-        mine["heads_first"] = heads_first
+        mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
+        mine |= {"arrangement": arrangement, "heads_first": heads_first}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 

@@ -242,11 +242,10 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
-    sink_of_row = sink.float()[:, None]
-    below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
+    below = torch.sub(sink[:, None], lse, alpha=1.0 if natural else math.log(2))  # in fp32; each operation is a launch
     below.clamp_(max=0.0)  # a large L may be rounded to below its sink
-    weights = torch.exp(below) if natural else torch.exp2(below)
-    return (rest * (weights * minus_delta).sum((0, 2))).to(sink.dtype)
+    found = below.exp_().mul_(minus_delta).sum((0, 2))
+    return (found if rest == 1.0 else rest * found).to(sink.dtype)
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
