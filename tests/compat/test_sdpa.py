@@ -296,6 +296,14 @@ def test_calls_like_one_before(options, heads_first, monkeypatch):
         assert torch.equal(run(given)[0], short[0])  # indeed without it
 
 
+def test_gradients_lie_as_the_leaves():
+    """Whatever the order of their dimensions, each in its own, so that autograd need not copy them."""
+    for _ in range(3):
+        q, k, v = x = [torch.randn(2, 4, 6, 8), torch.randn(2, 6, 4, 8).transpose(1, 2), torch.randn(4, 2, 6, 8).transpose(0, 1)]
+        grads = torch.autograd.grad(sdpa.scaled_dot_product_attention(*(each.requires_grad_() for each in x)), x, torch.ones(2, 4, 6, 8))
+    assert [grad.stride() for grad in grads] == [each.stride() for each in (q, k, v)]
+
+
 def counted(monkeypatch):
     """How often attention was called."""
     calls = []
