@@ -267,8 +267,8 @@ def _problem(*fields) -> Problem:
 
 
 def gradient_like(x: Tensor) -> Tensor:
-    """A tensor on the meta device that lies in memory as a gradient of x should: as x, where that is dense, for autograd copies a leaf's gradient that
-    lies otherwise; contiguous where x's rows are not.
+    """A tensor on the meta device that lies in memory as a gradient of x should: as x, where that is dense, for autograd copies a leaf's gradient
+    that lies otherwise; contiguous where x's rows are not.
     """
     like = torch.empty_like(x, dtype=x.dtype, device="meta")
     return like if like.stride(-1) == 1 else like.contiguous()

@@ -78,7 +78,7 @@ class Known:
         if not (self.there or self.draws):
             beside = ALONE
             if self.grad:
-                return _Repeated.apply(self, q, k, v)
+                return _repeated(self, q, k, v)
         else:
             bias, slopes, sink, rng, *rest = beside
             if slopes is not None:
@@ -87,7 +87,7 @@ class Known:
                 rng = operator.random_state()
             beside = bias, slopes, sink, rng, *rest
         if self.grad:
-            return _Repeated.apply(self, q, k, v, *beside)
+            return _repeated(self, q, k, v, *beside)
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
@@ -162,6 +162,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         operator.refuse_forward_mode()
+
+
+_repeated = super(torch.autograd.Function, _Repeated).apply  # without a look for wrappers of torch.func, which are not plain
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE) -> Known | None:

@@ -206,7 +206,7 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
     """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
     like = changes.changes(call, config)
-    inner, factor, shift, drawn = like.inner, like.factor, like.shift, changes.drawer(call)
+    inner, factor, shift, drawn, changed = like.inner, like.factor, like.shift, changes.drawer(call), changes.or_none(like) is not None
     device, find = call.q.device, None
     if isinstance(call.mask, Unread):
         find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
@@ -215,8 +215,8 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
         seen = tables
         if find is not None:
             seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
-        changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng))
-        return Band(*plan.band, seen), changes.or_none(changed)
+        changes_made = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng)) if changed else None
+        return Band(*plan.band, seen), changes_made
 
     return made
 

@@ -40,9 +40,9 @@ class Repeat:
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
-        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that follows, and its numbers. made: what makes
-        `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch, bias, slopes, rng) gives dBias,
-        of_sink(sink, Scratch) dSink.
+        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that
+        follows, and its numbers. made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch,
+        bias, slopes, rng) gives dBias, of_sink(sink, Scratch) dSink.
         """
         self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
