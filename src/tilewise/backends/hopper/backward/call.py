@@ -190,10 +190,11 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     """The gradient of a bias, whose kernel is not asked for before that is."""
     like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
 
-    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None, rng: Tensor | None) -> Tensor:
+    def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
         if not kept:
-            kept.append(bias_gradient.repeat(replace(like, q=given.Q, k=given.K, v=given.V, bias=bias, alibi_slopes=slopes), num_sms))
-        return kept[0](given, scratch, bias, slopes, rng)
+            of_call = {"q": given.Q, "k": given.K, "v": given.V, "bias": changed.bias, "alibi_slopes": changed.slopes}
+            kept.append(bias_gradient.repeat(replace(like, **of_call), num_sms))
+        return kept[0](given, scratch, changed)
 
     return compute
 

@@ -42,7 +42,7 @@ class Repeat:
 
         scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that
         follows, and its numbers. made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch,
-        bias, slopes, rng) gives dBias, of_sink(sink, Scratch) dSink.
+        Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink.
         """
         self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
@@ -98,7 +98,7 @@ class Repeat:
             *_, band, changes = rest
             seen = self.seen if self.made is None else repairs.band(band)
             self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
-        d_bias = self.of_bias(given, scratch, beside[0], beside[1], beside[3]) if bias_grad else None
+        d_bias = self.of_bias(given, scratch, rest[-1]) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
         if keeps:
             self.kept[stream] = kept
