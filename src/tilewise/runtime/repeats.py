@@ -45,6 +45,7 @@ ALONE = Beside()
 PACKED = "packed"  # (total, heads, head_dim): no batch
 TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
+OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
 
 
 @dataclass(slots=True)
@@ -103,11 +104,12 @@ class Known:
             return o.squeeze(0), lse if lse is None else lse.squeeze(0)
         return o, lse
 
-    def back(self, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v, arranged as these."""
-        if self.arrangement == PACKED:
-            return tuple([x.squeeze(0) for x in gradients])
-        return tuple([x.transpose(1, 2) for x in gradients]) if self.arrangement else gradients
+    def backward(self, *operands) -> tuple[Tensor | None, ...]:
+        """The short way's, but gradients of q, k and v are arranged as the caller has these: in place, for they are nobody's yet."""
+        found = self.short.backward(*operands)
+        for x in found[:3] if self.arrangement else ():
+            x.squeeze_(0) if self.arrangement == PACKED else x.transpose_(1, 2)
+        return found
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -146,15 +148,13 @@ class _Repeated(torch.autograd.Function):
         elif arrangement in (PACKED, TURNED):
             d_o = INSIDE[arrangement](d_o)
         if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
-            grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+            d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
         else:
             bias, slopes, sink, rng, *lengths = beside
             lengths = [x for x in lengths if x is not None]
             given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, rng=rng, mask_tensors=lengths)
-            grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
-        d_q, d_k, d_v, d_bias, d_sink = grads
-        if arrangement:
-            d_q, d_k, d_v = known.back(d_q, d_k, d_v)
+            *of_inputs, d_bias, d_sink = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
+            d_q, d_k, d_v = map(OUTSIDE[arrangement], of_inputs)
         if beside is ALONE:
             return None, d_q, d_k, d_v
         return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None, None
@@ -227,8 +227,7 @@ def gradients(
         if not known.goes_back or not _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
             return None
         known.check_whole = guard(*whole)
-    d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
-    return known.back(d_q, d_k, d_v)
+    return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
 
 
 def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
