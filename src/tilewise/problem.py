@@ -266,6 +266,14 @@ def _problem(*fields) -> Problem:
     return Problem(**dict(zip(Problem.__dataclass_fields__, fields, strict=True)))
 
 
+def gradient_like(x: Tensor) -> Tensor:
+    """A tensor on the meta device that lies in memory as a gradient of x should: as x, where that is dense, for autograd copies a leaf's gradient
+    that lies otherwise; contiguous where x's rows are not.
+    """
+    like = torch.empty_like(x, dtype=x.dtype, device="meta")
+    return like if like.stride(-1) == 1 else like.contiguous()
+
+
 class Gradients(NamedTuple):
     """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
 

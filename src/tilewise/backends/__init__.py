@@ -30,7 +30,9 @@ class Repeat(Protocol):
         beside: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous."""
+        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous. The first three lie in
+        memory as q, k and v do (`problem.gradient_like`) where the backend can have them so.
+        """
 
 
 class Backend(Protocol):

@@ -555,7 +555,7 @@ def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
 def gradients_of(kernel, *scratch):
     """The short way back over `kernel`, with such scratch."""
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
-    call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (6 - len(scratch))
+    call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
     again = backward_repeat.Repeat(call, launch, scratch + none, None, (), lambda has: (), ())
     return partial(again, q, q, q, q, lse, q, None, repeats.ALONE, False)
