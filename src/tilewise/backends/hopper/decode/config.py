@@ -49,6 +49,10 @@ class Config(ScoreChanges):
     box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
     blocks: int = 1  # thread blocks of a multiprocessor
     consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
+    overlap: bool = False  # softmax under the product of the tile before; with several consumers
+    q_in_smem: bool = False  # where the first product reads it; else in registers
+    pingpong: bool = False  # two consumers take turns to issue products; with `overlap`
+    loader_registers: int = 88
     rising: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False
@@ -112,7 +116,7 @@ class Config(ScoreChanges):
         """Of a thread of each of three warpgroups, where there are so many: which multiply, load and widen, or multiply, multiply and load. Together
         no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
         """
-        return (248, 104, 152) if self.widens else (208, 208, 88)
+        return (248, 104, 152) if self.widens else (*(2 * ((LAUNCHED - self.loader_registers) // 2,)), self.loader_registers)
 
     @property
     def loaders(self) -> int:
