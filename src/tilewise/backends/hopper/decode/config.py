@@ -175,7 +175,8 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
-    if fields.get("overlap"):  # tiles of 64 keys would read Q as often as K from shared memory; ptxas orders products after rotated registers
+    # A tile of 64 keys would have as much of Q as of K read from shared memory. But after rotated registers ptxas orders products.
+    if fields.get("overlap"):
         fields.setdefault("q_in_smem", tile_n == OVERLAPPED_TILE or bool(fields.get("rotary")))
     if fields.get("split"):  # bits may not depend on how many rows a unit has
         fields["halves"] = False
@@ -196,7 +197,7 @@ def _box(page_size: int | None, tile_n: int) -> int:
 
 
 def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
-    """Keys of a tile; what else takes registers leaves fewer for scores. With a split there are as many however rows are cut, as bits would not be."""
+    """Keys of a tile; what else takes registers leaves fewer for scores. With a split as many however rows are cut, for bits are."""
     if fields.get("overlap") and not fields.get("split"):
         return OVERLAPPED_TILE
     crowded = ("softcap", "alibi"), ("tree", "split"), ("tree", "onto")

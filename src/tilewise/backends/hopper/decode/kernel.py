@@ -180,7 +180,6 @@ class Tile(NamedTuple):
     tOrV: cute.Tensor
     b: Int32
     k_scale: Float32 | None  # of all keys
-    Q: cute.Tensor
     P: cute.Tensor
     acc_O: cute.Tensor
     state: fragments.Rows
@@ -190,6 +189,7 @@ class Tile(NamedTuple):
     piece: Piece
     free: tuple[Int32, Int32]  # keys that all rows see
     consumer: Int32  # which warpgroup of those that multiply
+    Q: cute.Tensor
 
 
 @cute.jit
@@ -237,7 +237,6 @@ def attend(
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
         b=b,
         k_scale=tensors.k_scale[b, piece.head_k] if const_expr(config.scales[0] == "head") else None,
-        Q=queries(tensors, mma, sm, unit, sequence, consumer, config),
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         state=fragments.fresh_rows(),
@@ -247,15 +246,15 @@ def attend(
         piece=piece,
         free=rows.free_of(sequence, unit, shape, config),
         consumer=consumer,
+        Q=queries(tensors, mma, sm, unit, sequence, consumer, config),
     )
     tile.acc_O.fill(0.0)
-    if const_expr(config.consumers == 1):
+    if const_expr(config.consumers == 1):  # noqa: SIM114 - with `or` the DSL builds what comes behind it all the same
+        state = walk(tile, shared, state, config)
+    elif unit.rows > consumer * TILE_M:
         state = walk(tile, shared, state, config)
     else:
-        if unit.rows > consumer * TILE_M:
-            state = walk(tile, shared, state, config)
-        else:
-            state = give_back(pipes, state, piece, consumer, config)
+        state = give_back(pipes, state, piece, consumer, config)
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     if const_expr(config.scales[1] == "head"):
         for r in range_constexpr(fragments.ROWS):
@@ -303,7 +302,8 @@ def walk(tile: Tile, shared: Shared, state: pipeline.PipelineState, config: Cons
         state = steps(tile, shared, state, first + 1, masked, True, config)
         state = steps(tile, shared, state, masked, whole, False, config)
         state = steps(tile, shared, state, whole, last, True, config)
-        issue_values(tile, shared.pipes, state)
+        shared.pipes.v.consumer_wait(state)
+        issue_values(tile, state)
         warpgroup.wait_group(0)
         tma.release(shared.pipes.v, state)
         state.advance()
@@ -315,13 +315,13 @@ def walk(tile: Tile, shared: Shared, state: pipeline.PipelineState, config: Cons
 
 
 @cute.jit
-def give_back(pipes: Pipes, state: pipeline.PipelineState, piece: Piece, consumer: Int32, config: Constexpr[Config]) -> pipeline.PipelineState:
+def give_back(
+    pipes: Pipes, state: pipeline.PipelineState, piece: Piece, consumer: Int32, config: Constexpr[Config]
+) -> pipeline.PipelineState:
     """The piece's tiles, unread: the other warpgroup's rows are all that there are."""
-    for n in cutlass.range(piece.first, piece.last, unroll=1):
-        if const_expr(config.pingpong):
-            if n > piece.first:
-                take_turn(consumer, config)
-                pass_turn(consumer, config)
+    for _ in cutlass.range(piece.first, piece.last, unroll=1):
+        take_turn(consumer, config)
+        pass_turn(consumer, config)
         for pipe in pipes:
             pipe.consumer_wait(state)
             tma.release(pipe, state)
@@ -343,7 +343,7 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
     clear_values(tile, shared, state, n0, config)
-    issue_values(tile, pipes, state)
+    issue_values(tile, state)
     warpgroup.wait_group(0)
     tma.release(pipes.v, state)
 
@@ -351,7 +351,9 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
 @cute.jit
 def first_scores(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S of a piece's first tile, and its softmax."""
+    take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, shared.pipes, state, config)
+    pass_turn(tile.consumer, config)
     warpgroup.wait_group(0)
     tma.release(shared.pipes.k, state)
     change(acc_S, tile, shared, n0, config)
@@ -384,7 +386,8 @@ def overlapped_step(
     state.advance()
     take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, pipes, state, config)
-    issue_values(tile, pipes, before)
+    pipes.v.consumer_wait(before)
+    issue_values(tile, before)
     pass_turn(tile.consumer, config)
     warpgroup.wait_group(1)  # S is there, O is not
     tma.release(pipes.k, state)
@@ -411,9 +414,8 @@ def issue_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config
 
 
 @cute.jit
-def issue_values(tile: Tile, pipes: Pipes, state: pipeline.PipelineState):
-    """Issue O += P V."""
-    pipes.v.consumer_wait(state)
+def issue_values(tile: Tile, state: pipeline.PipelineState):
+    """Issue O += P V; V is there."""
     fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
 
 
@@ -438,7 +440,7 @@ def hide(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Cons
 
 @cute.jit
 def clear_values(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
-    """0 for what no row sees, ahead of O += P V."""
+    """When V is there: 0 for what no row sees."""
     shared.pipes.v.consumer_wait(state)
     if n0 < tile.piece.begin or n0 + config.tile_n > tile.piece.end:
         rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, tile.piece, config)
