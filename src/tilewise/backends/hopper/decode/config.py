@@ -18,7 +18,7 @@ LAUNCHED = 3 * 168  # registers that a thread of each of three warpgroups has to
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
-OVERLAPPED_TILE = 128
+OVERLAPPED_TILE = 128  # keys, as many as registers hold scores of, with Q in shared memory
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 

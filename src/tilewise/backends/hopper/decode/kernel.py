@@ -3,7 +3,8 @@
 Two warps load, one K and one V (loads.py), into a ring deep enough to keep memory busy while a warpgroup multiplies, takes the softmax, begins and
 ends units. The rows of a tile are the query tokens of a sequence times the heads that share a key head. Q goes straight to registers, O straight
 to memory, or where a unit lies in several blocks by way of merge.py. Nothing here depends on a number that the host would have to read.
-Predicted bottleneck: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks to arrive, and half of that to be worked on.
+Where rows are many, products decide: then two warpgroups multiply, and each has its softmax under products of its own (`overlapped_step`).
+Predicted bottleneck of few rows: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks to arrive, and half of that to be worked on.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
