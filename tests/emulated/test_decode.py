@@ -208,6 +208,24 @@ def test_columns_of_key_heads():
         assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
 
 
+@pytest.mark.parametrize(
+    ("case", "slots"),
+    [
+        (DecodeCase(lengths=(200, 0, 130, 190), queries=(2, 1, 0, 40), heads=(4, 2)), 7),  # whole units, two a block
+        pytest.param(DecodeCase(lengths=(300, 290), heads=(8, 2), page=16, sink=True), 16, marks=pytest.mark.slow),  # in two
+        pytest.param(DecodeCase(lengths=(600, 20, 600), queries=2, mask=WINDOW, page=5), 6, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_shares_fitted_to_units(case, slots):
+    """As equal ones, right, and the same bits again."""
+    call = made(case)
+    for alone in (0, 4, None):
+        found = run(call, slots=slots, cut=Cut(alone=alone))
+        held(call, *found)
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(alone=alone))))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [0, 16, 5])
 def test_large_tiles(page):

@@ -205,6 +205,69 @@ def test_columns_of_key_heads(heads):
             assert all(map(torch.equal, *found[:2]))
 
 
+WAYS = (0, 4, None)  # `Cut.alone`
+
+
+def of_shares(batch: int, longest: int, spread: float, empty: bool) -> tuple[int, ...]:
+    """Lengths down to (1 - spread) longest, one of them 0 if that is wanted."""
+    draw = torch.Generator().manual_seed(batch + longest)
+    lengths = (longest * (1 - spread * torch.rand(batch, generator=draw))).int().tolist()
+    return (*lengths[:-1], 0 if empty else longest)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest"), [(2, 9000), (5, 5000), (16, 1000), (33, 700), (64, 1024), (100, 640), (140, 500), (256, 300)], ids=str
+)
+@pytest.mark.parametrize(("heads", "queries"), [((8, 1), 1), ((32, 1), 4), ((8, 2), 3), ((8, 2), "ragged")], ids=str)
+def test_shares_fitted_to_units(batch, longest, heads, queries):
+    """Equal, fitted, and as if blocks were no faster alone: what fp64 says, and the same bits again."""
+    for spread, empty in ((0.0, False), (0.1, True), (1.0, True)):
+        rows = tuple(i * 7 % 4 for i in range(batch)) if queries == "ragged" else queries
+        case = DecodeCase(lengths=of_shares(batch, longest, spread, empty), queries=rows, heads=heads, dims=(128, 128), page=64)
+        call = made(case, device="cuda")
+        for alone in WAYS:
+            cut = decoding.Cut(alone=alone)
+            found = decoding.decode(call, cut)
+            held(call, *found)
+            for _ in range(3):
+                assert all(map(torch.equal, found, decoding.decode(call, cut)))
+            assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256), (576, 512)], ids=str)
+def test_fitted_shares_of_all_dims(dims):
+    latent = dims == (576, 512)
+    for lengths in ((700,) * 64, (3000, 0, 2900, 3000), tuple(range(0, 1000, 30))):
+        for more in ({}, {"mask": SlidingWindow(400, 0)}, {"sink": True, "leftpad": tuple(n // 3 for n in lengths)}):
+            call = made(DecodeCase(lengths=lengths, heads=(8, 1), dims=dims, latent=latent, **more), device="cuda")
+            for alone in WAYS:
+                held(call, *decoding.decode(call, decoding.Cut(alone=alone)))
+
+
+def test_a_graph_whose_lengths_change_the_shares():
+    """Whole units, pieces, and equal shares, one after the other: each replay has the bits of a fresh call, and is right."""
+    batch, most = 64, 2048
+    call = made(DecodeCase(lengths=(most,) * batch, heads=(32, 1), dims=(128, 128), page=64), device="cuda")
+    static = replace(call, seqlens=torch.ones_like(call.seqlens))
+    run(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = run(static)
+    ways = [of_shares(batch, n, spread, empty) for n in (most, 1024, 64) for spread, empty in ((0.0, False), (0.05, True), (1.0, True))]
+    ways += [(most,) * few + (1,) * (batch - few) for few in (1, 3, 20)] + [(0,) * batch, (most, *(0,) * (batch - 1))]
+    for _ in range(20):
+        for lengths in ways:
+            static.seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+            o.fill_(torch.nan)
+            graph.replay()
+            assert all(map(torch.equal, (o, lse), run(static)))
+    for lengths in ways:
+        static.seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        held(static, o, lse)
+
+
 @pytest.mark.parametrize("page", [0, 5, 16, 64])
 def test_indices_in_int64(page):
     """As in int32, one by one and all, with what does not fit there clamped, and without a launch that converts them."""

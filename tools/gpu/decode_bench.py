@@ -1,6 +1,6 @@
 """Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,chunks,merge,fp8,latent,features,sweep]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep]
 
 How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
 calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once, a latent cache once
@@ -186,6 +186,25 @@ def shorts() -> dict[str, dict]:
     """The usual, then what a launch of little work may do without; and rows of a unit, where it has several."""
     found = {"usual": {}, "sums not in halves": {"halves": False}}
     return found | {f"units of {n} rows": {"cut": decoding.Cut(rows=n)} for n in (4, 8, 16, 32, 64)}
+
+
+SHARED = [Cell(b, s, 32, 1, 0, q) for q in (1, 4) for b, s in ((64, 1024), (16, 1024), (4, 8192), (256, 1024), (64, 8192), (16, 8192))]
+SHARED += [
+    Cell(256, 8192, 32, 1, 0, 4),
+    Cell(64, 32768, 32, 1, 0),
+    Cell(140, 1024, 32, 1, 0),
+    Cell(8, 4096, 32, 8, 0),
+    Cell(1, 8192, 32, 1, 0),
+]
+
+
+def shares() -> dict[str, dict]:
+    """The usual, equal shares, and fitted ones by how much faster a block is taken to be alone; and likewise with other rows of a unit."""
+    found: dict[str, dict] = {"usual": {}, "equal": {"cut": decoding.Cut(alone=0)}}
+    found |= {f"fitted, {n} quarters": {"cut": decoding.Cut(alone=n)} for n in (4, 5, 6, 8)}
+    for rows in (64, 128):
+        found |= {f"{name}, {rows} rows": {"cut": decoding.Cut(alone=n, rows=rows)} for name, n in (("equal", 0), ("fitted", None))}
+    return found
 
 
 CHUNKS = [Cell(1, 16384 + q, 32, 8, page, q) for q in (128, 512, 2048, 4096) for page in (0, 64)] + [Cell(8, 16384 + 512, 32, 8, 64, 512)]
@@ -475,7 +494,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,short,chunks,merge,fp8,latent,features,sweep")
+    parser.add_argument("--only", default="check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
     bench = Bench(given.out)
@@ -495,6 +514,11 @@ def main() -> None:
         for cell in SHORT:
             if left():
                 bench.sweep("short", cell, shorts())
+    if "shares" in only:
+        bench.compile([bench.caches(cell)[0] for cell in SHARED], {"usual": {}})
+        for cell in SHARED:
+            if left():
+                bench.sweep("shares", cell, shares())
     if "chunks" in only and left():
         guarded(bench, chunks)
     if "sweep" in only:

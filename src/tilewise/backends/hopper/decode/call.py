@@ -46,6 +46,7 @@ class Cut(NamedTuple):
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
     rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
     numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
+    alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
 
 
 USUAL = Cut()
@@ -227,7 +228,7 @@ def arguments(config: Config) -> list:
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(8)))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(9)))
     prior = None
     if config.onto:
         like_o, like_lse = (
@@ -269,7 +270,8 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
-        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs)
+        alone = config.alone if cut.alone is None else cut.alone
+        return Need(*grid, 2 * blocks, 3 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs, alone)
     split = -(-call.split // config.tile_n)
     most = -(-capacity_of(call) // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // of_unit)

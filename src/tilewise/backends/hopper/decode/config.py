@@ -19,6 +19,11 @@ PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those
 SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
 OVERLAPPED_TILE = 128  # keys, as many as registers hold scores of, with Q in shared memory
+BYTES, NUMBERS = 13, 32  # a clock of a multiprocessor: from memory; of K and V multiplied with the rows of a warpgroup
+TILE_CLOCKS, KEY_CLOCKS = (
+    580,
+    2.5,
+)  # what a tile and each of its keys take besides: at head_dim 128 with 64 keys 1,250 in all, 1,750 with two warpgroups
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
@@ -119,6 +124,19 @@ class Config(ScoreChanges):
         if self.widens:
             return 248, 104, 152
         return (224, 224, 56) if self.overlap else (208, 208, 88)
+
+    @property
+    def fits(self) -> bool:
+        """Whether shares may be fitted to units, all of a sequence's being of one length."""
+        return not (self.rising or self.split)
+
+    @property
+    def alone(self) -> int:
+        """Quarters: how much faster a block without others goes through tiles than memory brings them to all at once; 4 (not faster) to 8."""
+        numbers = self.tile_n * (self.head_dim + self.head_dim_v)
+        work = TILE_CLOCKS + KEY_CLOCKS * self.tile_n + self.consumers * numbers / NUMBERS
+        loaded = self.tile_n * self.head_dim if self.latent else numbers
+        return min(max(int(4 * loaded * (1 if self.widens else 2) / BYTES / work), 4), 8)
 
     @property
     def loaders(self) -> int:
