@@ -164,7 +164,7 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
     grouped = {"most_pieces": 3, "group": 2}
     found = run(call, **grouped)
     held(call, *found)
-    narrow = {"consumers": 1} | grouped
+    narrow = {"consumers": 1, "overlap": False} | grouped
     for others in (narrow, narrow | {"rising": False}):
         assert all(map(torch.equal, found, run(call, slots=7, **others)))
     alone = replace(
@@ -176,6 +176,18 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
     )
     o, lse = run(alone, **grouped)
     assert torch.equal(o, found[0][80:82]) and torch.equal(lse, found[1][:, 80:82])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [{"pingpong": True}, {"q_in_smem": False, "kv_stages": 3}, {"overlap": False, "tile_n": 128}], ids=str)
+def test_the_softmax_under_the_tile_before(tuning):
+    """The same bits with turns, with Q in registers, and one tile after the other. One warpgroup has no rows of the last unit."""
+    call = made(DecodeCase(lengths=(300, 5), queries=(70, 1), heads=(3, 1), mask=SlidingWindow(100, 0), page=16))
+    chunk = {"consumers": 2, "overlap": True}
+    found = run(call, slots=3, **chunk)
+    held(call, *found)
+    for seed, pace in enumerate(PACES):
+        assert all(map(torch.equal, found, run(call, pace, seed, slots=3, **chunk | tuning)))
 
 
 def test_keys_that_only_later_units_see():

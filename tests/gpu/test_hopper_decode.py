@@ -87,11 +87,26 @@ def test_chunks_of_all_dims(dims):
         )
 
 
+@pytest.mark.parametrize(
+    "tuning",
+    [{"pingpong": True}, {"q_in_smem": False}, {"kv_stages": 3, "q_in_smem": False, "pingpong": True}, {"overlap": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
+def test_chunks_with_and_without_overlap(mask, tuning):
+    """The same bits with turns, with Q in registers, and one tile after the other."""
+    call, found = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=64, mask=mask, **BIG))
+    assert decoding.config_of(call).overlap
+    for _ in range(5):
+        assert all(map(torch.equal, found, decoding.decode(call, tile_n=128, **tuning)))
+
+
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
 def test_chunks_in_pieces_of_a_fixed_size(mask):
     """The same bits however rows are cut, and alone."""
     call, (o, lse) = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=16, split=64, mask=mask, **BIG))
-    for others in ({"consumers": 1}, {"consumers": 1, "rising": False}, {"rising": False}):
+    narrow = {"consumers": 1, "overlap": False}
+    for others in (narrow, narrow | {"rising": False}, {"rising": False}, {"overlap": False}, {"consumers": 1}):
         assert all(map(torch.equal, (o, lse), decoding.decode(call, **others)))
     for b, (first, last) in enumerate(((0, 700), (700, 701), (701, 1001))):
         entry = {name: getattr(call, name)[b : b + 1] for name in ("seqlens", "page_table")}

@@ -156,8 +156,17 @@ DECODE_TOO += [
 DECODE_TOO += [
     (dims, page, DECODE_CHUNK | changes)
     for dims in decoding.WIDE
-    for page, changes in ((16, DECODE_CHANGES), (0, {"split": True, "onto": True, "tree": True}), (0, {}), (8, {"out": torch.float32}))
+    for page, changes in (
+        (16, DECODE_CHANGES),
+        (16, DECODE_CHANGES | {"split": True}),
+        (0, {"split": True, "onto": True, "tree": True}),
+        (0, {"onto": True, "tree": True}),
+        (0, {}),
+        (8, {"out": torch.float32}),
+        *((64, {"split": split, "rotary": decoding.Rotary(dims[0] // 2, split, torch.float32)}) for split in (False, True)),
+    )
 ]
+DECODE_TOO += [(dims, 16, {"consumers": 2}) for dims in decoding.WIDE]
 DECODE_TOO += [(dims, page, {"rising": True} | DECODE_CHANGES) for dims in decoding.TILES for page in (4, 16)]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 

@@ -222,26 +222,39 @@ def tokens_of(bench: Bench, new: int, others: int) -> list[DecodeCall]:
     return [replace(call, q=q, cu_seqlens_q=cu, max_seqlen_q=rows) for call in bench.caches(cell)[:2]]
 
 
+def chunk_tunings() -> dict[str, dict]:
+    """The usual, then: without the softmax under the tile before; turns; where Q is; tiles and stages; and what else is chosen."""
+    found: dict[str, dict] = {"usual": {}, "no overlap": {"overlap": False}, "turns": {"pingpong": True}, "3 stages": {"kv_stages": 3}}
+    found |= {f"Q in registers{name}": {"q_in_smem": False, **each} for name, each in {"": {}, ", turns": {"pingpong": True}}.items()}
+    found["Q in registers, 3 stages"] = {"q_in_smem": False, "kv_stages": 3}
+    for stages, turns in ((2, False), (4, False), (4, True)):
+        found[f"64 keys, {stages} stages{', turns' * turns}"] = {"tile_n": 64, "kv_stages": stages, "pingpong": turns}
+    found |= {"evict first": {"evict_first": True}, "one row": {"cut": decoding.Cut(aligned=False)}}
+    found |= {f"a unit costs {n}": {"fixed": n} for n in (1, 4)}
+    found["one warpgroup"] = {"consumers": 1}
+    found["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "overlap": False, "evict_first": True}
+    return found
+
+
+def in_turns(bench: Bench, calls: list[DecodeCall], tunings: dict[str, dict], rounds: int = 3) -> dict[str, float]:
+    """Each tuning's median of so many rounds, in which each has its turn."""
+    found = [{name: bench.ours(calls, **tuning) for name, tuning in tunings.items()} for _ in range(rounds)]
+    return {name: round(statistics.median(each[name] for each in found), 2) for name in tunings}
+
+
 def chunks(bench: Bench) -> None:
     """Many new tokens of a sequence, behind those that it has: products a second, beside the forward pass of contiguous keys; then one chunk among
     single tokens of other sequences.
     """
-    tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}}
-    tunings["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "kv_stages": 2, "evict_first": True}
-    tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {
-        "evict first": {"evict_first": True},
-        "one row": {"cut": decoding.Cut(aligned=False)},
-    }
-    tokens = [tokens_of(bench, *each) for each in MIXED]
+    tunings, tokens = chunk_tunings(), [tokens_of(bench, *each) for each in MIXED]
     bench.compile([bench.caches(cell)[0] for cell in (*CHUNKS[:2], CHUNKS[-1])] + [calls[0] for calls in tokens], tunings)
     for cell in CHUNKS:
-        calls, found = bench.caches(cell), {}
-        for name, tuning in tunings.items():
-            found[name] = round(bench.ours(calls[:3], **tuning), 2)
-        pairs = cell.q * (cell.s - cell.q) + cell.q * (cell.q + 1) // 2
+        calls = bench.caches(cell)
+        found = in_turns(bench, calls[:3], tunings)
+        products = 4 * cell.b * cell.hq * DIM * (cell.q * (cell.s - cell.q) + cell.q * (cell.q + 1) // 2)
         row = {
             "us": found,
-            "TFps": round(4 * cell.b * cell.hq * DIM * pairs / found["usual"] / 1e6, 1),
+            "TFps": {name: round(products / us / 1e6, 1) for name, us in found.items()},
             "error": spot_check(calls[0], cell.s),
         }
         if cell.page == 0:
@@ -249,8 +262,7 @@ def chunks(bench: Bench) -> None:
             row["forward_us"] = round(replayed_us([lambda q=q, k=k, v=v: tw.attention(q, k, v, causal=True)]), 2)
         bench.note(kind="chunk", **vars(cell), **row)
     for (new, others), calls in zip(MIXED, tokens, strict=True):
-        found = {name: round(bench.ours(calls, **tuning), 2) for name, tuning in tunings.items()}
-        bench.note(kind="chunk among tokens", new=new, others=others, us=found)
+        bench.note(kind="chunk among tokens", new=new, others=others, us=in_turns(bench, calls, tunings))
 
 
 def spot_check(call: DecodeCall, length: int) -> float:
