@@ -98,6 +98,19 @@ def test_what_else_takes_part_is_not_bypassed():
     assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
 
 
+def test_what_a_transform_left_behind_goes_the_long_way():
+    """A tensor of torch.func.grad that outlives it: the short way does not look for such."""
+    left, (q, k, v) = [], qkv()
+    torch.func.grad(lambda x: left.append(x * 1.0) or x.sum())(q)
+    k.requires_grad_()
+    right = [tw.attention(q, k, v) for _ in range(2)][1]
+    assert remembered() == 1
+    for _ in range(3):
+        o = tw.attention(left[0], k, v)
+        assert torch.equal(o, right) and remembered() == 1
+        assert torch.equal(torch.autograd.grad(o.sum(), k)[0], torch.autograd.grad(right.sum(), k, retain_graph=True)[0])
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_by_the_short_way(options):
     tensors = [x.requires_grad_() for x in qkv(70, 40)]
