@@ -255,7 +255,7 @@ def check_eight_bits(kernel: Kernel, inspect):
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == (1 + config.pieces) * groups
     bytes_of_hidden = hidden.WIDE * config.hides  # numbers of V that a lane takes out of words, where some rows do not see them
     joined = config.tile_n // (4 if config.tokens_k or config.tiles_of_values else 8)  # words, at most
-    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (joined + 6) + bytes_of_hidden
+    assert counts["E4M3"] == groups * config.tile_n // 4 and counts["PRMT"] <= groups * (joined + 8) + bytes_of_hidden
     assert counts["UTMALDG"] > 0
 
 
