@@ -14,7 +14,6 @@ from tilewise.errors import check_memory
 from tilewise.problem import Call
 from tilewise.sm90.jit import aligned, tensors_of
 
-DEFAULT_STREAM = 0  # which cannot be captured
 KEPT_BYTES = 1 << 16  # a larger LSE that is not returned is allocated anew; its kernel takes longer than that
 
 
@@ -71,7 +70,7 @@ class Repeat:
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
         stream = short.current_stream(self.device)
-        kept = self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None
+        kept = self.kept.get(stream) if stream == short.DEFAULT_STREAM or not short.capturing() else None
         lse, rest = kept or self._begin()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)

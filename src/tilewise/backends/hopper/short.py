@@ -15,6 +15,8 @@ _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 part = getattr(_guards, "_reinterpret_tensor", None) or (
     lambda x, shape, strides, first: x.as_strided(shape, strides, x.storage_offset() + first)
 )
+DEFAULT_STREAM = 0  # which cannot be captured
+LEAST_UNREAD = 1 << 14  # numbers
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
 
 
@@ -36,6 +38,21 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
     fast = getattr(_guards, f"_empty_strided_{device.type}", None)
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+_UNREAD: dict[tuple, Tensor] = {}
+
+
+def unread(shape: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """fp32, contiguous, on the device, which is the current one: what launches on that stream write and nobody reads is all in one place.
+
+    Not for a graph that is captured: it may run after the place was given back.
+    """
+    numbers = math.prod(shape)
+    kept = _UNREAD.get((device, stream))
+    if kept is None or kept.numel() < numbers:
+        kept = _UNREAD[device, stream] = torch.empty(max(numbers, LEAST_UNREAD), dtype=torch.float32, device=device)
+    return kept[:numbers].view(shape)
 
 
 def tables(shapes: Sequence[tuple[int, ...]], device: torch.device, current: bool) -> Callable[[], list[Tensor]]:
