@@ -217,9 +217,7 @@ class DecodeCall:
 
 
 class DecodeTensors(NamedTuple):
-    """The tensors of `decode` as its caller gave them, but for slopes, which are as in DecodeCall. A plain tuple of these does as well, and is made in
-    less time.
-    """
+    """The tensors of `decode` as its caller gave them, but for slopes, which are as in DecodeCall. A plain tuple of these does as well."""
 
     q: Tensor
     k_cache: Tensor

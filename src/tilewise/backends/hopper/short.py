@@ -11,12 +11,8 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-# A part of a tensor's memory, of its dtype: (tensor, shape, strides, first), as compiled programs have it, in a quarter of the time of as_strided.
-part = getattr(_guards, "_reinterpret_tensor", None) or (
-    lambda x, shape, strides, first: x.as_strided(shape, strides, x.storage_offset() + first)
-)
 DEFAULT_STREAM = 0  # which cannot be captured
-LEAST_UNREAD = 1 << 14  # numbers
+ALIGNED = 64  # numbers, at whose multiples shared tensors begin
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
 
 
@@ -40,19 +36,19 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
-_UNREAD: dict[tuple, Tensor] = {}
+_SHARED: dict[tuple, Tensor] = {}
 
 
-def unread(shape: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """fp32, contiguous, on the device, which is the current one: what launches on that stream write and nobody reads is all in one place.
-
-    Not for a graph that is captured: it may run after the place was given back.
+def shared(name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, stream: int) -> list[Tensor]:
+    """Contiguous tensors on the device, which is the current one, that all who ask by this name on this stream have in common: for what a call leaves
+    for its own next launch, or for nobody. Not for a graph that is captured: it may run when the memory was given back.
     """
-    numbers = math.prod(shape)
-    kept = _UNREAD.get((device, stream))
-    if kept is None or kept.numel() < numbers:
-        kept = _UNREAD[device, stream] = torch.empty(max(numbers, LEAST_UNREAD), dtype=torch.float32, device=device)
-    return kept[:numbers].view(shape)
+    sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
+    kept = _SHARED.get((name, device, stream))
+    if kept is None or kept.numel() < sum(sizes):
+        kept = _SHARED[name, device, stream] = torch.empty(1 << (sum(sizes) - 1).bit_length(), dtype=dtype, device=device)
+    parts = kept[: sum(sizes)].split(sizes)
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def tables(shapes: Sequence[tuple[int, ...]], device: torch.device, current: bool) -> Callable[[], list[Tensor]]:

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.hopper.operands import Scores
 from tilewise.problem import DecodeCall, DecodeTensors
 from tilewise.sm90.jit import BYTES, aligned, readable, strided
+from tilewise.views import part
 
 MOST = 256  # calls that are remembered
 
@@ -28,7 +29,7 @@ class Decoder:
     def __init__(
         self, call: DecodeCall, kernel: Callable, window: Window, scores: Scores, workspace: Callable[[], Work], out: torch.dtype
     ) -> None:
-        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of dtype `out`, with
+        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of `out`, with
         its own slopes and sink in the scores.
         """
         self.kernel, self.workspace, self.out = kernel, workspace, out
@@ -118,9 +119,9 @@ class Repeated:
         if self.bits:
             k, v = in_bits(k), in_bits(v)
         if k_scale is not None:
-            k_scale = short.part(k_scale, *self.scales[0])
+            k_scale = part(k_scale, *self.scales[0])
         if v_scale is not None:
-            v_scale = short.part(v_scale, *self.scales[1])
+            v_scale = part(v_scale, *self.scales[1])
         if tree is not None:
             tree = tree.view(torch.uint8)
         tables = None if cos is None else (cos, sin)
@@ -141,7 +142,7 @@ class Repeated:
         if stream != short.DEFAULT_STREAM and short.capturing():
             return None, *found
         if not self.with_lse:
-            unread = short.unread(self.lse[0], self.device, stream)
+            (unread,) = short.shared("unread", self.lse[:1], torch.float32, self.device, stream)
             unread = unread if decoder.ragged else short.as_operand(unread, True)
         self.kept[stream] = unread, *found
         return self.kept[stream]

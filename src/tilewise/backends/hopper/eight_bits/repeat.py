@@ -5,7 +5,6 @@ from itertools import zip_longest
 
 import torch
 
-from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.eight_bits.operands import Scales
@@ -17,6 +16,7 @@ from tilewise.backends.tables import documents
 from tilewise.masks import Documents, Unread
 from tilewise.problem import Call
 from tilewise.sm90 import jit
+from tilewise.views import part
 
 
 def repeat(call: Call) -> Repeat | None:
@@ -36,12 +36,11 @@ def repeat(call: Call) -> Repeat | None:
     found = sixteen_bits.again(call, plan, scale)
     if found is None:
         return None
-    rest, made = found
     if not quantises:
-        made = _with_scales(call, made)
+        found["made"] = _with_scales(call, found.get("made"))
     elif isinstance(call.mask, Unread):
-        made = _with_ends(call, made)
-    return Repeat(call, run, rest, lambda: sixteen_bits.work_of(plan, device), None, made=made)
+        found["made"] = _with_ends(call, found.get("made"))
+    return Repeat(call, run, lambda: sixteen_bits.work_of(plan, device), None, **found)
 
 
 def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
@@ -89,12 +88,13 @@ def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable
     return run, call.scale
 
 
-def _with_ends(call: Call, made: Callable) -> Callable:
+def _with_ends(call: Call, made: Callable | None) -> Callable:
     """What makes `Given.ends` of the tensors of `repeats.Beside`, behind what `made` makes of them."""
     device = call.q.device
 
     def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
-        return *made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k), documents.on_device(cu_seqlens_k, device)
+        found = () if made is None else made(bias, slopes, sink, rng)
+        return *found, documents.on_device(cu_seqlens_k, device)
 
     return all_made
 
@@ -106,7 +106,7 @@ def _with_scales(call: Call, made: Callable | None) -> Callable:
     layouts = [(x.shape, x.stride(), 0) for x in spread]
 
     def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
-        found = () if made is None else made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k)
-        return *found, [short.part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip_longest(scales, layouts)]
+        found = () if made is None else made(bias, slopes, sink, rng)
+        return *found, [part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip_longest(scales, layouts)]
 
     return all_made

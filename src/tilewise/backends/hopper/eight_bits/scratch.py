@@ -10,6 +10,7 @@ from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, QuantiserConfig
 from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.problem import Call
+from tilewise.views import part
 
 ALIGNED = 128  # bytes, at whose multiples tensors begin: a line of the cache
 
@@ -72,6 +73,6 @@ def together(layouts: Sequence[Layout | None], device: torch.device, turned: int
     def make() -> list[Tensor | None]:
         numbers = empty(*whole)
         small = numbers.view(torch.int8)
-        return [each and short.part(small if each[0] else numbers, *each[1]) for each in places]
+        return [each and part(small if each[0] else numbers, *each[1]) for each in places]
 
     return make
