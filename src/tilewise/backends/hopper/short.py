@@ -36,6 +36,23 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
+def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:
+    """What `make(stream)` gave for the current stream of the device, which is the current one. Launches of one stream follow each other; a CUDA graph
+    may be replayed on any stream, so what it captures gets its own from `make(None)`, as everybody does where nothing is kept.
+    """
+    kept = {}
+
+    def found() -> object:
+        stream = current_stream(device)
+        if not keeps or (stream != DEFAULT_STREAM and capturing()):
+            return make(None)
+        if stream not in kept:
+            kept[stream] = make(stream)
+        return kept[stream]
+
+    return found
+
+
 _SHARED: dict[tuple, Tensor] = {}
 
 

@@ -1,13 +1,14 @@
-"""The short way for more calls in 8 bits like one before: kernels, plan and the cut of scratch are remembered, and each call allocates its own."""
+"""The short way for more calls in 8 bits like one before: kernels, plan and the cut of scratch are remembered, which small calls have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
+from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits import scratch
-from tilewise.backends.hopper.eight_bits.operands import Scales
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward.plan import Plan
@@ -17,6 +18,8 @@ from tilewise.masks import Documents, Unread
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 from tilewise.views import part
+
+KEPT_BYTES = 8 << 20  # more scratch is allocated anew; its kernels take longer than that
 
 
 def repeat(call: Call) -> Repeat | None:
@@ -28,11 +31,13 @@ def repeat(call: Call) -> Repeat | None:
     if isinstance(call.mask, Documents) and call.mask.cu_seqlens_k[-1] < call.seqlen_k:  # whose ends are no tensor of the caller's
         return None
     device, parts = call.q.device, eight_bits.parts(call)
-    plan, *others = {Plan.of(part, planning.num_sms(device), eight_bits.config_of(part)) for _, part in parts}
+    plan, *others = {Plan.of(each, planning.num_sms(device), eight_bits.config_of(each)) for _, each in parts}
     if others:
         return None
     quantises = call.precision is not None
-    run, scale = (_by_quantiser if quantises else _by_transposer)(call, plan, [columns for columns, _ in parts])
+    run, scale = (_by_quantiser if quantises else _by_transposer)(
+        call, plan, [columns for columns, _ in parts] if len(parts) > 1 else [None]
+    )
     found = sixteen_bits.again(call, plan, scale)
     if found is None:
         return None
@@ -43,7 +48,7 @@ def repeat(call: Call) -> Repeat | None:
     return Repeat(call, run, lambda: sixteen_bits.work_of(plan, device), None, **found)
 
 
-def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
+def _by_quantiser(call: Call, plan: Plan, parts: list[slice | None]) -> tuple[Callable, float]:
     """What computes calls with `precision` from (q, k, v, O, LSE), Work, Band, Scores and, where there are any, `Given.ends`; the softmax's scale.
     A launch for each of the parts of V's columns.
     """
@@ -52,40 +57,59 @@ def _by_quantiser(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable,
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
     make = scratch.of_quantiser(call, config)
 
+    def begin(stream: int | None) -> tuple:
+        made, scales, channels = bundles = make(stream)
+        of_parts = [(made, scales) if columns is None else eight_bits.of_columns(made, scales, columns) for columns in parts]
+        on_gpu = stream is not None and channels.is_cuda
+        found = [(_operands(of_part, on_gpu), short.as_operand(of_scales, on_gpu)) for of_part, of_scales in of_parts]
+        return _operands(bundles, on_gpu), found
+
+    at_hand = short.by_stream(call.q.device.index, begin, make.bytes <= KEPT_BYTES)
+
     def run(tensors, work, band, scores, ends=None):
         q, k, v, o, lse = tensors
-        made, scales, channels = make()
-        quantise((q, k, v, ends), made, scales, channels, scale)
-        if len(parts) == 1:
-            attend((*made, o, lse, v), scales, work, band, scores)
-            return
-        for columns in parts:
-            of_part, of_scales = eight_bits.of_columns(made, Scales(*scales), columns)
-            attend((*of_part, o[..., columns], lse, v[..., columns]), of_scales, work, band, scores)
+        bundles, of_parts = at_hand()
+        quantise((q, k, v, ends), *bundles, scale)
+        for columns, (made, scales) in zip(parts, of_parts, strict=True):
+            attend((*made, _of(o, columns), lse, _of(v, columns)), scales, work, band, scores)
 
     return run, scale / config.head_dim
 
 
-def _by_transposer(call: Call, plan: Plan, parts: list[slice]) -> tuple[Callable, float]:
+def _by_transposer(call: Call, plan: Plan, parts: list[slice | None]) -> tuple[Callable, float]:
     """Likewise of tensors in 8 bits, whose scales come last."""
     config = eight_bits.transposer_of(call)
     transpose = jit.compiled(eight_bits.TRANSPOSE, eight_bits.transpose_arguments, config)
     attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
     make = scratch.of_transposer(call, config)
 
+    def begin(stream: int | None) -> tuple:
+        turned, *made = make(stream)
+        found = (turned,), [turned if columns is None else turned[:, :, columns] for columns in parts], made
+        return tuple([_operands(each, stream is not None and turned.is_cuda) for each in found])
+
+    at_hand = short.by_stream(call.q.device.index, begin, make.bytes <= KEPT_BYTES)
+
     def run(tensors, work, band, scores, scales):
         q, k, v, o, lse = tensors
-        turned, *made = make()
+        (turned,), of_parts, made = at_hand()
         tokens, scales = eight_bits.with_tokens(scales, *made)
         q, k, v = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8)
         transpose(v, turned, tokens)
-        if len(parts) == 1:
-            attend((q, k, turned, o, lse, v), scales, work, band, scores)
-            return
-        for columns in parts:
-            attend((q, k, turned[:, :, columns], o[..., columns], lse, v[..., columns]), scales, work, band, scores)
+        for columns, each in zip(parts, of_parts, strict=True):
+            attend((q, k, each, _of(o, columns), lse, _of(v, columns)), scales, work, band, scores)
 
     return run, call.scale
+
+
+def _of(x: Tensor, columns: slice | None) -> Tensor:
+    """The columns of x; None: all."""
+    return x if columns is None else x[..., columns]
+
+
+def _operands(bundle: Sequence, on_gpu: bool) -> tuple:
+    """Each of the bundle's fields by `short.as_operand`."""
+    return tuple([short.as_operand(x, on_gpu) for x in bundle])
 
 
 def _with_ends(call: Call, made: Callable | None) -> Callable:
