@@ -129,8 +129,14 @@ def _with_scales(call: Call, made: Callable | None) -> Callable:
     spread = [eight_bits.spread(of_one if x is None else x, shape) for x, shape in eight_bits.scales_given(call)]
     layouts = [(x.shape, x.stride(), 0) for x in spread]
 
+    def begin(stream: int | None) -> tuple:
+        found = [part(eight_bits.one(device), *layout) for layout in layouts]
+        return _operands(found, stream is not None and found[0].is_cuda)
+
+    ones = short.by_stream(device.index, begin)
+
     def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
         found = () if made is None else made(bias, slopes, sink, rng)
-        return *found, [part(eight_bits.one(device) if x is None else x, *layout) for x, layout in zip_longest(scales, layouts)]
+        return *found, [one if x is None else part(x, *layout) for x, one, layout in zip_longest(scales, ones(), layouts)]
 
     return all_made
