@@ -58,7 +58,7 @@ class Repeat:
             self.o_heads_first = shape, (apart, head, token, one), dtype
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
-        self.kept: dict[int, tuple] = {}  # by stream: LSE, what the kernel takes after the tensors, and what runs first
+        self.at_hand = short.by_stream(self.device, self._begin)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
@@ -71,9 +71,7 @@ class Repeat:
                 return self.forward(q, k, v, beside, with_lse, heads_first)
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
-        stream = short.current_stream(self.device)
-        kept = self.kept.get(stream) if stream == short.DEFAULT_STREAM or not short.capturing() else None
-        lse, rest, first = kept or self._begin()
+        lse, rest, first = self.at_hand()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
         o = self.empty(*(self.o_heads_first if heads_first else self.o))
@@ -112,15 +110,13 @@ class Repeat:
             self.back = self.gradients(replace(self.like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink))
         return self.back(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
 
-    def _begin(self) -> tuple:
-        """What a stream keeps, or a graph gets."""
-        lse, stream, seen, first = self.empty(*self.lse) if self.keeps else None, short.current_stream(self.device), (), None
-        capturing = short.capturing()
+    def _begin(self, stream: int | None) -> tuple:
+        """LSE, what the kernel takes after the tensors, and what runs first."""
+        lse, seen, first = self.empty(*self.lse) if self.keeps else None, (), None
         if self.ahead is not None:
-            *seen, first = self.ahead(None if capturing else stream)
+            *seen, first = self.ahead(stream)
         rest = self.workspace(), *seen, *self.rest
-        if capturing:
+        if stream is None:
             hold(self.rest)
             return lse, rest, first
-        self.kept[stream] = lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest), first
-        return self.kept[stream]
+        return lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest), first

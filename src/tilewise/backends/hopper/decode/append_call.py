@@ -145,21 +145,14 @@ class Appender:
     def repeat(self, call: AppendCall) -> Callable[[tuple], Tensor | None]:
         """As `Backend.repeat_append`."""
         (batch,) = call.cache_seqlens.shape
-        kept: dict[int, Tensor] = {}  # by stream: where lengths are written, for its next launch
+        ends = short.by_stream(self.device, lambda stream: self.empty((batch,), (1,), torch.int32))
 
         def write(given: tuple) -> Tensor | None:
             if short.current_device() != self.device:
                 with torch.cuda.device(self.device):
                     return write(given)
-            stream = short.current_stream(self.device)
-            usual = stream == short.DEFAULT_STREAM or not short.capturing()
-            ends = kept.get(stream) if usual else None
-            if ends is None:
-                ends = self.empty((batch,), (1,), torch.int32)
-                if usual:
-                    kept[stream] = ends
             _, k_cache, v_cache, seqlens, pages, cu_seqlens, entries, _, _, _, _, _, _, k, v, cos, sin, _ = given
-            places = seqlens, pages, entries, cu_seqlens if self.packed else None, ends
+            places = seqlens, pages, entries, cu_seqlens if self.packed else None, ends()
             return self._write(k_cache, v_cache, k, v, places, None if cos is None else (cos, sin, None))
 
         return write

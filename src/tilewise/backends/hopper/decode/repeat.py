@@ -38,7 +38,7 @@ class Decoder:
         self.empty = short.allocator(call.q.device)
         self.ragged = call.cu_seqlens_q is not None
         self.by_call = call.alibi_slopes is not None or call.sink is not None
-        self.kept: dict[int, tuple] = {}  # by stream: what `at_hand` gives
+        self.at_hand = short.by_stream(self.device, self._begin)
 
     def __call__(self, call: DecodeCall, prior: Prior | None = None) -> Decoded:
         """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32."""
@@ -46,7 +46,7 @@ class Decoder:
             with torch.cuda.device(self.device):
                 return self(call, prior)
         o, lse = (self.empty(*layout) for layout in self.results(call))
-        work, window, scores = self.at_hand(short.current_stream(self.device))
+        work, window, scores = self.at_hand()
         q, of_q, of_lse = (x.unsqueeze(0) for x in (call.q, o, lse)) if self.ragged else (call.q, o, lse)
         tensors = q, in_bits(call.k_cache), in_bits(call.v_cache), of_q, of_lse, tables_of(call), *scales_of(call)
         self.launch(tensors, lengths_of(call), work, window, prior, self.with_own(scores, call.alibi_slopes, call.sink))
@@ -61,17 +61,13 @@ class Decoder:
         shapes = (*rows, heads, call.v_cache.shape[3]), (heads, *rows) if self.ragged else (rows[0], heads, rows[1])
         return tuple((shape, short.strides(shape), dtype) for shape, dtype in zip(shapes, (self.out, torch.float32), strict=True))
 
-    def at_hand(self, stream: int) -> tuple:
-        """Workspace, window and scores: what the stream keeps, or a graph gets."""
-        capturing = stream != short.DEFAULT_STREAM and short.capturing()
-        if not capturing and stream in self.kept:
-            return self.kept[stream]
+    def _begin(self, stream: int | None) -> tuple:
+        """Workspace, window and scores."""
         found = self.workspace(), self.window, self.scores
-        if capturing:
+        if stream is None:
             return found
-        *fresh, scores = (each if self.by_call and each is self.scores else short.as_operand(each, True) for each in found)
-        self.kept[stream] = *fresh, scores
-        return self.kept[stream]
+        work, window, scores = (short.as_operand(each, True) for each in found)
+        return work, window, self.scores if self.by_call else scores
 
     def with_own(self, scores: Scores, slopes: Tensor | None, sink: Tensor | None) -> Scores:
         """The scores with a call's slopes and sink."""
@@ -102,16 +98,14 @@ class Repeated:
         self.o, self.lse = decoder.results(call)
         self.scales = [None if x is None else (x.shape, x.stride(), 0) for x in scales_of(call)]
         self.bits = torch.float8_e4m3fn in (call.k_cache.dtype, call.v_cache.dtype)
-        self.kept: dict[int, tuple] = {}  # by stream: LSE, where nobody wants it, and what the decoder has at hand
+        self.at_hand = short.by_stream(decoder.device, self._begin)
 
     def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None) -> Decoded:
         decoder = self.decoder
         if short.current_device() != decoder.device:
             with torch.cuda.device(decoder.device):
                 return self(given, seqlens, out)
-        stream = short.current_stream(decoder.device)
-        kept = self.kept.get(stream) if stream == short.DEFAULT_STREAM or not short.capturing() else None
-        lse, work, window, scores = kept or self._begin(stream)
+        lse, work, window, scores = self.at_hand()
         q, k, v, _, pages, cu_seqlens_q, entries, leftpad, tree, slopes, sink, k_scale, v_scale, _, _, cos, sin, _ = given
         o = decoder.empty(*self.o) if out is None else out
         if lse is None:
@@ -135,17 +129,13 @@ class Repeated:
             o = written[0] if decoder.ragged else written
         return o, lse
 
-    def _begin(self, stream: int) -> tuple:
-        """What a stream keeps, or a graph gets."""
-        decoder, unread = self.decoder, None
-        found = decoder.at_hand(stream)
-        if stream != short.DEFAULT_STREAM and short.capturing():
-            return None, *found
-        if not self.with_lse:
+    def _begin(self, stream: int | None) -> tuple:
+        """Where LSE goes that nobody wants, and what the decoder has at hand."""
+        unread = None
+        if stream is not None and not self.with_lse:
             (unread,) = short.shared("unread", self.lse[:1], torch.float32, self.device, stream)
-            unread = unread if decoder.ragged else short.as_operand(unread, True)
-        self.kept[stream] = unread, *found
-        return self.kept[stream]
+            unread = unread if self.decoder.ragged else short.as_operand(unread, True)
+        return unread, *self.decoder.at_hand()
 
 
 class Prefixed:
