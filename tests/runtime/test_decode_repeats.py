@@ -449,3 +449,30 @@ def test_options_and_tensors_are_arguments_of_decode():
     names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
     known = {"cache_seqlens" if name == "seqlens" else name for name in DecodeTensors._fields + decode_repeats.Options._fields}
     assert known == names
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_out_is_written_at_once_where_it_lies_apart(writes, backend):
+    """And counts as written to; a backend that cannot write there gives another tensor."""
+    (q, k, v), given = contiguous()
+    wanted, backend.writes = tw.decode(q, k, v, **given), writes
+    memory = torch.zeros(3 * q.numel(), dtype=q.dtype)
+    before, behind = memory[: q.numel()].view(q.shape), memory[q.numel() : 2 * q.numel()].view(q.shape)
+    q = behind.copy_(q)
+    for out in (before, memory[2 * q.numel() :].view(q.shape)):
+        for _ in range(2):
+            version = out._version
+            assert tw.decode(q, k, v, **given, out=out) is out and torch.equal(out, wanted)
+            assert out._version > version
+            memory[: q.numel()], memory[2 * q.numel() :] = 0.0, 0.0
+    assert [out is not None for out in backend.outs] == [True] * 3
+
+
+def test_out_that_meets_an_input_is_written_last(backend):
+    (q, k, v), given = contiguous()
+    wanted, memory = tw.decode(q, k, v, **given, out=torch.empty_like(q)), torch.zeros(2 * q.numel(), dtype=q.dtype)
+    for first in (0, 8, q.numel() - 1):
+        memory[: q.numel()] = q.flatten()
+        mine, out = memory[: q.numel()].view(q.shape), memory[first : first + q.numel()].view(q.shape)
+        assert torch.equal(tw.decode(mine, k, v, **given, out=out), wanted)
+    assert backend.outs == [None] * 3
