@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -37,8 +38,9 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
 
 
 def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:
-    """What `make(stream)` gave for the current stream of the device, which is the current one. Launches of one stream follow each other; a CUDA graph
-    may be replayed on any stream, so what it captures gets its own from `make(None)`, as everybody does where nothing is kept.
+    """What `make(stream)` gave for this thread and the current stream of the device, which is the current one. Launches of one stream follow each
+    other, but two threads may take turns within a call of several. A CUDA graph may be replayed on any stream, so what it captures gets its own from
+    `make(None)`, as everybody does where nothing is kept.
     """
     kept = {}
 
@@ -46,9 +48,10 @@ def by_stream(device: int | None, make: Callable[[int | None], object], keeps: b
         stream = current_stream(device)
         if not keeps or (stream != DEFAULT_STREAM and capturing()):
             return make(None)
-        if stream not in kept:
-            kept[stream] = make(stream)
-        return kept[stream]
+        owner = stream, get_ident()
+        if owner not in kept:
+            kept[owner] = make(stream)
+        return kept[owner]
 
     return found
 
@@ -57,13 +60,14 @@ _SHARED: dict[tuple, Tensor] = {}
 
 
 def shared(name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, stream: int) -> list[Tensor]:
-    """Contiguous tensors on the device, which is the current one, that all who ask by this name on this stream have in common: for what a call leaves
-    for its own next launch, or for nobody. Not for a graph that is captured: it may run when the memory was given back.
+    """Contiguous tensors on the device, which is the current one, that all who ask by this name on this thread and stream have in common: for what a
+    call leaves for its own next launch, or for nobody. Not for a graph that is captured: it may run when the memory was given back.
     """
     sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
-    kept = _SHARED.get((name, device, stream))
+    owner = name, device, stream, get_ident()
+    kept = _SHARED.get(owner)
     if kept is None or kept.numel() < sum(sizes):
-        kept = _SHARED[name, device, stream] = torch.empty(1 << (sum(sizes) - 1).bit_length(), dtype=dtype, device=device)
+        kept = _SHARED[owner] = torch.empty(1 << (sum(sizes) - 1).bit_length(), dtype=dtype, device=device)
     parts = kept[: sum(sizes)].split(sizes)
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -1,5 +1,6 @@
 """Repeated calls of decode: what they keep, where they write and what they leave to each call, with kernels and streams that need no GPU."""
 
+import threading
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -161,3 +162,23 @@ def test_lengths_behind_new_tokens_lie_where_the_streams_last_ones_did(gpu):
         assert torch.equal(found[-1], call.cache_seqlens + 1)
     first, second, other, captured, last = (x.data_ptr() for x in found)
     assert first == second and other == last and len({first, other, captured}) == 3 and call.k_cache._version == version + 5
+
+
+def test_threads_on_one_stream_have_their_own_lengths(gpu):
+    """One thread's launch may come between two of another's."""
+    call = append_problems.made(append_problems.AppendCase(lengths=(5, 9)))
+    names = "k_cache", "v_cache", "k", "v"
+    tensors = dict.fromkeys(DecodeTensors._fields) | {name: getattr(call, name) for name in names} | {"seqlens": call.cache_seqlens}
+    write, found = append_call.Appender(call, gpu.append).repeat(call), []
+    here, together = write(tuple(tensors.values())), threading.Barrier(2)
+
+    def run():
+        found.append(write(tuple(tensors.values())))
+        together.wait()
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({x.data_ptr() for x in (here, *found)}) == 3
