@@ -355,6 +355,26 @@ def test_public_calls_like_one_before(on_gpu, monkeypatch):
     decode_repeats.forget()
 
 
+def test_public_calls_into_a_tensor_of_the_callers(on_gpu, monkeypatch):
+    """The kernel writes there, whatever the strides between rows, and nothing beside."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    decode_repeats.forget()
+    call = made(QUICK[0])
+    shape = *call.q.shape[:-1], call.v_cache.shape[3]
+    for _ in range(2):
+        whole = torch.full((*shape[:-1], shape[-1] + 8), torch.nan, dtype=call.q.dtype)
+        out = whole[..., : shape[-1]]
+        given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "cache_seqlens": call.seqlens, "out": out}
+        o, lse = tilewise.decode(**given, return_lse=True)
+        assert o is out and whole[..., shape[-1] :].isnan().all()
+        held(call, o, lse)
+        monkeypatch.setattr(decode_operator, "run", None)
+        monkeypatch.setattr(torch.Tensor, "copy_", None)
+    assert len(decode_repeats._KNOWN) == 1
+    decode_repeats.forget()
+
+
 def test_public_calls_with_new_tokens_like_one_before(on_gpu, monkeypatch):
     """They are written by the appending kernel that the first one found, where each sequence ends now."""
     monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())

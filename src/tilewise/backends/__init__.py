@@ -78,9 +78,12 @@ class Backend(Protocol):
         """
         return None
 
-    def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
+    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
         """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
         runtime/decode_repeats.py); None where there is none.
+
+        What is returned takes the tensors of DecodeTensors, `seqlens` with new tokens, and None or a tensor apart from all others, shaped as O, which
+        it may write and return as O. LSE may be looked at only with `with_lse`.
         """
         return None
 
@@ -95,9 +98,10 @@ class Backend(Protocol):
         """
         return None
 
-    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
         """A shorter way to what `append` does for calls that differ in nothing but what their tensors hold and where they lie; None where there is
-        none. It may find that it cannot serve tensors for where they lie, and then writes nothing and returns None.
+        none. It takes the tensors of DecodeTensors; what it returns is overwritten by the next call on the stream. It may find that it cannot serve
+        tensors for where they lie, and then writes nothing and returns None.
         """
         return None
 

@@ -20,6 +20,7 @@ from tilewise.masks import Mask
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, plain, saved
 from tilewise.runtime.dispatch import choose
+from tilewise.views import part
 
 MOST = 1024
 RECENT = 4  # calls that are tried first
@@ -70,6 +71,7 @@ class Known:
         False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
     )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
+    inside: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
@@ -92,10 +94,15 @@ class Known:
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
-        inside = INSIDE[self.arrangement]
-        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse, self.heads_first)
-        results = self.outside(o, lse if self.return_lse else None)
-        return results if self.return_lse else results[0]
+        if not self.inside:
+            self.inside = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
+        of_q, of_k, of_v, of_o = self.inside
+        o, lse = self.short.forward(part(q, *of_q), part(k, *of_k), part(v, *of_v), beside, self.return_lse, self.heads_first)
+        if of_o is None:
+            of_o = _place(self.outside(o, None)[0])
+            self.inside = *self.inside[:3], of_o
+        o = part(o, *of_o)
+        return (o, self.outside(o, lse)[1]) if self.return_lse else o
 
     def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.arrangement == TURNED:
@@ -286,7 +293,7 @@ def remember_as(
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
-        mine |= {"arrangement": arrangement, "heads_first": heads_first}
+        mine |= {"arrangement": arrangement, "heads_first": heads_first, "inside": ()}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -377,6 +384,11 @@ def _may_go_back(
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
         known.check_back[kind] = check
     return True
+
+
+def _place(x: Tensor) -> tuple:
+    """As `part` has it, of a view that begins where its base does."""
+    return x.shape, x.stride(), 0
 
 
 def _layout(x: Tensor) -> tuple:

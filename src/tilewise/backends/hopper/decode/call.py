@@ -150,7 +150,8 @@ def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
 
 def _decoder(call: DecodeCall, config: Config) -> Decoder:
     kernel = jit.compiled(launch_of(config), arguments, config)
-    return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
+    need, device = _need(call, config), call.q.device
+    return Decoder(call, kernel, *_numbers(call, config), lambda: workspace.of(need, device), config.out or call.q.dtype)
 
 
 def config_of(call: DecodeCall, **tuning) -> Config:
