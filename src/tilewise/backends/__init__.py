@@ -31,7 +31,7 @@ class Repeat(Protocol):
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous. The first three lie in
-        memory as q, k and v do (`problem.gradient_like`) where the backend can have them so.
+        memory as q, k and v do (`problem.gradient_like`) where the backend can have them so. They are the caller's, who turns them in place.
         """
 
 

@@ -5,8 +5,9 @@ sequence; where units are many, each has `fixed` places before its tiles that st
 of the row. A unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one
 that goes on in a later one in slot 2 g + 1.
 
-Where it is done sooner, shares are fitted to units instead: the row then consists of pieces, of which a unit has as few as do not exceed so many tiles,
-alike but for one tile, and each block takes the next one, or if pieces are whole units the next few. What is said of places holds for pieces then.
+Where it is done sooner, shares are fitted to units instead: the row then consists of pieces, of which a unit has as few as do not exceed so many
+tiles, alike but for one tile, and each block takes the next one, or if pieces are whole units the next few. What is said of places holds for pieces
+then.
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
