@@ -8,7 +8,7 @@
                     rungs (`profile:k3_1,k3_2`) shows these, a single one also the rung before it; and into docs/*.md, between
                     `<!-- counters:fwd -->` and `<!-- /counters -->`, all cells of a direction
 
-Workloads are chosen by --set, --dtype and --direction as in `tilewise bench`, and of these by --only, patterns of their ids.
+Workloads are chosen by --set, --dtype, --direction and --only as in `tilewise bench`.
 
 What is profiled together shares one process, whose compilations and first launches are not profiled. Nsight Compute runs a kernel alone, many
 times, with pauses: it counts cycles at a clock that the kernel would not keep. Counters have names that move between GPUs and versions, so the
@@ -80,7 +80,7 @@ CALLS = {  # all that is asked for of a call on a workload, whose kernels take m
     "sm__cycles_elapsed": ".max",
     r"(sm|smsp)__inst_executed": ".sum",
     r"smsp__issue_active": ".avg.pct_of_peak_sustained_active",
-    r"sm__pipe_tensor_op_[hg]mma_cycles_active": ".avg.pct_of_peak_sustained_active",
+    r"sm__pipe_tensor(_op_[hg]mma)?_cycles_active": ".avg.pct_of_peak_sustained_active",
     r"sm__inst_executed_pipe_(alu|fma|fmaheavy|xu|uniform)": ".avg.pct_of_peak_sustained_active",
     r"lts__t_(sectors|requests)_srcunit_tex": ".sum",
     r"lts__t_sectors": ".avg.pct_of_peak_sustained_elapsed",
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--set", default="papers,gpu-shapes", help="sets of workloads (default: %(default)s)")
         command.add_argument("--dtype", default="bf16")
         command.add_argument("--direction", default="fwd")
-        command.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
+        command.add_argument("--only", metavar="PATTERN,...", help="of these workloads those whose names or ids match")
         command.add_argument("--impls", default="tilewise,fa4", help="(default: %(default)s)")
     energy.add_argument("--seconds", type=float, default=0.5, help="of measuring in each of TURNS turns (default: %(default)s)")
     command = commands.add_parser("reread")
@@ -150,13 +150,10 @@ def rungs_of(names: list[str]) -> list:
 def calls_of(arguments) -> list[tuple]:
     """(workload, contender) for all that are asked for; ValueError where there is none."""
     from tilewise.bench.impls import find
-    from tilewise.bench.selectors import workloads_from
+    from tilewise.bench.selectors import chosen, workloads_from
 
     found = workloads_from({"set": arguments.set, "dtype": arguments.dtype, "direction": arguments.direction})
-    wanted = [each for each in found if not arguments.only or any(re.search(pattern, each.id) for pattern in arguments.only)]
-    if not wanted:
-        raise ValueError(f"no workload matches {', '.join(arguments.only)}; the first of {len(found)} is {found[0].id}")
-    return [(workload, impl) for workload in wanted for impl in find(arguments.impls)]
+    return [(workload, impl) for workload in chosen(found, arguments.only) for impl in find(arguments.impls)]
 
 
 def case(rung) -> dict:

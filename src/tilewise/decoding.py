@@ -112,8 +112,10 @@ def decode(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
     """
-    where = cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree
-    tensors = q, k_cache, v_cache, *where, alibi_slopes, sink, k_scale, v_scale, k, v, rotary_cos, rotary_sin, out
+    tensors = (
+        q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree, alibi_slopes, sink, k_scale, v_scale,
+        k, v, rotary_cos, rotary_sin, out,
+    )  # fmt: skip
     options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check
     if (known := decode_repeats.find(tensors, options)) is not None and (results := known(tensors)) is not None:
         return results if return_lse else results[0]

@@ -202,11 +202,41 @@ class DecodeCall:
     v_scale: Tensor | None = None  # likewise
     rotary: "Rotary | None" = None  # by which q is yet to be rotated
 
+    def again(self, given: tuple, seqlens: Tensor) -> "DecodeCall":
+        """The call of other tensors that are laid out as its own: those of DecodeTensors, and `seqlens`, new tokens included."""
+        found = DecodeTensors(*given)
+        fields = {name: x for name, x in zip(found._fields, found, strict=True) if name in self.__dataclass_fields__}
+        rotary = self.rotary and Rotary(found.rotary_cos, found.rotary_sin, self.rotary.interleaved)
+        return with_fields(self, fields | {"seqlens": seqlens, "rotary": rotary})
+
     def in_int32(self) -> "DecodeCall":
         """With index tensors in int32; what does not fit stays as far out of every range."""
         names = "seqlens", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad"
         wide = {name: x for name in names if (x := getattr(self, name)) is not None and x.dtype != torch.int32}
         return replace(self, **{name: x.clamp(-INT32, INT32).to(torch.int32) for name, x in wide.items()}) if wide else self
+
+
+class DecodeTensors(NamedTuple):
+    """The tensors of `decode` as its caller gave them, but for slopes, which are as in DecodeCall. A plain tuple of these does as well."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    seqlens: Tensor | int | None  # before k and v are appended
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cache_batch_idx: Tensor | None
+    leftpad: Tensor | None
+    tree: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    out: Tensor | None
 
 
 class Rotary(NamedTuple):
@@ -237,6 +267,13 @@ class AppendCall:
     rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens
     interleaved: bool
 
+    def again(self, given: tuple) -> "AppendCall":
+        """The call of other tensors that are laid out as its own, those of DecodeTensors."""
+        found = DecodeTensors(*given)
+        where = {"cache_seqlens": found.seqlens, "cu_seqlens": None if self.cu_seqlens is None else found.cu_seqlens_q}
+        same = "k_cache", "v_cache", "k", "v", "page_table", "cache_batch_idx", "rotary_cos", "rotary_sin"
+        return with_fields(self, where | {name: getattr(found, name) for name in same})
+
 
 def _scaled(scale: Tensor | None, tokens: int) -> str:
     """What a scale is for, by its dimensions."""
@@ -264,6 +301,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _problem(*fields) -> Problem:
     """The same object for the same fields: making one takes 3 us, finding it a tenth of that."""
     return Problem(**dict(zip(Problem.__dataclass_fields__, fields, strict=True)))
+
+
+def gradient_like(x: Tensor) -> Tensor:
+    """A tensor on the meta device that lies in memory as a gradient of x should: as x, where that is dense, for autograd copies a leaf's gradient
+    that lies otherwise; contiguous where x's rows are not.
+    """
+    like = torch.empty_like(x, dtype=x.dtype, device="meta")
+    return like if like.stride(-1) == 1 else like.contiguous()
 
 
 class Gradients(NamedTuple):

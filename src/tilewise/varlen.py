@@ -81,6 +81,15 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
+    options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
+    tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
+    if not q_scale is k_scale is v_scale is None:
+        beside = *beside, q_scale, k_scale, v_scale
+    usual = cu_seqlens_q is not None and bias is seqused_k is page_table is out is None and return_max_logits is batch_invariant is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        if known.draws:
+            beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
+        return known(q, k, v, beside)
     errors.check_flag("batch_invariant", batch_invariant)
     if page_table is not None:
         lacking = {"bias": bias is not None, "dropout_p": dropout_p != 0.0, "return_max_logits": return_max_logits is not False}
@@ -91,16 +100,6 @@ def attention_varlen(
         scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         scores["split"] = SPLIT if batch_invariant else None
         return decode(q, k, v, **where, **scores, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
-    options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
-    tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
-    if not q_scale is k_scale is v_scale is None:
-        beside = *beside, q_scale, k_scale, v_scale
-    usual = cu_seqlens_q is not None and return_max_logits is False and bias is None and seqused_k is None and out is None
-    usual = usual and not batch_invariant
-    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
-        if known.draws:
-            beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
-        return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.bench.models import ROWS, model_shapes
-from tilewise.bench.selectors import DEFAULTS, mask_from, workloads_from
+from tilewise.bench.selectors import DEFAULTS, chosen, mask_from, workloads_from
 from tilewise.bench.workloads import Workload, cpu_sweep, mask_shapes, paper_sweep
 from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, Full, PrefixLM, SlidingWindow
 
@@ -102,6 +102,26 @@ def test_sets_have_a_dtype_of_their_own():
 def test_sets_from_text():
     assert len(workloads_from({"set": "cpu,models", "dtype": "fp32,bf16"})) == 2 * (len(cpu_sweep()) + len(model_shapes()))
     assert {each.direction for each in workloads_from({"set": "papers", "direction": "fwd,bwd"})} == {"fwd", "bwd"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "sizes"),
+    [
+        (None, 18),
+        ("fp8", 18),
+        ("* s8192 h16 d128 Full*", 1),
+        ("* d128 Full* fwd, * d64 *", 9),
+    ],
+)
+def test_chosen_by_names_and_ids(patterns, sizes):
+    found = workloads_from({"set": "fp8"})
+    some = chosen(found, patterns)
+    assert len(some) == sizes and set(some) <= set(found)
+
+
+def test_patterns_of_nothing():
+    with pytest.raises(ValueError, match=r"only is 'T5\*,d', which matches none of the workloads fp8; give names .* ids such as 'fp8 b8 "):
+        chosen(workloads_from({"set": "fp8"}), "T5*,d")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward.finish import share_before
+from tilewise.backends.hopper.decode import scheduler
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.scheduler import Place, Shape
 from tilewise.backends.hopper.operands import Draw
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -48,6 +51,36 @@ def kernel_of_draws(found: cute.Tensor, draw: Draw, batch: Int32, head: Int32, q
     for i in range_constexpr(2):
         found[lane, i], found[lane, 2 + i] = rows[i], columns[i]
     found[lane, 4] = Int32(dropout.is_kept(draw, number, query + lane, key + lane))
+
+
+@cute.jit
+def launch_pieces(found: cute.Tensor, tensors: Tensors, lengths: Lengths, work: Work, window: Window, config: Constexpr, stream: CUstream):
+    shape = scheduler.shape_of(tensors, lengths, work, window, None, config)
+    kernel_of_pieces(found, shape, config).launch(grid=(work.columns, work.blocks, 1), block=(32, 1, 1), stream=stream)
+
+
+@cute.kernel
+def kernel_of_pieces(found: cute.Tensor, shape: Shape, config: Constexpr):
+    """found: (columns, blocks, pieces, 10): the pieces of each thread block of a decode launch, as `decode.loads.produce` goes through them."""
+    column, g, _ = arch.block_idx()
+    shares = scheduler.shares_of(shape, config)
+    b, start, at = scheduler.locate(shares, shape, config)
+    i = Int32(0)
+    while at < shares.end:
+        sequence = scheduler.sequence_of(b, shape, config)
+        span = scheduler.span_of(sequence, shares, shape, config)
+        if at - start >= span:
+            b += 1
+            start += span
+        else:
+            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
+            if piece.last > piece.first:
+                slot, head, row0 = scheduler.slot_of(piece.number, piece, shape, config), piece.head_k, piece.row0
+                numbers = b, head, row0, piece.first, piece.last, piece.number, piece.count, piece.origin, slot, shares.size
+                for n in range_constexpr(len(numbers)):
+                    found[column, g, i, n] = numbers[n]
+                i += 1
+            at = piece.next
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
     grouped = {"most_pieces": 3, "group": 2}
     found = run(call, **grouped)
     held(call, *found)
-    narrow = {"consumers": 1} | grouped
+    narrow = {"consumers": 1, "overlap": False} | grouped
     for others in (narrow, narrow | {"rising": False}):
         assert all(map(torch.equal, found, run(call, slots=7, **others)))
     alone = replace(
@@ -176,6 +176,18 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
     )
     o, lse = run(alone, **grouped)
     assert torch.equal(o, found[0][80:82]) and torch.equal(lse, found[1][:, 80:82])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [{"pingpong": True}, {"q_in_smem": False, "kv_stages": 3}, {"overlap": False, "tile_n": 128}], ids=str)
+def test_the_softmax_under_the_tile_before(tuning):
+    """The same bits with turns, with Q in registers, and one tile after the other. One warpgroup has no rows of the last unit."""
+    call = made(DecodeCase(lengths=(300, 5), queries=(70, 1), heads=(3, 1), mask=SlidingWindow(100, 0), page=16))
+    chunk = {"consumers": 2, "overlap": True}
+    found = run(call, slots=3, **chunk)
+    held(call, *found)
+    for seed, pace in enumerate(PACES):
+        assert all(map(torch.equal, found, run(call, pace, seed, slots=3, **chunk | tuning)))
 
 
 def test_keys_that_only_later_units_see():
@@ -194,6 +206,24 @@ def test_columns_of_key_heads():
         found = run(call, slots=slots, cut=Cut(aligned))
         held(call, *found)
         assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
+
+
+@pytest.mark.parametrize(
+    ("case", "slots"),
+    [
+        (DecodeCase(lengths=(200, 0, 130, 190), queries=(2, 1, 0, 40), heads=(4, 2)), 7),  # whole units, two a block
+        pytest.param(DecodeCase(lengths=(300, 290), heads=(8, 2), page=16, sink=True), 16, marks=pytest.mark.slow),  # in two
+        pytest.param(DecodeCase(lengths=(600, 20, 600), queries=2, mask=WINDOW, page=5), 6, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_shares_fitted_to_units(case, slots):
+    """As equal ones, right, and the same bits again."""
+    call = made(case)
+    for alone in (0, 4, None):
+        found = run(call, slots=slots, cut=Cut(alone=alone))
+        held(call, *found)
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(alone=alone))))
 
 
 @pytest.mark.slow
@@ -307,6 +337,26 @@ def test_public_calls_like_one_before(on_gpu, monkeypatch):
     monkeypatch.setattr(repeat, "_key", None)
     for lengths in (call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
         held(replace(call, seqlens=lengths), *tilewise.decode(**given, cache_seqlens=lengths))
+    decode_repeats.forget()
+
+
+def test_public_calls_into_a_tensor_of_the_callers(on_gpu, monkeypatch):
+    """The kernel writes there, whatever the strides between rows, and nothing beside."""
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    decode_repeats.forget()
+    call = made(QUICK[0])
+    shape = *call.q.shape[:-1], call.v_cache.shape[3]
+    for _ in range(2):
+        whole = torch.full((*shape[:-1], shape[-1] + 8), torch.nan, dtype=call.q.dtype)
+        out = whole[..., : shape[-1]]
+        given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "cache_seqlens": call.seqlens, "out": out}
+        o, lse = tilewise.decode(**given, return_lse=True)
+        assert o is out and whole[..., shape[-1] :].isnan().all()
+        held(call, o, lse)
+        monkeypatch.setattr(decode_operator, "run", None)
+        monkeypatch.setattr(torch.Tensor, "copy_", None)
+    assert len(decode_repeats._KNOWN) == 1
     decode_repeats.forget()
 
 

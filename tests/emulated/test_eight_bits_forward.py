@@ -73,7 +73,17 @@ def test_cases(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{"cluster": 2}, {"pingpong": True}, {"promote": False}, {"tile_m": 192, "promote": False}, {"kv_stages": 2}]
+    "fields",
+    [
+        {"cluster": 2},
+        {"pingpong": True},
+        {"pingpong": True, "turn": "scores"},
+        {"promote": False},
+        {"tile_m": 192, "promote": False},
+        {"tile_m": 192, "pieces": 2},
+        {"tile_m": 192, "pieces": 2, "cluster": 2},
+        {"kv_stages": 2},
+    ],
 )
 @pytest.mark.parametrize("mask", [Full(), Causal()])
 def test_schedules(fields, mask):
@@ -84,7 +94,10 @@ def test_schedules(fields, mask):
         assert all(map(torch.equal, results[0], other))
 
 
-IN_PIECES = {"promote": True, "pieces": 2}
+@pytest.fixture
+def many_keys(monkeypatch):
+    """Few of them count as many."""
+    monkeypatch.setattr(eight_bits, "FEW_KEYS", 0)
 
 
 @pytest.mark.slow
@@ -100,9 +113,10 @@ IN_PIECES = {"promote": True, "pieces": 2}
     ],
     ids=str,
 )
-def test_promoted_in_pieces(case):
+def test_promoted_in_pieces(case, many_keys):
     call = made(case)
-    results = [run(call, pace, seed, cluster=1 + seed % 2, **IN_PIECES) for seed, pace in enumerate(PACES)]
+    assert eight_bits.config_of(call).pieces == 2
+    results = [run(call, pace, seed, cluster=1 + seed % 2) for seed, pace in enumerate(PACES)]
     held(call, *results[0])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -110,9 +124,17 @@ def test_promoted_in_pieces(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["int8", "given"])
-def test_changed_scores_in_pieces(way):
+@pytest.mark.parametrize("mask", [Documents((0, 20, 60, 100), (0, 90, 90, 300)), PrefixLM(30), PrefixLM(200)], ids=repr)
+def test_masks_of_tables_in_pieces(mask, way, many_keys):
+    call = made(Quantised(way, 100, 300, dims=(256, 256), mask=mask))
+    held(call, *run(call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8", "given"])
+def test_changed_scores_in_pieces(way, many_keys):
     call = replace(made(Quantised(way, 70, 300, dims=(256, 256), mask=Causal(), row_max=True)), **CHANGES)
-    held(call, *run(call, **IN_PIECES))
+    held(call, *run(call))
 
 
 CHANGES = {"sink": torch.tensor([0.5, 3.0]), "alibi_slopes": torch.tensor([[0.1, 0.5]]), "softcap": 2.0}
@@ -270,17 +292,6 @@ def test_values_whose_scale_is_0(zero):
     call = made(Quantised("given", 10, 400, per=("tensor", "tensor", "tile"), heads=(1, 1)))
     call.v_scale[..., list(zero)] = 0.0
     held(call, *run(call))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_a_wide_v_with_many_keys_goes_in_parts(on_gpu, monkeypatch, precision):
-    """By the long way and by the short one."""
-    monkeypatch.setattr(eight_bits, "IN_ONE", 100)
-    call = made(Quantised(precision, 70, 150, dims=(256, 200), mask=Causal()))
-    assert [columns for columns, _ in eight_bits.parts(call)] == [slice(0, 128), slice(128, 200)]
-    for _ in range(2):
-        held(call, *tilewise.attention(call.q, call.k, call.v, causal=True, precision=precision, return_lse=True))
 
 
 def test_scales_that_are_nan():

@@ -64,6 +64,15 @@ def test_recipes(precision, dim, mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("precision", RECIPES)
+def test_more_keys_than_the_tensor_cores_may_sum_up(precision, mask):
+    """At head_dim 256 on Hopper, each tile is then added to O in fp32, too."""
+    q, k, v = qkv(130, 4200, dim=256)
+    o, lse = tw.attention(*(x.to(DEVICE) for x in (q, k, v)), mask=MASKS[mask], precision=precision, return_lse=True)
+    hold(o, lse, Call(q=q, k=k, v=v, mask=MASKS[mask], scale=256**-0.5, precision=precision))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", RECIPES)
 def test_values_that_are_narrower(precision, mask):
     q, k, _ = qkv(dim=192)
     v = qkv()[2]

@@ -87,11 +87,26 @@ def test_chunks_of_all_dims(dims):
         )
 
 
+@pytest.mark.parametrize(
+    "tuning",
+    [{"pingpong": True}, {"q_in_smem": False}, {"kv_stages": 3, "q_in_smem": False, "pingpong": True}, {"overlap": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
+def test_chunks_with_and_without_overlap(mask, tuning):
+    """The same bits with turns, with Q in registers, and one tile after the other."""
+    call, found = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=64, mask=mask, **BIG))
+    assert decoding.config_of(call).overlap
+    for _ in range(5):
+        assert all(map(torch.equal, found, decoding.decode(call, tile_n=128, **tuning)))
+
+
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
 def test_chunks_in_pieces_of_a_fixed_size(mask):
     """The same bits however rows are cut, and alone."""
     call, (o, lse) = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=16, split=64, mask=mask, **BIG))
-    for others in ({"consumers": 1}, {"consumers": 1, "rising": False}, {"rising": False}):
+    narrow = {"consumers": 1, "overlap": False}
+    for others in (narrow, narrow | {"rising": False}, {"rising": False}, {"overlap": False}, {"consumers": 1}):
         assert all(map(torch.equal, (o, lse), decoding.decode(call, **others)))
     for b, (first, last) in enumerate(((0, 700), (700, 701), (701, 1001))):
         entry = {name: getattr(call, name)[b : b + 1] for name in ("seqlens", "page_table")}
@@ -250,6 +265,69 @@ def test_columns_of_key_heads(heads):
             assert all(map(torch.equal, each, again))
         if split:
             assert all(map(torch.equal, *found[:2]))
+
+
+WAYS = (0, 4, None)  # `Cut.alone`
+
+
+def of_shares(batch: int, longest: int, spread: float, empty: bool) -> tuple[int, ...]:
+    """Lengths down to (1 - spread) longest, one of them 0 if that is wanted."""
+    draw = torch.Generator().manual_seed(batch + longest)
+    lengths = (longest * (1 - spread * torch.rand(batch, generator=draw))).int().tolist()
+    return (*lengths[:-1], 0 if empty else longest)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest"), [(2, 9000), (5, 5000), (16, 1000), (33, 700), (64, 1024), (100, 640), (140, 500), (256, 300)], ids=str
+)
+@pytest.mark.parametrize(("heads", "queries"), [((8, 1), 1), ((32, 1), 4), ((8, 2), 3), ((8, 2), "ragged")], ids=str)
+def test_shares_fitted_to_units(batch, longest, heads, queries):
+    """Equal, fitted, and as if blocks were no faster alone: what fp64 says, and the same bits again."""
+    for spread, empty in ((0.0, False), (0.1, True), (1.0, True)):
+        rows = tuple(i * 7 % 4 for i in range(batch)) if queries == "ragged" else queries
+        case = DecodeCase(lengths=of_shares(batch, longest, spread, empty), queries=rows, heads=heads, dims=(128, 128), page=64)
+        call = made(case, device="cuda")
+        for alone in WAYS:
+            cut = decoding.Cut(alone=alone)
+            found = decoding.decode(call, cut)
+            held(call, *found)
+            for _ in range(3):
+                assert all(map(torch.equal, found, decoding.decode(call, cut)))
+            assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256), (576, 512)], ids=str)
+def test_fitted_shares_of_all_dims(dims):
+    latent = dims == (576, 512)
+    for lengths in ((700,) * 64, (3000, 0, 2900, 3000), tuple(range(0, 1000, 30))):
+        for more in ({}, {"mask": SlidingWindow(400, 0)}, {"sink": True, "leftpad": tuple(n // 3 for n in lengths)}):
+            call = made(DecodeCase(lengths=lengths, heads=(8, 1), dims=dims, latent=latent, **more), device="cuda")
+            for alone in WAYS:
+                held(call, *decoding.decode(call, decoding.Cut(alone=alone)))
+
+
+def test_a_graph_whose_lengths_change_the_shares():
+    """Whole units, pieces, and equal shares, one after the other: each replay has the bits of a fresh call, and is right."""
+    batch, most = 64, 2048
+    call = made(DecodeCase(lengths=(most,) * batch, heads=(32, 1), dims=(128, 128), page=64), device="cuda")
+    static = replace(call, seqlens=torch.ones_like(call.seqlens))
+    run(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = run(static)
+    ways = [of_shares(batch, n, spread, empty) for n in (most, 1024, 64) for spread, empty in ((0.0, False), (0.05, True), (1.0, True))]
+    ways += [(most,) * few + (1,) * (batch - few) for few in (1, 3, 20)] + [(0,) * batch, (most, *(0,) * (batch - 1))]
+    for _ in range(20):
+        for lengths in ways:
+            static.seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+            o.fill_(torch.nan)
+            graph.replay()
+            assert all(map(torch.equal, (o, lse), run(static)))
+    for lengths in ways:
+        static.seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        held(static, o, lse)
 
 
 @pytest.mark.parametrize("page", [0, 5, 16, 64])

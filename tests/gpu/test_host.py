@@ -97,6 +97,24 @@ def test_gradients_by_the_short_way(options, head_dim):
         assert all(same(each, long) for each in short)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"mask": DOCUMENTS}), ids=str)
+@pytest.mark.parametrize("seqlen", (60, 300, 3000))
+def test_gradients_lie_as_their_inputs(options, head_dim, seqlen):
+    """The bits of the long way; q in any order of dimensions but where its gradient lends memory."""
+    if options.get("mask") is DOCUMENTS and seqlen != 300:
+        pytest.skip("other documents")
+    x = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in qkv(seqlen, head_dim=head_dim)[:2]]
+    x = [each.requires_grad_() for each in (*x, qkv(seqlen, head_dim=head_dim)[2])]
+    d_o = torch.randn(2, seqlen, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    long, *short = [torch.autograd.grad(tw.attention(*x, backend="hopper", **options), x, d_o) for _ in range(3)]
+    assert all(same(each, long) for each in short)
+    (known,) = repeats._KNOWN.values()
+    assert type(known.short.back) is Gradients
+    lends = known.short.back.partial is not None
+    assert all(grad.stride() == each.stride() for grad, each in list(zip(short[1], x, strict=True))[lends:])
+
+
 def more(kind, seed):
     """q, k, v and the other arguments of a call, whose leaves have gradients."""
     generator = torch.Generator("cuda").manual_seed(seed)

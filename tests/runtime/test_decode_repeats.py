@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.backends.cpu import Cpu
 from tilewise.masks import Causal, Dense, SlidingWindow
+from tilewise.problem import DecodeTensors
 from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats, repeats
 
 WANTED = cache_values.wanted
@@ -16,18 +17,26 @@ WANTED = cache_values.wanted
 class Repeating(Cpu):
     """A backend with a short way, which counts the calls that take it."""
 
-    short, refuses = 0, False  # refuses: to write, for where caches lie
+    short, refuses, writes = 0, False, True  # refuses: to append, for where caches lie; writes: into `out`
 
-    def repeat_decode(self, call):
-        def run(call):
+    def __init__(self):
+        super().__init__()
+        self.outs = []  # as they were given to the short way
+
+    def repeat_decode(self, like, with_lse):
+        def run(given, seqlens, out):
             self.short += 1
+            self.outs.append(out)
+            call = like.again(given, seqlens)
             o, lse = self.decode(decode_operator._rotated(call) if call.rotary else call)
-            return o.contiguous(), lse.contiguous()
+            o = o.contiguous() if out is None or not self.writes else out.copy_(o)
+            return o, lse.contiguous() if with_lse else None
 
         return run
 
-    def repeat_append(self, call):
-        def write(call):
+    def repeat_append(self, like):
+        def write(given):
+            call = like.again(given)
             if self.refuses:
                 return None
             append_operator._append(append_operator.Operands(**vars(call), check=False))
@@ -438,5 +447,32 @@ def test_it_does_not_grow_without_end(monkeypatch):
 
 def test_options_and_tensors_are_arguments_of_decode():
     names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
-    known = {"cache_seqlens" if name == "seqlens" else name for name in decode_repeats.Given._fields + decode_repeats.Options._fields}
+    known = {"cache_seqlens" if name == "seqlens" else name for name in DecodeTensors._fields + decode_repeats.Options._fields}
     assert known == names
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_out_is_written_at_once_where_it_lies_apart(writes, backend):
+    """And counts as written to; a backend that cannot write there gives another tensor."""
+    (q, k, v), given = contiguous()
+    wanted, backend.writes = tw.decode(q, k, v, **given), writes
+    memory = torch.zeros(3 * q.numel(), dtype=q.dtype)
+    before, behind = memory[: q.numel()].view(q.shape), memory[q.numel() : 2 * q.numel()].view(q.shape)
+    q = behind.copy_(q)
+    for out in (before, memory[2 * q.numel() :].view(q.shape)):
+        for _ in range(2):
+            version = out._version
+            assert tw.decode(q, k, v, **given, out=out) is out and torch.equal(out, wanted)
+            assert out._version > version
+            memory[: q.numel()], memory[2 * q.numel() :] = 0.0, 0.0
+    assert [out is not None for out in backend.outs] == [True] * 3
+
+
+def test_out_that_meets_an_input_is_written_last(backend):
+    (q, k, v), given = contiguous()
+    wanted, memory = tw.decode(q, k, v, **given, out=torch.empty_like(q)), torch.zeros(2 * q.numel(), dtype=q.dtype)
+    for first in (0, 8, q.numel() - 1):
+        memory[: q.numel()] = q.flatten()
+        mine, out = memory[: q.numel()].view(q.shape), memory[first : first + q.numel()].view(q.shape)
+        assert torch.equal(tw.decode(mine, k, v, **given, out=out), wanted)
+    assert backend.outs == [None] * 3

@@ -98,6 +98,19 @@ def test_what_else_takes_part_is_not_bypassed():
     assert not torch.equal(tw.attention(q, k, v, bias=torch.randn(1, 1, 5, 7)), plain)
 
 
+def test_what_a_transform_left_behind_goes_the_long_way():
+    """A tensor of torch.func.grad that outlives it: the short way does not look for such."""
+    left, (q, k, v) = [], qkv()
+    torch.func.grad(lambda x: left.append(x * 1.0) or x.sum())(q)
+    k.requires_grad_()
+    right = [tw.attention(q, k, v) for _ in range(2)][1]
+    assert remembered() == 1
+    for _ in range(3):
+        o = tw.attention(left[0], k, v)
+        assert torch.equal(o, right) and remembered() == 1
+        assert torch.equal(torch.autograd.grad(o.sum(), k)[0], torch.autograd.grad(right.sum(), k, retain_graph=True)[0])
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_by_the_short_way(options):
     tensors = [x.requires_grad_() for x in qkv(70, 40)]
@@ -114,6 +127,42 @@ def test_gradients_by_the_short_way(options):
         torch.autograd.grad(gradients(d_o, create_graph=True)[0].sum(), tensors)
     some = torch.autograd.grad(tw.attention(tensors[0], *(x.detach() for x in tensors[1:]), **given), tensors[0], d_o)
     assert torch.equal(some[0], long[0])
+
+
+ORDERS = {"heads first": (0, 2, 1, 3), "tokens first": (0, 1, 2, 3), "batch inside": (1, 2, 0, 3), "columns outside": (3, 0, 1, 2)}
+
+
+@pytest.fixture
+def poisoned():
+    """What torch allocates is full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("gaps", (False, True))
+@pytest.mark.parametrize("kind", ("alone", "bias", "sink"))
+def test_gradients_lie_as_their_inputs(order, gaps, kind, poisoned):
+    """Each in the order of its own input's dimensions, so that autograd copies none of a leaf; contiguous where the input's rows are not."""
+
+    def lying(x):
+        x = x.permute(order).contiguous()
+        if gaps:
+            last = order.index(3)
+            x = torch.stack((x, torch.full_like(x, torch.nan)), last).select(last, 0)
+        return x.permute([order.index(dim) for dim in range(4)]).requires_grad_()
+
+    options, found = {"causal": True} | (beside(True)[kind] if kind != "alone" else {}), []
+    for _ in range(3):  # the first by the long way
+        torch.manual_seed(0)
+        x = q, k, v = [lying(each) if n != 1 else each.requires_grad_() for n, each in enumerate(qkv())]
+        found.append(torch.autograd.grad(tw.attention(q, k, v, **options), x, torch.ones(2, 5, 2, 8)))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    for grad, each in zip(found[2], x, strict=True):
+        assert grad.stride() == torch.empty_like(each).stride() if order[-1] == 3 else grad.is_contiguous()
 
 
 def beside(grad=False, seqlen_q=5, seqlen_k=7, dtype=torch.float32):

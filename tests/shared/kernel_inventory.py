@@ -156,8 +156,17 @@ DECODE_TOO += [
 DECODE_TOO += [
     (dims, page, DECODE_CHUNK | changes)
     for dims in decoding.WIDE
-    for page, changes in ((16, DECODE_CHANGES), (0, {"split": True, "onto": True, "tree": True}), (0, {}), (8, {"out": torch.float32}))
+    for page, changes in (
+        (16, DECODE_CHANGES),
+        (16, DECODE_CHANGES | {"split": True}),
+        (0, {"split": True, "onto": True, "tree": True}),
+        (0, {"onto": True, "tree": True}),
+        (0, {}),
+        (8, {"out": torch.float32}),
+        *((64, {"split": split, "rotary": decoding.Rotary(dims[0] // 2, split, torch.float32)}) for split in (False, True)),
+    )
 ]
+DECODE_TOO += [(dims, 16, {"consumers": 2}) for dims in decoding.WIDE]
 DECODE_TOO += [(dims, page, {"rising": True} | DECODE_CHANGES) for dims in decoding.TILES for page in (4, 16)]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
@@ -165,13 +174,22 @@ APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int
 
 # In 8 bits
 
-EIGHT_BITS = [  # dtype of Q and K, head_dim, sees, centred (by the quantiser)
-    *((torch.int8, 128, sees, True) for sees in ("all", "causal", "interval")),
-    *((dtype, head_dim, "causal", True) for dtype in (torch.int8, E4M3) for head_dim in (64, 256)),
-    (E4M3, 128, "all", False),
+EIGHT_BITS = [  # dtype of Q and K, head_dim, sees, centred (by the quantiser), and what else is unusual
+    *((torch.int8, 128, sees, True, {}) for sees in ("all", "causal", "interval")),
+    *((dtype, head_dim, "causal", True, {}) for dtype in (torch.int8, E4M3) for head_dim in (64, 256)),
+    (E4M3, 128, "all", False, {}),
+    (E4M3, 256, "all", False, {"tiles_of_values": True}),
+    (torch.int8, 256, "runs", True, {}),
+    (torch.int8, 256, "causal", True, {"few": True}),
 ]
 EIGHT_BITS_TOO = [
-    *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True)),
+    *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True), ({},)),
+    *itertools.product((torch.int8, E4M3), (256,), ("all", "causal", "interval"), (True,), ({"few": True},)),
+    *itertools.product((torch.int8, E4M3), (256,), ("all", "causal", "interval"), (False,), ({"tiles_of_values": True},)),
+    *itertools.product(
+        (torch.int8, E4M3), (128,), ("all", "causal"), (False,), ({"tiles_of_values": True},)
+    ),  # int8 "interval" spills 16 bytes
+    *((E4M3, 256, "runs", centred, {}) for centred in (False, True)),
 ]
 EIGHT_BITS_TOO = [case for case in EIGHT_BITS_TOO if case not in EIGHT_BITS]
 TOKENS = [  # dtype of Q and K, (head_dim, head_dim_v), sees, which of K and V have a scale for each token
@@ -184,15 +202,11 @@ TOKENS_TOO = [
     *(
         (dtype, dims, sees, (True, True))
         for dtype in (torch.int8, E4M3)
-        for dims in list(eight_bits.TILES)[:3]
+        for dims in eight_bits.TILES
         for sees in ("all", "causal", "interval")
     )
 ]
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
-IN_PIECES = [  # dtype of Q and K, sees, centred
-    *((torch.int8, sees, True) for sees in ("all", "causal", "interval")),
-    *((E4M3, sees, centred) for sees in ("all", "causal", "interval") for centred in (False, True)),
-]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
     *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
@@ -216,20 +230,15 @@ QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made
 ]
 
 
-def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool) -> Kernel:
-    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, long=True, centred=centred)
-    return Kernel(f"8 bits {dtype} {head_dim} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool, fields: dict) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, long=True, centred=centred, **fields)
+    return Kernel(f"8 bits {dtype} {head_dim} {sees} {fields}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tuple[bool, bool]) -> Kernel:
     fields = {"tokens_k": tokens[0], "tokens_v": tokens[1], "tiles_of_values": tokens[1]}
     config = eight_bits.configure(dtype, torch.bfloat16, *dims, sees, long=True, centred=False, **fields)
     return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
-
-
-def of_pieces(dtype: torch.dtype, sees: str, centred: bool) -> Kernel:
-    config = eight_bits.configure(dtype, torch.bfloat16, 256, 256, sees, long=True, centred=centred, promote=True, pieces=2)
-    return Kernel(f"8 bits, in pieces, {dtype} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
@@ -368,4 +377,3 @@ def slow() -> Iterator[Kernel]:
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS_TOO)
     yield from itertools.starmap(of_wide_values, WIDE_VALUES_TOO)
     yield from itertools.starmap(of_tokens, TOKENS_TOO)
-    yield from itertools.starmap(of_pieces, IN_PIECES)

@@ -114,7 +114,7 @@ def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
 
 def chosen(*more):
     arguments = profile.argparse.Namespace(
-        set="papers", dtype="bf16", direction="fwd,bwd", only=["b1 s16384 h16 d128 Causal"], impls="tilewise,fa4"
+        set="papers", dtype="bf16", direction="fwd,bwd", only="* b1 s16384 h16 d128 Causal*", impls="tilewise,fa4"
     )
     return [profile.described(each) for each in profile.calls_of(arguments)]
 
@@ -205,7 +205,7 @@ def test_committed_tables_are_what_the_rows_make():
 def test_unknown_names(capsys):
     for given, sentence in (
         (["rungs", "k9"], "no rung is called k9; there are k1"),
-        (["cells", "--only", "d12345"], "no workload matches d12345; the first of "),
+        (["cells", "--only", "*d12345*"], "only is '*d12345*', which matches none of the workloads papers, "),
         (["cells", "--impls", "fa9"], "impl is 'fa9'"),
         (["energy", "--set", "paper"], "set is 'paper'"),
     ):

@@ -1,6 +1,6 @@
 """Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,chunks,merge,fp8,latent,features,sweep]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep]
 
 How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
 calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once, a latent cache once
@@ -193,6 +193,25 @@ def shorts() -> dict[str, dict]:
     return found | {f"units of {n} rows": {"cut": decoding.Cut(rows=n)} for n in (4, 8, 16, 32, 64)}
 
 
+SHARED = [Cell(b, s, 32, 1, 0, q) for q in (1, 4) for b, s in ((64, 1024), (16, 1024), (4, 8192), (256, 1024), (64, 8192), (16, 8192))]
+SHARED += [
+    Cell(256, 8192, 32, 1, 0, 4),
+    Cell(64, 32768, 32, 1, 0),
+    Cell(140, 1024, 32, 1, 0),
+    Cell(8, 4096, 32, 8, 0),
+    Cell(1, 8192, 32, 1, 0),
+]
+
+
+def shares() -> dict[str, dict]:
+    """The usual, equal shares, and fitted ones by how much faster a block is taken to be alone; and likewise with other rows of a unit."""
+    found: dict[str, dict] = {"usual": {}, "equal": {"cut": decoding.Cut(alone=0)}}
+    found |= {f"fitted, {n} quarters": {"cut": decoding.Cut(alone=n)} for n in (4, 5, 6, 8)}
+    for rows in (64, 128):
+        found |= {f"{name}, {rows} rows": {"cut": decoding.Cut(alone=n, rows=rows)} for name, n in (("equal", 0), ("fitted", None))}
+    return found
+
+
 CHUNKS = [Cell(1, 16384 + q, 32, 8, page, q) for q in (128, 512, 2048, 4096) for page in (0, 64)] + [Cell(8, 16384 + 512, 32, 8, 64, 512)]
 CHUNKS += [Cell(1, 2048, 32, 8, 64, 2048), Cell(4, 16384, 32, 8, 64, 16)]
 
@@ -208,26 +227,39 @@ def tokens_of(bench: Bench, new: int, others: int) -> list[DecodeCall]:
     return [replace(call, q=q, cu_seqlens_q=cu, max_seqlen_q=rows) for call in bench.caches(cell)[:2]]
 
 
+def chunk_tunings() -> dict[str, dict]:
+    """The usual, then: without the softmax under the tile before; turns; where Q is; tiles and stages; and what else is chosen."""
+    found: dict[str, dict] = {"usual": {}, "no overlap": {"overlap": False}, "turns": {"pingpong": True}, "3 stages": {"kv_stages": 3}}
+    found |= {f"Q in registers{name}": {"q_in_smem": False, **each} for name, each in {"": {}, ", turns": {"pingpong": True}}.items()}
+    found["Q in registers, 3 stages"] = {"q_in_smem": False, "kv_stages": 3}
+    for stages, turns in ((2, False), (4, False), (4, True)):
+        found[f"64 keys, {stages} stages{', turns' * turns}"] = {"tile_n": 64, "kv_stages": stages, "pingpong": turns}
+    found |= {"evict first": {"evict_first": True}, "one row": {"cut": decoding.Cut(aligned=False)}}
+    found |= {f"a unit costs {n}": {"fixed": n} for n in (1, 4)}
+    found["one warpgroup"] = {"consumers": 1}
+    found["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "overlap": False, "evict_first": True}
+    return found
+
+
+def in_turns(bench: Bench, calls: list[DecodeCall], tunings: dict[str, dict], rounds: int = 3) -> dict[str, float]:
+    """Each tuning's median of so many rounds, in which each has its turn."""
+    found = [{name: bench.ours(calls, **tuning) for name, tuning in tunings.items()} for _ in range(rounds)]
+    return {name: round(statistics.median(each[name] for each in found), 2) for name in tunings}
+
+
 def chunks(bench: Bench) -> None:
     """Many new tokens of a sequence, behind those that it has: products a second, beside the forward pass of contiguous keys; then one chunk among
     single tokens of other sequences.
     """
-    tunings: dict[str, dict] = {"usual": {}, "one warpgroup": {"consumers": 1}}
-    tunings["one warpgroup, all keys"] = {"consumers": 1, "rising": False, "kv_stages": 2, "evict_first": True}
-    tunings |= {f"{n} stages": {"kv_stages": n} for n in (2, 3, 5)} | {
-        "evict first": {"evict_first": True},
-        "one row": {"cut": decoding.Cut(aligned=False)},
-    }
-    tokens = [tokens_of(bench, *each) for each in MIXED]
+    tunings, tokens = chunk_tunings(), [tokens_of(bench, *each) for each in MIXED]
     bench.compile([bench.caches(cell)[0] for cell in (*CHUNKS[:2], CHUNKS[-1])] + [calls[0] for calls in tokens], tunings)
     for cell in CHUNKS:
-        calls, found = bench.caches(cell), {}
-        for name, tuning in tunings.items():
-            found[name] = round(bench.ours(calls[:3], **tuning), 2)
-        pairs = cell.q * (cell.s - cell.q) + cell.q * (cell.q + 1) // 2
+        calls = bench.caches(cell)
+        found = in_turns(bench, calls[:3], tunings)
+        products = 4 * cell.b * cell.hq * DIM * (cell.q * (cell.s - cell.q) + cell.q * (cell.q + 1) // 2)
         row = {
             "us": found,
-            "TFps": round(4 * cell.b * cell.hq * DIM * pairs / found["usual"] / 1e6, 1),
+            "TFps": {name: round(products / us / 1e6, 1) for name, us in found.items()},
             "error": spot_check(calls[0], cell.s),
         }
         if cell.page == 0:
@@ -235,8 +267,7 @@ def chunks(bench: Bench) -> None:
             row["forward_us"] = round(replayed_us([lambda q=q, k=k, v=v: tw.attention(q, k, v, causal=True)]), 2)
         bench.note(kind="chunk", **vars(cell), **row)
     for (new, others), calls in zip(MIXED, tokens, strict=True):
-        found = {name: round(bench.ours(calls, **tuning), 2) for name, tuning in tunings.items()}
-        bench.note(kind="chunk among tokens", new=new, others=others, us=found)
+        bench.note(kind="chunk among tokens", new=new, others=others, us=in_turns(bench, calls, tunings))
 
 
 def spot_check(call: DecodeCall, length: int) -> float:
@@ -468,7 +499,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,short,chunks,merge,fp8,latent,features,sweep")
+    parser.add_argument("--only", default="check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
     bench = Bench(given.out)
@@ -488,6 +519,11 @@ def main() -> None:
         for cell in SHORT:
             if left():
                 bench.sweep("short", cell, shorts())
+    if "shares" in only:
+        bench.compile([bench.caches(cell)[0] for cell in SHARED], {"usual": {}})
+        for cell in SHARED:
+            if left():
+                bench.sweep("shares", cell, shares())
     if "chunks" in only and left():
         guarded(bench, chunks)
     if "sweep" in only:

@@ -30,7 +30,9 @@ class Repeat(Protocol):
         beside: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous."""
+        """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous. The first three lie in
+        memory as q, k and v do (`problem.gradient_like`) where the backend can have them so. They are the caller's, who turns them in place.
+        """
 
 
 class Backend(Protocol):
@@ -76,9 +78,12 @@ class Backend(Protocol):
         """
         return None
 
-    def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
+    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
         """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
         runtime/decode_repeats.py); None where there is none.
+
+        What is returned takes the tensors of DecodeTensors, `seqlens` with new tokens, and None or a tensor apart from all others, shaped as O, which
+        it may write and return as O. LSE may be looked at only with `with_lse`.
         """
         return None
 
@@ -93,9 +98,10 @@ class Backend(Protocol):
         """
         return None
 
-    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
         """A shorter way to what `append` does for calls that differ in nothing but what their tensors hold and where they lie; None where there is
-        none. It may find that it cannot serve tensors for where they lie, and then writes nothing and returns None.
+        none. It takes the tensors of DecodeTensors; what it returns is overwritten by the next call on the stream. It may find that it cannot serve
+        tensors for where they lie, and then writes nothing and returns None.
         """
         return None
 

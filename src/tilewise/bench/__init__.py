@@ -15,7 +15,7 @@ from tilewise.bench.model_tables import cells_of_models, models_table
 from tilewise.bench.models import model_shapes
 from tilewise.bench.report import markdown, table
 from tilewise.bench.runner import Timing, run
-from tilewise.bench.selectors import ladder_from, mask_from, workloads_from
+from tilewise.bench.selectors import chosen, ladder_from, mask_from, workloads_from
 from tilewise.bench.store import Row, append, latest, load, select
 from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, paper_sweep
 
@@ -28,6 +28,7 @@ __all__ = [
     "append",
     "cells_of",
     "cells_of_models",
+    "chosen",
     "cpu_sweep",
     "find",
     "hard_inputs",

@@ -1,6 +1,7 @@
 """Workloads from text: each option is a comma-separated list, and the workloads are all combinations."""
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from itertools import product
 
 from tilewise.bench.distributions import DISTRIBUTIONS
@@ -78,6 +79,21 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
             batches, seqlens, heads, head_dims, text["mask"].split(","), dtypes, directions, data
         )
     ]
+
+
+def chosen(workloads: list[Workload], patterns: str | None) -> list[Workload]:
+    """Those whose names or ids match one of the comma-separated shell patterns; all for None; ValueError where none does."""
+    if patterns is None:
+        return workloads
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    found = [each for each in workloads if any(fnmatchcase(text, pattern) for text in (each.name, each.id) for pattern in wanted)]
+    if not found:
+        names = ", ".join(dict.fromkeys(each.name for each in workloads))
+        raise ValueError(
+            f"only is {patterns!r}, which matches none of the workloads {names}; give names or patterns such as 'T5*', or of ids such as "
+            f"'{workloads[0].id}'"
+        )
+    return found
 
 
 LADDER_DEFAULTS = {

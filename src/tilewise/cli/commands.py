@@ -5,7 +5,6 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -139,7 +138,7 @@ def bench(options: Namespace) -> int:
     else:
         small = harness.ON_A_CPU if selected.get("set") == "hard-inputs" and device.type == "cpu" else {}
         workloads = harness.workloads_from(small | selected)
-    workloads = _only(workloads, options.only)
+    workloads = harness.chosen(workloads, options.only)
     part, parts = options.part
     if part > len(workloads):
         raise ValueError(f"part is {part}/{parts}, and there are {len(workloads)} workloads; give no more parts than that")
@@ -176,17 +175,6 @@ def bench(options: Namespace) -> int:
     if any(row.passed is False and harness.ours(row.impl) for row in rows):
         return FAILED
     return OK if any(row.passed if options.check else row.median_s is not None for row in rows) else UNUSABLE
-
-
-def _only(workloads: list, patterns: str | None) -> list:
-    """Those whose names match one of the patterns; ValueError where none does."""
-    if patterns is None:
-        return workloads
-    chosen = [each for each in workloads if any(fnmatchcase(each.name, pattern.strip()) for pattern in patterns.split(","))]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(each.name for each in workloads))
-        raise ValueError(f"only is {patterns!r}, which matches none of the workloads {names}; give names or patterns such as 'T5*'")
-    return chosen
 
 
 def _contenders(options: Namespace) -> list:

@@ -288,7 +288,9 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--part", type=_part, default=(1, 1), metavar="I/N", help="the I-th of every N workloads: for N processes, a GPU each"
     )
-    command.add_argument("--only", metavar="PATTERN,...", help="of these workloads those whose names match, such as 'T5*,Llama-3-8B'")
+    command.add_argument(
+        "--only", metavar="PATTERN,...", help="of these workloads those whose names or ids match, such as 'T5*,Llama-3-8B'"
+    )
     command.add_argument("--ahead", action="store_true", help="first compile what contenders need, in processes side by side")
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile ahead (default: one a core)")
     command.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")

@@ -41,10 +41,12 @@ def options(
     causal, window_size, softmax_scale, softcap, *, chunk: int = 0, alibi_slopes: Tensor | None = None, sink: Tensor | None = None
 ) -> Options:
     """The peers' arguments, checked. `window_size` is (left, right), either negative or None for unbounded, of anything that int() takes."""
-    try:
-        left, right = (-1 if side is None else int(side) for side in window_size)
-    except (TypeError, ValueError) as error:
-        raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
+    left, right = FULL_WINDOW
+    if type(window_size) is not tuple or window_size != FULL_WINDOW:
+        try:
+            left, right = (-1 if side is None else int(side) for side in window_size)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
     causal, mask = (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
     if isinstance(softmax_scale, Tensor):
         softmax_scale = float(softmax_scale)

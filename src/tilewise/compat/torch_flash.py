@@ -6,8 +6,8 @@ scaled_dot_product, else (batch, seqlen, heads, head_dim), or packed (total, hea
 torch's SDPA, which aligns top left, sends causal calls with different lengths elsewhere.
 """
 
+import functools
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,6 +75,22 @@ class Kernels:
             self._library = None
 
 
+def _below_autograd(kernel: Callable) -> Callable:
+    """The kernel without gradients, whose business is above it; torch.no_grad() takes 1 us more."""
+
+    @functools.wraps(kernel)
+    def run(*operands, **options):
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return kernel(*operands, **options)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
+
+
+@_below_autograd
 def _scaled_dot_product_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -88,22 +104,18 @@ def _scaled_dot_product_flash_attention(
     """(O, LSE, None, None, max_q, max_k, rng_state, unused, debug_mask), O laid out as query."""
     _check_forward(dropout_p, return_debug_mask)
     options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # autograd is above this; torch.no_grad() takes 1 us more
-    try:
-        if (known := repeats.find(query, key, value, options)) is not None:
-            o, lse = known(query, key, value)
-        else:
-            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
-            o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, None, True), repeats.ALONE)
-            heads_first = query.stride(1) > query.stride(2)
-            repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call, heads_first)
-        return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
-    finally:
-        torch._C._set_grad_enabled(before)
+    if (known := repeats.find(query, key, value, options)) is not None:
+        o, lse = known(query, key, value)
+    else:
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
+        o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, None, True), repeats.ALONE)
+        heads_first = query.stride(1) > query.stride(2)
+        repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call, heads_first)
+    return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
+@_below_autograd
 def _scaled_dot_product_flash_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -124,8 +136,7 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
-    with torch.no_grad():
-        grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
+    grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
         d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
@@ -133,6 +144,7 @@ def _scaled_dot_product_flash_attention_backward(
     return tuple(map(laid_out_as, grads, (query, key, value)))
 
 
+@_below_autograd
 def _flash_attention_forward(
     query: Tensor,
     key: Tensor,
@@ -161,23 +173,22 @@ def _flash_attention_forward(
             "promise that results are independent of the batch; leave num_splits out"
         )
     mask = _window(is_causal, window_size_left, window_size_right)
-    with torch.no_grad():
-        if block_table is not None:
-            o, lse = _paged(query, key, value, cum_seq_q, mask, scale, seqused_k, alibi_slopes, block_table)
-        elif cum_seq_q is None:
-            if seqused_k is not None:
-                raise UnsupportedError(
-                    f"{LAYER}: seqused_k goes with cum_seq_q and cum_seq_k; cut the keys of plain batches, or use tilewise.decode"
-                )
-            o, lse = attention(query, key, value, mask=mask, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
-        else:
-            if alibi_slopes is not None:
-                raise UnsupportedError(
-                    f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
-                )
-            _check_starts(cum_seq_k)
-            o, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, seqused_k=seqused_k, mask=mask, scale=scale, return_lse=True)
-        return laid_out_as(o, query), lse, *_unused(query)
+    if block_table is not None:
+        o, lse = _paged(query, key, value, cum_seq_q, mask, scale, seqused_k, alibi_slopes, block_table)
+    elif cum_seq_q is None:
+        if seqused_k is not None:
+            raise UnsupportedError(
+                f"{LAYER}: seqused_k goes with cum_seq_q and cum_seq_k; cut the keys of plain batches, or use tilewise.decode"
+            )
+        o, lse = attention(query, key, value, mask=mask, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
+    else:
+        if alibi_slopes is not None:
+            raise UnsupportedError(
+                f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
+            )
+        _check_starts(cum_seq_k)
+        o, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, seqused_k=seqused_k, mask=mask, scale=scale, return_lse=True)
+    return laid_out_as(o, query), lse, *_unused(query)
 
 
 def _flash_attention_forward_no_dropout_inplace(out: Tensor, *operands, **options) -> Tensor:
@@ -187,6 +198,7 @@ def _flash_attention_forward_no_dropout_inplace(out: Tensor, *operands, **option
     return lse
 
 
+@_below_autograd
 def _flash_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -210,8 +222,7 @@ def _flash_attention_backward(
     """Gradients of query, key and value, each laid out as these."""
     mask = _window(is_causal, window_size_left, window_size_right)
     options, beside = (False, scale, 0.0, 0.0, False, None, None, mask, True), (None, None, None, None, cum_seq_q, cum_seq_k)
-    with torch.no_grad():
-        grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
+    grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
     if grads is not None:
         pass
     elif cum_seq_q is None:
@@ -248,7 +259,7 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
-@lru_cache(256)
+@functools.lru_cache(256)
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
     """Bottom right; None and what is below 0 are unbounded. The same object for the same window, by which repeated calls are known soonest."""
     left, right = (None if size is None or size < 0 else int(size) for size in (left, right))
@@ -275,8 +286,7 @@ def _gradients(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask, dropout_p: float, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
-    with torch.no_grad():
-        return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
+    return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
 
 
 def _paged(

@@ -4,7 +4,8 @@ Every mask here is made of bands: a handful of rectangles cut by diagonals (`ban
 `dense.py` has the masks that are not.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -278,14 +279,24 @@ def _version(tensor: Tensor) -> tuple[int, int] | None:
     return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
+_LATEST: dict[
+    str, tuple[Callable[[], Tensor | None], tuple[int, int], int]
+] = {}  # by name: a reference to the tensor, and what _ENDS has of it
+
+
 def _last(name: str, tensor: Tensor) -> int:
     """The last of checked cu_seqlens."""
+    latest, seen, end = _LATEST.get(name, (lambda: None, None, 0))
+    if latest() is tensor and seen == (tensor._version, tensor.data_ptr()):
+        return end
     version = _version(tensor)
     seen, end = _ENDS.get(tensor, (None, 0))
     if version is None or seen != version:
         end = cu_seqlens(name, tensor)[-1]
         if version is not None:
             _ENDS[tensor] = version, end
+    if version is not None:
+        _LATEST[name] = weakref.ref(tensor), version, end
     return end
 
 

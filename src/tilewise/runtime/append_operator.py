@@ -115,7 +115,7 @@ def _by_backend(given: Operands) -> Tensor | None:
     return _backend(given.k.device).append(call)
 
 
-def repeat(call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
+def repeat(call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
     """`Backend.repeat_append` of that which appends there."""
     empty = 0 in call.k.shape or 0 in call.v.shape or call.cache_seqlens.shape[0] == 0
     return None if empty else _backend(call.k.device).repeat_append(call)

@@ -6,6 +6,7 @@ are int32, and none whose values are to be checked. New tokens are written first
 """
 
 from collections.abc import Callable
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -14,40 +15,18 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilewise.masks import Mask
-from tilewise.problem import AppendCall, DecodeCall, Rotary, with_fields
+from tilewise.problem import AppendCall, DecodeTensors
 from tilewise.runtime import append_operator, cache_values, operator, repeats
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
 MOST = 1024
 RECENT = 4  # calls that are tried first
 
-
-class Given(NamedTuple):
-    """The tensors of a call, as its caller gave them."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    seqlens: Tensor | int | None
-    page_table: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cache_batch_idx: Tensor | None
-    leftpad: Tensor | None
-    tree: Tensor | None
-    alibi_slopes: Tensor | None
-    sink: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    out: Tensor | None
-
-
-AT = {name: i for i, name in enumerate(Given._fields)}
+AT = {name: i for i, name in enumerate(DecodeTensors._fields)}
 SCALES = slice(AT["k_scale"], AT["k"])
 INDICES = slice(AT["seqlens"], AT["tree"])
+SEQLENS, SLOPES, OUT = AT["seqlens"], AT["alibi_slopes"], AT["out"]
+_is_nested, _address = attrgetter("is_nested"), Tensor.data_ptr
 
 
 class Options(NamedTuple):
@@ -66,39 +45,36 @@ class Options(NamedTuple):
 
 
 class Known:
-    """A call that can be repeated: by `run`, with other tensors in the place of those of `like`."""
+    """A call that can be repeated: by `run` and `append`, which take its other tensors (`Backend.repeat_decode`)."""
 
-    def __init__(
-        self, run: Callable, append: Callable | None, like: DecodeCall, like_append: AppendCall | None, given: tuple, options: tuple
-    ):
-        self.run, self.append, self.options, self.types = run, append, options, list(map(type, options))
-        self.form = _form(given)
-        self.fields = [(name, i) for name, i in AT.items() if given[i] is not None and name in DecodeCall.__dataclass_fields__]
-        self.slopes, self.interleaved = given[AT["alibi_slopes"]] is not None, like.rotary is not None and like.rotary.interleaved
-        self.like = with_fields(like, dict.fromkeys([name for name, _ in self.fields]))
-        self.places = []
-        if like_append is not None:
-            where = {"cache_seqlens": "seqlens", "cu_seqlens": "cu_seqlens_q"}
-            there = [name for name, x in vars(like_append).items() if isinstance(x, Tensor)]
-            self.places = [(name, AT[where.get(name, name)]) for name in there]
-            self.like_append = with_fields(like_append, dict.fromkeys(there))
+    def __init__(self, run: Callable, append: Callable | None, given: tuple, options: tuple):
+        self.run, self.append, self.options, self.types = run, append, options, list(map(type, given + options))
+        where = [i for i, x in enumerate(given) if x is not None]
+        self.there = itemgetter(*where)
+        self.latent, self.slopes = _latent(given), given[SLOPES] is not None
+        self.spans = [(i, _span(given[i])) for i in where]  # in bytes; `out` is the last, where it is there
         self.guard = repeats.guard(*_there(given))  # of tensors, as in `repeats.Known.check`
 
     def __call__(self, given: tuple) -> tuple[Tensor, Tensor] | None:
         """None where the new tokens have to be written another way, and nothing was done."""
-        fields: dict[str, object] = {name: given[i] for name, i in self.fields}
-        if self.append is not None:
-            ends = self.append(with_fields(self.like_append, {name: given[i] for name, i in self.places}))
-            if ends is None:
-                return None
-            fields["seqlens"] = ends
         if self.slopes:
-            fields["alibi_slopes"] = repeats.slopes_of(given[AT["alibi_slopes"]])
-        *_, cos, sin, out = given
-        if cos is not None:
-            fields["rotary"] = Rotary(cos, sin, self.interleaved)
-        o, lse = self.run(with_fields(self.like, fields))
-        return (o if out is None else out.copy_(o)), lse
+            given = *given[:SLOPES], repeats.slopes_of(given[SLOPES]), *given[SLOPES + 1 :]
+        seqlens, out = given[SEQLENS], given[OUT]
+        if self.append is not None and (seqlens := self.append(given)) is None:
+            return None
+        if out is None:
+            return self.run(given, seqlens, None)
+        o, lse = self.run(given, seqlens, out if self._apart(given) else None)
+        if o is out:
+            torch.autograd.graph.increment_version(out)
+            return o, lse
+        return out.copy_(o), lse
+
+    def _apart(self, given: tuple) -> bool:
+        """Whether `out` lies before or behind every other tensor."""
+        *others, (_, span) = self.spans
+        begin = given[OUT].data_ptr()
+        return not any([begin < (x := given[i].data_ptr()) + size and x < begin + span for i, size in others])
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -106,31 +82,32 @@ _recent: tuple[Known, ...] = ()
 
 
 def find(given: tuple, options: tuple) -> Known | None:
-    """What is known of calls like this one, as a function of `given`; both are plain tuples of the fields of `Given` and `Options`."""
+    """What is known of calls like this one, as a function of `given`; plain tuples of the fields of `DecodeTensors` and `Options`."""
     global _recent
-    if is_compiling() or forward_ad._current_level >= 0:
+    if is_compiling() or forward_ad._current_level >= 0 or cache_values.always():
         return None
     try:
-        tensors = _there(given)
-        for x in tensors:
-            if x.is_nested or not x.data_ptr():  # torch's check aborts the process on one; memory that was given back
-                return None
-        form, types = _form(given), list(map(type, options))
+        types = list(map(type, given + options))
         for known in _recent:
-            if (
-                known.form == form
-                and known.types == types
-                and known.options == options
-                and known.guard(*tensors)
-                and torch._C._len_torch_dispatch_stack() == 0  # the guard overlooks the mode of make_fx
-            ):
-                break
-        else:
-            known = _KNOWN.get(_signature(given, options))
-            if known is None or not _may_be_known(tensors):
-                return None
-            if known.guard:
-                _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
+            if known.types == types and known.options == options:
+                tensors = known.there(given)
+                if (
+                    not any(map(_is_nested, tensors))  # torch's check aborts the process on one
+                    and known.guard(*tensors)
+                    and torch._C._len_torch_dispatch_stack() == 0  # the guard overlooks the mode of make_fx
+                    and all(map(_address, tensors))  # memory that was given back
+                    and _latent(given) is known.latent
+                ):
+                    return known
+        tensors = _there(given)
+        if any([x.is_nested or not x.data_ptr() for x in tensors]):
+            return None
+        known = _KNOWN.get(_signature(given, options))
+        if known is None or not _may_be_known(tensors):
+            return None
+        if known.guard:
+            _recent = (known, *(each for each in _recent if each is not known))[:RECENT]
+        return known
     except (
         AttributeError,
         RuntimeError,
@@ -138,7 +115,6 @@ def find(given: tuple, options: tuple) -> Known | None:
         ValueError,
     ):  # no dense tensor, or an option that cannot be a key: for the checks to name
         return None
-    return None if cache_values.wanted(given[0].device, False) else known
 
 
 def remember(given: tuple, options: tuple, operands: Operands) -> None:
@@ -155,16 +131,18 @@ def remember(given: tuple, options: tuple, operands: Operands) -> None:
     call = call_of(operands, None)
     if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
         return
-    run, written, append = backend_of(call, operands.backend).repeat_decode(call), _written(Given(*given), operands), None
+    with_lse = options[Options._fields.index("return_lse")]
+    run = backend_of(call, operands.backend).repeat_decode(call, with_lse)
+    written, append = _written(DecodeTensors(*given), operands), None
     if written is not None:
         append = append_operator.repeat(written)
     if run is not None and (written is None or append is not None):
         if len(_KNOWN) >= MOST:
             forget()
-        _KNOWN[_signature(given, options)] = Known(run, append, call, written, given, options)
+        _KNOWN[_signature(given, options)] = Known(run, append, given, options)
 
 
-def _written(given: Given, operands: Operands) -> AppendCall | None:
+def _written(given: DecodeTensors, operands: Operands) -> AppendCall | None:
     """What a call appends; None where that is nothing."""
     if given.k is None or given.v is None:
         return None
@@ -191,9 +169,14 @@ def _same_memory(x: Tensor, operand: Tensor) -> bool:
     return x is operand or (x.data_ptr() == operand.data_ptr() and x.shape == operand.shape and x.stride() == operand.stride())
 
 
-def _form(given: tuple) -> list[bool]:
-    """Which tensors are missing; and whether values begin where keys do, as in a latent cache, which a backend reads once."""
-    return [*[x is None for x in given], given[1].data_ptr() == given[2].data_ptr()]
+def _latent(given: tuple) -> bool:
+    """Whether values begin where keys do, as in a latent cache, which a backend reads once."""
+    return given[1].data_ptr() == given[2].data_ptr()
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from x's first to behind its last."""
+    return x.itemsize * (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)))
 
 
 def _there(given: tuple) -> list[Tensor]:
@@ -201,4 +184,4 @@ def _there(given: tuple) -> list[Tensor]:
 
 
 def _signature(given: tuple, options: tuple) -> tuple:
-    return repeats.signature(tuple(_there(given)), tuple(_form(given)), options)
+    return repeats.signature(tuple(_there(given)), (*[x is None for x in given], _latent(given)), options)

@@ -20,6 +20,7 @@ from tilewise.masks import Mask
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, plain, saved
 from tilewise.runtime.dispatch import choose
+from tilewise.views import part
 
 MOST = 1024
 RECENT = 4  # calls that are tried first
@@ -45,6 +46,7 @@ ALONE = Beside()
 PACKED = "packed"  # (total, heads, head_dim): no batch
 TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
+OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
 
 
 @dataclass(slots=True)
@@ -63,11 +65,13 @@ class Known:
     check_back: dict[bool, Callable] = field(
         default_factory=dict
     )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
+    check_whole: Callable | None = None  # of q, k, v, O, LSE and dO as the caller has them, once `gradients` went the short way
     draws: bool = False  # there is dropout
     heads_first: bool = (
         False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
     )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
+    inside: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
@@ -77,7 +81,7 @@ class Known:
         if not (self.there or self.draws):
             beside = ALONE
             if self.grad:
-                return _Repeated.apply(self, q, k, v)
+                return _repeated(self, q, k, v)
         else:
             bias, slopes, sink, rng, *rest = beside
             if slopes is not None:
@@ -86,14 +90,19 @@ class Known:
                 rng = operator.random_state()
             beside = bias, slopes, sink, rng, *rest
         if self.grad:
-            return _Repeated.apply(self, q, k, v, *beside)
+            return _repeated(self, q, k, v, *beside)
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
-        inside = INSIDE[self.arrangement]
-        o, lse = self.short.forward(inside(q), inside(k), inside(v), beside, self.return_lse, self.heads_first)
-        results = self.outside(o, lse if self.return_lse else None)
-        return results if self.return_lse else results[0]
+        if not self.inside:
+            self.inside = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
+        of_q, of_k, of_v, of_o = self.inside
+        o, lse = self.short.forward(part(q, *of_q), part(k, *of_k), part(v, *of_v), beside, self.return_lse, self.heads_first)
+        if of_o is None:
+            of_o = _place(self.outside(o, None)[0])
+            self.inside = *self.inside[:3], of_o
+        o = part(o, *of_o)
+        return (o, self.outside(o, lse)[1]) if self.return_lse else o
 
     def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.arrangement == TURNED:
@@ -102,11 +111,12 @@ class Known:
             return o.squeeze(0), lse if lse is None else lse.squeeze(0)
         return o, lse
 
-    def back(self, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v, arranged as these."""
-        if self.arrangement == PACKED:
-            return tuple([x.squeeze(0) for x in gradients])
-        return tuple([x.transpose(1, 2) for x in gradients]) if self.arrangement else gradients
+    def backward(self, *operands) -> tuple[Tensor | None, ...]:
+        """The short way's, but gradients of q, k and v are arranged as the caller has these: in place, for they are nobody's yet."""
+        found = self.short.backward(*operands)
+        for x in found[:3] if self.arrangement else ():
+            x.squeeze_(0) if self.arrangement == PACKED else x.transpose_(1, 2)
+        return found
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -124,9 +134,11 @@ class _Repeated(torch.autograd.Function):
             q, k, v = inside(q), inside(k), inside(v)
         o, lse = known.short.forward(q, k, v, beside or ALONE, True)
         ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        return_lse = known.return_lse
         if known.arrangement in (PACKED, TURNED):
-            o, lse = (x.detach() for x in known.outside(o, lse))  # for autograd, views of nothing: so they may be changed in place
-        if known.return_lse:
+            o, lse = known.outside(o, lse if return_lse else None)
+            o, lse = o.detach(), lse if lse is None else lse.detach()  # for autograd, views of nothing: so they may be changed in place
+        if return_lse:
             ctx.set_materialize_grads(False)
             return o, lse
         return o
@@ -143,15 +155,13 @@ class _Repeated(torch.autograd.Function):
         elif arrangement in (PACKED, TURNED):
             d_o = INSIDE[arrangement](d_o)
         if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
-            grads = known.short.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+            d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
         else:
             bias, slopes, sink, rng, *lengths = beside
             lengths = [x for x in lengths if x is not None]
             given = known.given._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, rng=rng, mask_tensors=lengths)
-            grads = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
-        d_q, d_k, d_v, d_bias, d_sink = grads
-        if arrangement:
-            d_q, d_k, d_v = known.back(d_q, d_k, d_v)
+            *of_inputs, d_bias, d_sink = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
+            d_q, d_k, d_v = map(OUTSIDE[arrangement], of_inputs)
         if beside is ALONE:
             return None, d_q, d_k, d_v
         return None, d_q, d_k, d_v, d_bias if bias_grad else None, None, None if beside[2] is None else d_sink, None, None, None
@@ -159,6 +169,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         operator.refuse_forward_mode()
+
+
+_repeated = super(torch.autograd.Function, _Repeated).apply  # without a look for wrappers of torch.func, which are not plain
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE) -> Known | None:
@@ -201,7 +214,9 @@ def gradients(
 
     All are arranged as the call was, which had no bias, slopes, sink or dropout.
     """
-    known = find(q, k, v, options, beside)
+    whole = q, k, v, o, lse, d_o
+    found = _went_back(whole, options) if beside[4] is None else None
+    known = found or find(q, k, v, options, beside)
     if known is None:
         return None
     if known.arrangement:
@@ -209,15 +224,29 @@ def gradients(
         q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
         if known.arrangement == PACKED:
             lse = lse.unsqueeze(0)
-    if known.goes_back is None:
-        lengths = [x for x in beside[4:] if x is not None]
-        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
-        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
-            problem, known.given.backend
-        )
-    if known.goes_back and _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
-        d_q, d_k, d_v, *_ = known.short.backward(q, k, v, o, lse, d_o, None, beside, False)
-        return known.back(d_q, d_k, d_v)
+    if found is None:
+        if known.goes_back is None:
+            lengths = [x for x in beside[4:] if x is not None]
+            problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+            known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+                problem, known.given.backend
+            )
+        if not known.goes_back or not _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
+            return None
+        known.check_whole = guard(*whole)
+    return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
+
+
+def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
+    """What is known of calls without other tensors whose q, k, v, O, LSE and dO were such when `gradients` went the short way."""
+    if is_compiling() or forward_ad._current_level >= 0 or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    for x in whole:
+        if x.is_nested:
+            return None
+    for known in _recent:
+        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole(*whole):
+            return known
     return None
 
 
@@ -263,8 +292,8 @@ def remember_as(
     known = find(*call)
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
-        mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "arrangement": arrangement}
-        mine["heads_first"] = heads_first
+        mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
+        mine |= {"arrangement": arrangement, "heads_first": heads_first, "inside": ()}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -355,6 +384,11 @@ def _may_go_back(
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
         known.check_back[kind] = check
     return True
+
+
+def _place(x: Tensor) -> tuple:
+    """As `part` has it, of a view that begins where its base does."""
+    return x.shape, x.stride(), 0
 
 
 def _layout(x: Tensor) -> tuple:

@@ -52,6 +52,15 @@ def test_a_library_of_other_sources_is_a_reason(tmp_path):
     assert "was built from other sources" in _why_not(TILEWISE_CPU_LIBRARY=str(other))
 
 
+def test_an_editable_installs_library_is_not_older_than_a_source(tmp_path, monkeypatch):
+    library, package = tmp_path / abi.NAME, sys.modules["tilewise.backends.cpu"]
+    library.touch()
+    monkeypatch.setattr(package, "__path__", [str(tmp_path)])
+    assert native._installed() == library
+    os.utime(library, (0, 0))
+    assert native._installed() is None
+
+
 def test_the_environment_chooses_the_instruction_set():
     assert _why_not(TILEWISE_CPU_ISA="generic").startswith("generic")
     assert "TILEWISE_CPU_ISA=mmx is not available here" in _why_not(TILEWISE_CPU_ISA="mmx")

@@ -162,8 +162,10 @@ def test_what_is_shared_has_room_where_dQ_goes():
         call = Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True)
         config = plan.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
         _, found, parts = plan.shared(config, call, 132)
-        place = gradients.place_of_parts(config, parts, q)
-        assert found == shares and place.numel() == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
+        (own,), lends = plan._scratch(config, call, 1, parts)[6:], plan.lends(config, parts)
+        assert lends == (parts > 0 and seqlen_k > 128) and (own is None) == lends
+        place = gradients.place_of_parts(config, parts, q).shape if lends else own[0]
+        assert found == shares and math.prod(place) == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks are persistent"):
         config.but(dq="staged", finishes=True)
 

@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward.bias import call as bias_call
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
+from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables import keeping
 from tilewise.backends.tiled import Tiled
 from tilewise.compat import sdpa, torch_flash
@@ -78,7 +79,7 @@ def qkv(seqlen=5, head_dim_v=64, dtype=BF16):
 def make(q, k, v, number=1.5):
     kernel = Kernel()
     call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0)
-    return repeat.Repeat(call, kernel, ((number,), (0.5,)), lambda: (torch.zeros(1, dtype=torch.int32),), None), kernel
+    return repeat.Repeat(call, kernel, lambda: (torch.zeros(1, dtype=torch.int32),), None, rest=((number,), (0.5,))), kernel
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 40])
@@ -192,6 +193,7 @@ class Stub(Hopper):
 
 def find(packed, *tables):
     """In place of the kernels that look at cu_seqlens: their numbers, into the first table of two rows."""
+    packed = Packed(*packed)
     (ends,) = (x for x in tables[:2] if x.shape[0] == 2 and x is not tables[1]) if tables[0].shape[0] == 2 else (tables[1],)
     numbers = packed.cu_seqlens_q.shape[0]
     ends[0, 0] = numbers
@@ -555,7 +557,7 @@ def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
 def gradients_of(kernel, *scratch):
     """The short way back over `kernel`, with such scratch."""
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
-    call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (6 - len(scratch))
+    call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
     again = backward_repeat.Repeat(call, launch, scratch + none, None, (), lambda has: (), ())
     return partial(again, q, q, q, q, lse, q, None, repeats.ALONE, False)

@@ -147,10 +147,12 @@ def test_kernels_in_eight_bits():
     found = warmup.of_problem(problem)
     names = [warmup.describe(kernel)[0] for kernel in found]
     assert names.count("quantiser") == 1 and set(names) == {"quantiser", "eight_bits"}
-    assert {(kernel.config.sees, kernel.config.cluster) for kernel in found if hasattr(kernel.config, "sees")} == {
-        ("all", 1), ("all", 2), ("causal", 1), ("causal", 2), ("interval", 1),
+    assert {(kernel.config.sees, kernel.config.cluster, kernel.config.pingpong) for kernel in found if hasattr(kernel.config, "sees")} == {
+        ("all", 1, False), ("all", 2, False), ("causal", 1, False), ("causal", 1, True), ("interval", 1, False),
     }  # fmt: skip
     assert "backward" in {warmup.describe(kernel)[0] for kernel in warmup.of_problem(replace(problem, grad=True))}
+    found = warmup.of_problem(replace(problem, head_dim=256, head_dim_v=256))
+    assert {kernel.config.pieces for kernel in found if hasattr(kernel.config, "sees")} == {1, 2}  # few keys and many
 
 
 def test_extras_from_text():

@@ -34,6 +34,7 @@ class Machine:
         self.random = random.Random(seed)
         self.pending: list[Callable[[], None]] = []  # for the copy engine
         self.events = 0  # what others may have waited for
+        self.ticks = 0  # of the clock
 
     def run(self, program: Program, grid: Grid) -> None:
         waiting, resident, quiet = deque(np.ndindex(*reversed(grid.blocks))), [], 0

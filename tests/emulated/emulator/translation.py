@@ -15,6 +15,9 @@ SPECIAL = {
     "%laneid": "w.lane",
     "__dynamic_shmem__0": "w.block.shared_base",
     "%cluster_ctarank": "w.block.rank",
+    "%smid": "w.lane & 0",
+    "%clock": "w.clock",
+    "%globaltimer_lo": "w.clock",
 }
 for i, axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{axis}": f"w.block.index[{i}]", f"%nctaid.{axis}": f"w.block.grid[{i}]"}

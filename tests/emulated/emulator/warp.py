@@ -36,6 +36,12 @@ class Warp(Copies, Products):
         stretches = (self.block.program.stretches[place] for place in self.at)
         return f"block {self.block.place}, warp {self.number}: {[str(each.instructions[0]) if each.instructions else '' for each in stretches]}"
 
+    @property
+    def clock(self) -> np.ndarray:
+        """Of all warps: how often it was read."""
+        self.machine.ticks += 1
+        return np.full(len(LANES), self.machine.ticks, np.uint32)
+
     def run(self) -> None:
         """Until nobody can go on, or for a while."""
         if self.machine.pace == "random" and self.machine.random.random() < 0.5:

@@ -85,8 +85,8 @@ def _load() -> Library | str:
     found = Path(path) if path else _installed() or _built()
     if found is None:
         return (
-            "its compiled kernel is not installed: reinstall tilewise where a C++ compiler (GCC 12 or Clang 14, or later) is found, "
-            "or run `python -m tilewise.backends.cpu.build`"
+            "its compiled kernel is not installed, or is older than its sources: reinstall tilewise where a C++ compiler (GCC 12 or Clang 14, or "
+            "later) is found, or run `python -m tilewise.backends.cpu.build`"
         )
     try:
         functions = ctypes.CDLL(str(found))
@@ -114,8 +114,16 @@ def _load() -> Library | str:
 
 
 def _installed() -> Path | None:
-    """The library that lies next to this module."""
-    return next((path for place in sys.modules[__package__].__path__ if (path := Path(place) / NAME).exists()), None)
+    """The library that lies next to this module; or elsewhere, as that of an editable install does, if it is not older than a source."""
+    here, places = Path(__file__).parent, map(Path, sys.modules[__package__].__path__)
+    found = (place / NAME for place in places if (place / NAME).exists())
+    return next((path for path in found if path.parent == here or not _older_than_sources(path)), None)
+
+
+def _older_than_sources(path: Path) -> bool:
+    from tilewise.backends.cpu.build import DEFINITIONS, SOURCES
+
+    return any(source.stat().st_mtime > path.stat().st_mtime for source in (DEFINITIONS, *SOURCES.glob("*")))
 
 
 def _built() -> Path | None:

@@ -11,7 +11,7 @@ from tilewise.backends.cpu.arguments import CPU, add_tensors, plain, rows, set_b
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import Planes
 from tilewise.errors import check_memory
-from tilewise.problem import Call
+from tilewise.problem import Call, gradient_like
 
 
 class Repeat:
@@ -23,11 +23,12 @@ class Repeat:
         self.args = plain(rows(call.q), rows(call.k), rows(call.v), call.scale, call.softcap, isa)
         self.args.planes, self.args.plane_of = self.planes.planes, self.planes.plane_of
         args, o_shape, self.lse_shape = self.args, (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
-        self.new_o = _maker(o_shape, call.q)
-        self.new_dq, self.new_dk, self.new_dv = (_maker(x.shape, x) for x in (call.q, call.k, call.v))
-        made = ((args.o, o_shape), (args.d_o, o_shape), (args.dq, call.q.shape), (args.dk, call.k.shape), (args.dv, call.v.shape))
-        for field, (_, seqlen, heads, dim) in made:  # contiguous
-            field.batch, field.seq, field.head = seqlen * heads * dim, heads * dim, dim
+        o = torch.empty(o_shape, dtype=call.q.dtype, device="meta")
+        gradients = [gradient_like(x) for x in (call.q, call.k, call.v)]
+        self.new_o = _maker(o, call.q)
+        self.new_dq, self.new_dk, self.new_dv = map(_maker, gradients, (call.q, call.k, call.v))
+        for field, x in zip((args.o, args.d_o, args.dq, args.dk, args.dv), (o, o, *gradients), strict=True):
+            field.batch, field.seq, field.head, _ = x.stride()
         self.address, self.few, self.functions = ctypes.addressof(args), few, library.functions
         self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
         self.workspace_bytes: dict[tuple, int] = {}  # of the backward, by number of threads, and what else is asked for
@@ -102,6 +103,8 @@ class Repeat:
         return self.address if args is self.args else ctypes.addressof(args)
 
 
-def _maker(shape: tuple[int, ...], like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes a contiguous tensor of this shape from one that is strided as `like`; empty_like takes 1 us, new_empty 2."""
-    return torch.empty_like if like.shape == shape and like.is_contiguous() else lambda x: x.new_empty(shape)
+def _maker(made: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a tensor that lies as `made` from one that lies as `like`; empty_like takes 1 us, new_empty_strided 2."""
+    shape, strides = made.shape, made.stride()
+    same = like.shape == shape and like.stride() == strides  # so that it is dense
+    return torch.empty_like if same else lambda x: x.new_empty_strided(shape, strides)

@@ -122,11 +122,13 @@ class Hopper(Backend):
         """By one launch; None where the kernel does not cover the call."""
         return append_call.append(call)
 
-    def repeat_append(self, call: AppendCall) -> Callable[[AppendCall], Tensor | None] | None:
-        return append_call.known(call)
+    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
+        found = append_call.known(call)
+        return found and found.repeat(call)
 
-    def repeat_decode(self, call: DecodeCall) -> Callable[[DecodeCall], tuple[Tensor, Tensor]] | None:
-        return decoding.known(call, decode.decoder)
+    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
+        found = decoding.known(call, decode.decoder)
+        return found and found.repeat(call, with_lse)
 
     def repeat(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""

@@ -14,7 +14,6 @@ from tilewise.errors import check_memory
 from tilewise.problem import Call
 from tilewise.sm90.jit import aligned, tensors_of
 
-DEFAULT_STREAM = 0  # which cannot be captured
 KEPT_BYTES = 1 << 16  # a larger LSE that is not returned is allocated anew; its kernel takes longer than that
 
 
@@ -29,21 +28,23 @@ class Repeat:
         self,
         call: Call,
         kernel: Callable,
-        rest: Sequence,
         workspace: Callable[[], Work],
         gradients: Callable | None,
         *,
+        rest: Sequence,
         made: Callable[..., Sequence] | None = None,
+        ahead: Callable | None = None,
         packed: Call | None = None,
     ) -> None:
         """`kernel((q, k, v, o, lse), workspace(), *rest)` computes the call, on `aligned` operands; `gradients(call)` are those of such calls,
         None where nobody asks for them.
 
-        made: what makes more of `rest` of the call's other tensors (`repeats.Beside`), where there are any. packed: the call as the kernel takes it,
-        where it is another one (packing.py).
+        made: what makes more of `rest` of the call's other tensors (`repeats.Beside`), where there are any. ahead: what is launched first, of packed
+        documents: called with the stream, or None for a graph's, it gives what comes before `rest`, and a function of cu_seqlens_q and cu_seqlens_k
+        that writes it. packed: the call as the kernel takes it, where it is another one (packing.py).
         """
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.kernel, self.rest, self.workspace, self.made = kernel, tuple(rest), workspace, made
+        self.kernel, self.rest, self.workspace, self.made, self.ahead = kernel, tuple(rest), workspace, made, ahead
         tensors = "q", "k", "v", "bias", "alibi_slopes", "sink", "q_scale", "k_scale", "v_scale"
         self.like, self.gradients = replace(call, **dict.fromkeys(tensors)), gradients
         self.device = call.q.device.index
@@ -57,7 +58,7 @@ class Repeat:
             self.o_heads_first = shape, (apart, head, token, one), dtype
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
-        self.kept: dict[int, tuple[Tensor | None, tuple]] = {}  # by stream: LSE, and what the kernel takes after the tensors
+        self.at_hand = short.by_stream(self.device, self._begin)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
@@ -70,12 +71,12 @@ class Repeat:
                 return self.forward(q, k, v, beside, with_lse, heads_first)
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
-        stream = short.current_stream(self.device)
-        kept = self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None
-        lse, rest = kept or self._begin()
+        lse, rest, first = self.at_hand()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
         o = self.empty(*(self.o_heads_first if heads_first else self.o))
+        if first is not None:
+            first(beside[4], beside[5])
         if self.made is not None:
             rest = *rest, *self.made(*beside)
         if self.packed is not None:
@@ -109,13 +110,13 @@ class Repeat:
             self.back = self.gradients(replace(self.like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink))
         return self.back(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
 
-    def _begin(self) -> tuple[Tensor | None, tuple]:
-        """What a stream keeps, or a graph gets."""
-        lse = self.empty(*self.lse) if self.keeps else None
-        rest = self.workspace(), *self.rest
-        if short.capturing():
+    def _begin(self, stream: int | None) -> tuple:
+        """LSE, what the kernel takes after the tensors, and what runs first."""
+        lse, seen, first = self.empty(*self.lse) if self.keeps else None, (), None
+        if self.ahead is not None:
+            *seen, first = self.ahead(stream)
+        rest = self.workspace(), *seen, *self.rest
+        if stream is None:
             hold(self.rest)
-            return lse, rest
-        fresh = lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest)
-        self.kept[short.current_stream(self.device)] = fresh
-        return fresh
+            return lse, rest, first
+        return lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest), first

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-# A part of a tensor's memory, of its dtype: (tensor, shape, strides, first), as compiled programs have it, in a quarter of the time of as_strided.
-part = getattr(_guards, "_reinterpret_tensor", None) or (
-    lambda x, shape, strides, first: x.as_strided(shape, strides, x.storage_offset() + first)
-)
+DEFAULT_STREAM = 0  # which cannot be captured
+ALIGNED = 64  # numbers, at whose multiples shared tensors begin
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
 
 
@@ -36,6 +35,41 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
     fast = getattr(_guards, f"_empty_strided_{device.type}", None)
     return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:
+    """What `make(stream)` gave for this thread and the current stream of the device, which is the current one. Launches of one stream follow each
+    other, but two threads may take turns within a call of several. A CUDA graph may be replayed on any stream, so what it captures gets its own from
+    `make(None)`, as everybody does where nothing is kept.
+    """
+    kept = {}
+
+    def found() -> object:
+        stream = current_stream(device)
+        if not keeps or (stream != DEFAULT_STREAM and capturing()):
+            return make(None)
+        owner = stream, get_ident()
+        if owner not in kept:
+            kept[owner] = make(stream)
+        return kept[owner]
+
+    return found
+
+
+_SHARED: dict[tuple, Tensor] = {}
+
+
+def shared(name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, stream: int) -> list[Tensor]:
+    """Contiguous tensors on the device, which is the current one, that all who ask by this name on this thread and stream have in common: for what a
+    call leaves for its own next launch, or for nobody. Not for a graph that is captured: it may run when the memory was given back.
+    """
+    sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
+    owner = name, device, stream, get_ident()
+    kept = _SHARED.get(owner)
+    if kept is None or kept.numel() < sum(sizes):
+        kept = _SHARED[owner] = torch.empty(1 << (sum(sizes) - 1).bit_length(), dtype=dtype, device=device)
+    parts = kept[: sum(sizes)].split(sizes)
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def tables(shapes: Sequence[tuple[int, ...]], device: torch.device, current: bool) -> Callable[[], list[Tensor]]:

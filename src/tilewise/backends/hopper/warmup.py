@@ -14,8 +14,7 @@ import torch
 from tilewise.backends.hopper import coverage
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.eight_bits.call import IN_ONE
-from tilewise.backends.hopper.eight_bits.config import LONG
+from tilewise.backends.hopper.eight_bits.config import FEW_KEYS, LONG
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
@@ -81,7 +80,7 @@ def of_decode(cells: Iterable[Cell]) -> list[Kernel]:
 
 
 def _lengths() -> list[int]:
-    return sorted({*config.lengths(), *backward_config.lengths(), LONG, LONG + 1, IN_ONE + 1})
+    return sorted({*config.lengths(), *backward_config.lengths(), LONG, LONG + 1, FEW_KEYS + 1})
 
 
 def _kernels(cells: Iterable[Cell], lengths: Iterable[tuple[int, int]]) -> list[Kernel]:

@@ -158,6 +158,15 @@ def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch
     assert decoding._need(replace(call, split=64), config).least == 1
 
 
+def test_shares_are_fitted_but_with_a_fixed_split(monkeypatch):
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    call = made(DecodeCase(lengths=(300, 20), heads=(16, 1), dims=(128, 128)))
+    split = replace(call, split=64)
+    usual = decoding.config_of(call)
+    assert [decoding._need(call, usual, decoding.Cut(alone=alone)).alone for alone in (None, 0, 5)] == [usual.alone, 0, 5]
+    assert decoding._need(split, decoding.config_of(split)).alone == 0
+
+
 OF_UNIT = [  # measured on an H100: sequences, tokens, rows of a key head, and rows of a unit that were fastest, or no slower than that by 5 %
     (1, 1024, 32, 8),
     (1, 8192, 32, 8),

@@ -9,7 +9,15 @@ from eight_bits_problems import E4M3, Quantised, made
 from tilewise.backends.eight_bits import RECIPES, signs
 from tilewise.backends.hopper import Hopper, coverage
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.backends.hopper.eight_bits.config import CHUNK, GROUP, TILES_OF_WIDE_VALUES, configure, configure_quantiser, sign_words
+from tilewise.backends.hopper.eight_bits.config import (
+    CHUNK,
+    FEW_KEYS,
+    GROUP,
+    TILES_OF_WIDE_VALUES,
+    configure,
+    configure_quantiser,
+    sign_words,
+)
 from tilewise.errors import UnsupportedError
 
 
@@ -58,12 +66,21 @@ def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 
 
-@pytest.mark.parametrize(
-    ("sees", "fields"), [("all", {"promote": False}), ("all", {"pingpong": True}), ("all", {"wide_values": True}), ("runs", {})]
-)
-def test_pieces_are_refused_where_nothing_makes_them(sees, fields):
-    with pytest.raises(ValueError, match=r"pieces=2 goes with promote, without wide_values, pingpong and runs, got .*; leave pieces at 1"):
-        configure(torch.int8, torch.bfloat16, 256, 256, sees, **{"promote": True, "pieces": 2} | fields)
+@pytest.mark.parametrize("fields", [{"promote": False}, {"pingpong": True}, {"wide_values": True, "promote": True}], ids=str)
+def test_pieces_are_refused_where_nothing_makes_them(fields):
+    with pytest.raises(ValueError, match=r"pieces=2 goes with promote, without wide_values and pingpong, got .*; leave pieces at 1"):
+        configure(torch.int8, torch.bfloat16, 256, 256, "all", **{"pieces": 2} | fields)
+
+
+@pytest.mark.parametrize("way", ["int8", "fp8", "given", "int8_qk"])
+def test_a_wide_v_is_promoted_where_there_are_many_keys_or_it_is_not_centred(way):
+    """In pieces of one launch; V of 16 bits never is."""
+    for seqlen_k in (FEW_KEYS, FEW_KEYS + 1):
+        call = made(Quantised(way, 1, seqlen_k, heads=(1, 1), dims=(256, 200)))
+        config = eight_bits.config_of(call)
+        promoted = way == "given" or (way in ("int8", "fp8") and seqlen_k > FEW_KEYS)
+        assert (config.promote, config.pieces) == ((True, 2) if promoted else (False, 1))
+        assert [launch for launch, _, _ in eight_bits.kernels(call)].count(eight_bits.LAUNCH) == 1
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

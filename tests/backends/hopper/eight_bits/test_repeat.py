@@ -101,24 +101,21 @@ def test_a_recipe(stub, precision, options):
 @pytest.mark.parametrize("per", [("head", "head", "head"), ("token", "tile", "tensor")])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_tensors_with_scales(stub, per, dim):
-    """Their scales are those of each call, spread as by the long way; without one it is 1. A wide V takes two launches."""
+    """Their scales are those of each call, spread as by the long way; without one it is 1."""
     forms = []
     for _ in range(3):
         tensors, scales = given(per, dim)
         tw.attention(*tensors, **scales)
         launches, stub.launches = stub.launches, []
-        assert [launch for launch, _ in launches] == [eight_bits.TRANSPOSE] + [eight_bits.LAUNCH] * (2 if dim == 256 else 1)
-        (_, (v, turned, tokens)), *others = launches
+        assert [launch for launch, _ in launches] == [eight_bits.TRANSPOSE, eight_bits.LAUNCH]
+        (_, (v, turned, tokens)), (_, (operands, found, *_)) = launches
         assert tokens is None
         assert v.data_ptr() == tensors[2].data_ptr() and turned.shape == (2, 2, dim, 208)
-        for n, (_, (operands, found, *_)) in enumerate(others):
-            columns = slice(128 * n, 128 * (n + 1)) if dim == 256 else slice(None)
-            assert span(operands[2]) == span(turned[:, :, columns]) and operands[3].shape[3] == min(dim, 128)
-            assert [x.data_ptr() for x in operands[:2]] == [x.data_ptr() for x in tensors[:2]]
-            for x, scale, heads, last in zip(found, scales.values(), (4, 2, 2), (20, 2, 2), strict=False):
-                assert x.data_ptr() == scale.data_ptr() and x.shape == (2, heads, last)
-            form = [(x.shape, x.stride()) for x in found[:3]]
-            forms.append(form)
+        assert span(operands[2]) == span(turned) and operands[3].shape[3] == dim
+        assert [x.data_ptr() for x in operands[:2]] == [x.data_ptr() for x in tensors[:2]]
+        for x, scale, heads, last in zip(found, scales.values(), (4, 2, 2), (20, 2, 2), strict=False):
+            assert x.data_ptr() == scale.data_ptr() and x.shape == (2, heads, last)
+        forms.append([(x.shape, x.stride()) for x in found[:3]])
     assert all(form == forms[0] for form in forms) and stub.long == 1
     for _ in range(2):
         tw.attention(*tensors, k_scale=scales["k_scale"])
@@ -134,7 +131,7 @@ def test_scales_of_tokens(stub, per, dim):
     for _ in range(3):
         tensors, scales = given(per, dim)
         tw.attention(*tensors, **scales)
-        ((_, (_, turned, tokens)), *others), stub.launches = stub.launches, []
+        ((_, (_, turned, tokens)), (_, (_, found, *_))), stub.launches = stub.launches, []
         wide = [each == "token" for each in per[1:]]
         for x, scale, there in zip(tokens, list(scales.values())[1:], wide, strict=False):
             assert (x.data_ptr() == scale.data_ptr() and x.shape == (2, 2, 200)) if there else x is None
@@ -143,12 +140,11 @@ def test_scales_of_tokens(stub, per, dim):
         made = [x for x in (turned, *tokens[2:]) if x is not None]
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(map(span, made))))
         assert all(x.shape == (2, 2, 256) for x in (columns, weights) if x is not None) and (units is None or units.shape == (2, 2, 2))
-        for _, (_, found, *_) in others:
-            assert found[7] is columns and found[8] is weights and found[1].shape == found[2].shape == (2, 2, 2)
-            assert found[0].data_ptr() == scales["q_scale"].data_ptr()
-            assert (found[1] == 1.0).all() if wide[0] else found[1].data_ptr() == scales["k_scale"].data_ptr()
-            assert found[2] is units if wide[1] else found[2].data_ptr() == scales["v_scale"].data_ptr()
-            forms.append([x is None or (x.shape, x.stride()) for x in (*found, *tokens)])
+        assert found[7] is columns and found[8] is weights and found[1].shape == found[2].shape == (2, 2, 2)
+        assert found[0].data_ptr() == scales["q_scale"].data_ptr()
+        assert (found[1] == 1.0).all() if wide[0] else found[1].data_ptr() == scales["k_scale"].data_ptr()
+        assert found[2] is units if wide[1] else found[2].data_ptr() == scales["v_scale"].data_ptr()
+        forms.append([x is None or (x.shape, x.stride()) for x in (*found, *tokens)])
     assert all(form == forms[0] for form in forms) and stub.long == 1
 
 

@@ -133,8 +133,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
 def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
     """All but the bias's gradient, which takes what this returns: LSE and -delta as `Scratch` has them. The rest of it is free then."""
     config = plan.config
-    made = (None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch)
-    scratch = Scratch(*made, partial=place_of_parts(config, plan.parts, gradients.dQ))
+    scratch = Scratch(*(None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch))
+    if plan.lends:
+        scratch = scratch._replace(partial=place_of_parts(config, plan.parts, gradients.dQ))
     changed, tables, scalars = changes.changes(call, config), backward_tables.of_call(call, config), scalars_of(call, plan, has_d_lse)
     repair = repairs.compiled(config)  # before the other one, which a helper may be compiling
     compute = jit.compiled(LAUNCH, arguments, config)
@@ -174,7 +175,7 @@ def repeat(call: Call) -> Repeat | None:
     tables = None if of_documents else backward_tables.of_call(call, config)
     if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
         return None
-    partial = functools.partial(place_of_parts, config, plan.parts) if config.shares or config.heads_apart else None
+    partial = functools.partial(place_of_parts, config, plan.parts) if plan.lends else None
     repair = repairs.repeat(call, config, board.num_sms)
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
@@ -189,10 +190,11 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     """The gradient of a bias, whose kernel is not asked for before that is."""
     like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
 
-    def compute(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None, rng: Tensor | None) -> Tensor:
+    def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
         if not kept:
-            kept.append(bias_gradient.repeat(replace(like, q=given.Q, k=given.K, v=given.V, bias=bias, alibi_slopes=slopes), num_sms))
-        return kept[0](given, scratch, bias, slopes, rng)
+            of_call = {"q": given.Q, "k": given.K, "v": given.V, "bias": changed.bias, "alibi_slopes": changed.slopes}
+            kept.append(bias_gradient.repeat(replace(like, **of_call), num_sms))
+        return kept[0](given, scratch, changed)
 
     return compute
 
@@ -205,7 +207,7 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
     """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
     like = changes.changes(call, config)
-    inner, factor, shift, drawn = like.inner, like.factor, like.shift, changes.drawer(call)
+    inner, factor, shift, drawn, changed = like.inner, like.factor, like.shift, changes.drawer(call), changes.or_none(like) is not None
     device, find = call.q.device, None
     if isinstance(call.mask, Unread):
         find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
@@ -214,8 +216,8 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
         seen = tables
         if find is not None:
             seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
-        changed = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng))
-        return Band(*plan.band, seen), changes.or_none(changed)
+        changes_made = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng)) if changed else None
+        return Band(*plan.band, seen), changes_made
 
     return made
 
@@ -233,27 +235,18 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     return bundle._replace(**cut)
 
 
-def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor | None:
-    """(parts, numbers) fp32, where blocks may share: the end of dQ, which is not written before the kernel is through (of the queries that
-    `shares.lent` counts); `one_block`, where it is, memory of its own, no more than dQ in fp32 would take. Where heads are apart: dK and dV.
-    """
-    if not (config.shares or config.heads_apart):
-        return None
-    numbers = parts * planning.elements_of_part(config)
-    if config.one_block or config.heads_apart:
-        place = torch.empty(numbers, dtype=torch.float32, device=d_q.device)
-    else:
-        place = d_q.view(-1)[d_q.numel() - 2 * numbers :].view(torch.float32)
-    return place.view(parts, planning.elements_of_part(config))
+def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
+    """(parts, numbers) fp32: the end of dQ, which is not written before the kernel is through (of the queries that `shares.lent` counts)."""
+    numbers = planning.elements_of_part(config)
+    return d_q.view(-1)[d_q.numel() - 2 * parts * numbers :].view(torch.float32).view(parts, numbers)
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
     """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
-    sink_of_row = sink.float()[:, None]
-    below = sink_of_row - lse if natural else sink_of_row / math.log(2) - lse
+    below = torch.sub(sink[:, None], lse, alpha=1.0 if natural else math.log(2))  # in fp32; each operation is a launch
     below.clamp_(max=0.0)  # a large L may be rounded to below its sink
-    weights = torch.exp(below) if natural else torch.exp2(below)
-    return (rest * (weights * minus_delta).sum((0, 2))).to(sink.dtype)
+    found = below.exp_().mul_(minus_delta).sum((0, 2))
+    return (found if rest == 1.0 else rest * found).to(sink.dtype)
 
 
 def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
@@ -281,7 +274,7 @@ def arguments(config: Config) -> list:
         turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
         spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
         counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,
-        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.shares or config.heads_apart else None,
+        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.partial else None,
     )
     scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))
     tables = backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)

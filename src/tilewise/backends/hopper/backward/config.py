@@ -284,7 +284,12 @@ class Config(ScoreChanges):
     @property
     def counts(self) -> bool:
         """Whether Scratch.counter is there."""
-        return self.persistent or self.shares or self.heads_apart
+        return self.persistent or self.partial
+
+    @property
+    def partial(self) -> bool:
+        """Whether Scratch.partial is there."""
+        return self.shares or self.heads_apart
 
     @property
     def counters(self) -> int:

@@ -24,8 +24,10 @@ def launch(
     columns = Packed(cu_seqlens_k, cu_seqlens_q, keys.shape[1], -hi, -lo, -hi_left, -lo_left)
     n_blocks, m_blocks = found.shape[0], visitors.shape[0]
     across, down = config.rows, config.columns
-    intervals.kernel(rows, keys, query_walks, across).launch(grid=(query_walks.shape[0], 1, 1), block=(across.tile_m, 1, 1), stream=stream)
-    intervals.kernel(columns, queries, found, down).launch(grid=(n_blocks, 1, 1), block=(down.tile_m, 1, 1), stream=stream)
+    intervals.kernel(rows, keys, query_walks, None, across).launch(
+        grid=(query_walks.shape[0], 1, 1), block=(across.tile_m, 1, 1), stream=stream
+    )
+    intervals.kernel(columns, queries, found, None, down).launch(grid=(n_blocks, 1, 1), block=(down.tile_m, 1, 1), stream=stream)
     grid = cute.ceil_div(max(n_blocks + 1, m_blocks), THREADS), 1, 1
     settle(found, walks, visitors, queries.shape[1], down).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 

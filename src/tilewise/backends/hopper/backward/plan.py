@@ -57,7 +57,7 @@ class Plan:
     last_k: int
     turns: tuple[tuple[slice, Turns], ...]  # for each launch its batch entries, at most MOST, and the order of its blocks
     parts: int  # thread blocks that hand their dK and dV to another one
-    scratch: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # shapes and dtypes of operands.Scratch, but for `partial`
+    scratch: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # shapes and dtypes of operands.Scratch
 
     @classmethod
     def of(cls, call: Call, board: Board) -> "Plan":
@@ -73,6 +73,11 @@ class Plan:
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
+
+    @property
+    def lends(self) -> bool:
+        """Whether Scratch.partial lies where dQ goes later, and has no memory of its own."""
+        return lends(self.config, self.parts)
 
 
 def config_of(call: Call) -> Config:
@@ -121,6 +126,7 @@ def _scratch(config: Config, call: Call, m_blocks: int, parts: int) -> tuple:
         ((*of_heads, m_blocks, config.counters), torch.int32),
         ((_entries(config, call),), torch.int32) if config.repairs else None,
         ((1 + parts,), torch.int32) if config.counts else None,
+        ((parts, elements_of_part(config)), torch.float32) if config.partial and not lends(config, parts) else None,
     )
 
 
@@ -226,6 +232,11 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     most = min(MOST_OF_ONE_BLOCK if config.one_block else MOST_SHARES, max(1, m_blocks // OF_A_BLOCK), 1 + room)
     shares = min(range(1, 1 + most), key=tiles)
     return (blocks, 1, 0) if shares == 1 else (blocks - last, shares, last * (shares - 1))
+
+
+def lends(config: Config, parts: int) -> bool:
+    """As `Plan.lends`: where no thread block has written dQ by then, nor is it a group's dK and dV that is summed up."""
+    return parts > 0 and not (config.one_block or config.heads_apart)
 
 
 def elements_of_part(config: Config) -> int:

@@ -10,8 +10,8 @@ from tilewise.backends.hopper import short
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
-from tilewise.problem import Call
-from tilewise.sm90.jit import aligned, readable, rows
+from tilewise.problem import Call, gradient_like
+from tilewise.sm90.jit import aligned, readable, rows, strided
 
 KEPT_BYTES = 1 << 18  # larger scratch is allocated anew; its kernels take longer than that
 
@@ -40,9 +40,9 @@ class Repeat:
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
-        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial. repair: the launch that follows, and its numbers. made: what makes
-        `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch, bias, slopes, rng) gives dBias,
-        of_sink(sink, Scratch) dSink.
+        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that
+        follows, and its numbers. made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch,
+        Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink.
         """
         self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
@@ -53,7 +53,7 @@ class Repeat:
             self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
-        self.gradients = tuple((tuple(x.shape), short.strides(x.shape), x.dtype) for x in (call.q, call.k, call.v))
+        self.gradients = _layout(call.q, partial is None), _layout(call.k), _layout(call.v)
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in scratch)
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, scratch))
         self.keeps, self.kept = partial is None and size <= KEPT_BYTES, {}
@@ -98,7 +98,7 @@ class Repeat:
             *_, band, changes = rest
             seen = self.seen if self.made is None else repairs.band(band)
             self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
-        d_bias = self.of_bias(given, scratch, beside[0], beside[1], beside[3]) if bias_grad else None
+        d_bias = self.of_bias(given, scratch, rest[-1]) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
         if keeps:
             self.kept[stream] = kept
@@ -106,7 +106,14 @@ class Repeat:
 
     def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
         """As torch has it, and as the kernel takes it; and what repairs take of it."""
-        made = (None if each is None else self.empty(*each) for each in self.scratch)
-        scratch = Scratch(*made, partial=None if self.partial is None else self.partial(d_q))
+        scratch = Scratch(*(None if each is None else self.empty(*each) for each in self.scratch))
+        if self.partial is not None:
+            scratch = scratch._replace(partial=self.partial(d_q))
         spoiled = None if self.repair is None else repairs.spoiled(scratch)
         return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
+
+
+def _layout(x: Tensor, any_strides: bool = True) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of x's gradient, which lies as x where the kernels can write it so."""
+    like = gradient_like(x)
+    return tuple(x.shape), like.stride() if any_strides and strided(like) else short.strides(x.shape), x.dtype

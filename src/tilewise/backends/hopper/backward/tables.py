@@ -74,7 +74,6 @@ class QueryVisits:
 
 
 OF_KEYS = tuple(name for name in Visits.__dataclass_fields__ if name != "regions")
-OF_REPAIRS = "keys", "queries", "visits", "bands", "bitmaps", "spans", "seeing", "planes"
 OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != "regions")
 
 
@@ -106,7 +105,8 @@ def of_batch(tables: KeyTables, part: slice) -> KeyTables:
 
 def for_repairs(tables: KeyTables) -> KeyTables:
     """What repairs read of them."""
-    return KeyTables(**{name: getattr(tables, name) for name in OF_REPAIRS})
+    keys, queries, _, _, visits, bands, bitmaps, spans, _, seeing, planes, *_ = tables
+    return KeyTables(keys, queries, None, None, visits, bands, bitmaps, spans, None, seeing, planes)
 
 
 def stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> KeyTables:

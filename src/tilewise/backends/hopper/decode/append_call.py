@@ -137,25 +137,43 @@ class Appender:
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(call)
-        k_cache, v_cache, k, v = call.k_cache, call.v_cache, call.k, call.v
+        seqlens, cos = call.cache_seqlens, call.rotary_cos
+        places = seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, self.empty((seqlens.shape[0],), (1,), torch.int32)
+        turn = None if cos is None else (cos, call.rotary_sin, call.rotary_first)
+        return self._write(call.k_cache, call.v_cache, call.k, call.v, places, turn)
+
+    def repeat(self, call: AppendCall) -> Callable[[tuple], Tensor | None]:
+        """As `Backend.repeat_append`."""
+        (batch,) = call.cache_seqlens.shape
+        ends = short.by_stream(self.device, lambda stream: self.empty((batch,), (1,), torch.int32))
+
+        def write(given: tuple) -> Tensor | None:
+            if short.current_device() != self.device:
+                with torch.cuda.device(self.device):
+                    return write(given)
+            _, k_cache, v_cache, seqlens, pages, cu_seqlens, entries, _, _, _, _, _, _, k, v, cos, sin, _ = given
+            places = seqlens, pages, entries, cu_seqlens if self.packed else None, ends()
+            return self._write(k_cache, v_cache, k, v, places, None if cos is None else (cos, sin, None))
+
+        return write
+
+    def _write(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, places: tuple, turn: tuple | None) -> Tensor | None:
         if self.in_eight_bits:
-            k_cache, v_cache, k, v = (x.view(torch.int8) for x in (k_cache, v_cache, k, v))
+            of_k, of_v, k, v = (x.view(torch.int8) for x in (k_cache, v_cache, k, v))
+        else:
+            of_k, of_v = k_cache, v_cache
         if self.packed:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
-        seqlens, cos = call.cache_seqlens, call.rotary_cos
-        ends = self.empty((seqlens.shape[0],), (1,), torch.int32)
-        places = seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, ends
-        turn = None if cos is None else (cos, call.rotary_sin, call.rotary_first)
         try:
-            self.kernel((k_cache, v_cache, k, v), places, turn)
+            self.kernel((of_k, of_v, k, v), places, turn)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
-            if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (k_cache, v_cache)):
+            if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (of_k, of_v)):
                 return None  # they are written in place, so a copy will not do
             places = Places(*(x if x is None else x.contiguous() for x in places))
             turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
-            self.kernel(New(k_cache, v_cache, jit.aligned(k), jit.aligned(v)), places, turn)
-        torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
-        return ends
+            self.kernel(New(of_k, of_v, jit.aligned(k), jit.aligned(v)), places, turn)
+        torch.autograd.graph.increment_version((k_cache, v_cache))
+        return places[-1]
 
 
 def _key(call: AppendCall) -> tuple:

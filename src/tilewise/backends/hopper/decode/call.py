@@ -46,6 +46,7 @@ class Cut(NamedTuple):
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
     rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
     numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
+    alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
     polls: int = 32  # of a block with nothing else to do, at least, for the other pieces of its unit: predicted to take 15 us
 
 
@@ -150,7 +151,8 @@ def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
 
 def _decoder(call: DecodeCall, config: Config) -> Decoder:
     kernel = jit.compiled(launch_of(config), arguments, config)
-    return Decoder(call, kernel, lambda call: _numbers(call, config), lambda: _work(call, config), config.out or call.q.dtype)
+    need, device = _need(call, config), call.q.device
+    return Decoder(call, kernel, *_numbers(call, config), lambda: workspace.of(need, device), config.out or call.q.dtype)
 
 
 def config_of(call: DecodeCall, **tuning) -> Config:
@@ -228,7 +230,7 @@ def arguments(config: Config) -> list:
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(9)))
+    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(10)))
     prior = None
     if config.onto:
         like_o, like_lse = (
@@ -270,11 +272,12 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
-        return Need(*grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs, cut.polls)
+        alone = config.alone if cut.alone is None else cut.alone
+        return Need(*grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs, alone, cut.polls)
     split = -(-call.split // config.tile_n)
     most = -(-capacity_of(call) // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // of_unit)
-    return Need(*grid, units * most, units * (2 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs, cut.polls)
+    return Need(*grid, units * most, units * (2 + -(-most // config.group)), kept, dim, queries, 1, split, most, *stairs, polls=cut.polls)
 
 
 def stairs_of(group: int, tile_n: int, rows: int) -> tuple[int, int]:

@@ -18,6 +18,12 @@ LAUNCHED = 3 * 168  # registers that a thread of each of three warpgroups has to
 PAGES = None, 16, 32, 64, 128  # tokens, for which kernels are made ahead; those of 128 are for larger ones, too
 SERVED = None, 16, 64, 128  # likewise for `kinds`
 RAW_STAGES = 2  # of tiles in 8 bits: more are slower
+OVERLAPPED_TILE = 128  # keys, as many as registers hold scores of, with Q in shared memory
+BYTES, NUMBERS = 13, 32  # a clock of a multiprocessor: from memory; of K and V multiplied with the rows of a warpgroup
+TILE_CLOCKS, KEY_CLOCKS = (
+    580,
+    2.5,
+)  # what a tile and each of its keys take besides: at head_dim 128 with 64 keys 1,250 in all, 1,750 with two warpgroups
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
@@ -49,6 +55,9 @@ class Config(ScoreChanges):
     box: int = 0  # tokens that the copy engine fetches at a time from a page; 1: threads do, token by token; 0: the cache is not paged
     blocks: int = 1  # thread blocks of a multiprocessor
     consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
+    overlap: bool = False  # a tile's softmax under O += P V of the tile before
+    q_in_smem: bool = False  # where the first product reads Q; else in registers
+    pingpong: bool = False  # two consumers take turns to multiply, with `overlap`
     rising: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False
@@ -111,7 +120,22 @@ class Config(ScoreChanges):
         """Of a thread of each of three warpgroups, where there are so many: which multiply, load and widen, or multiply, multiply and load. Together
         no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
         """
-        return (248, 104, 152) if self.widens else (208, 208, 88)
+        if self.widens:
+            return 248, 104, 152
+        return (224, 224, 56) if self.overlap else (208, 208, 88)
+
+    @property
+    def fits(self) -> bool:
+        """Whether shares may be fitted to units, all of a sequence's being of one length."""
+        return not (self.rising or self.split)
+
+    @property
+    def alone(self) -> int:
+        """Quarters: how much faster a block without others goes through tiles than memory brings them to all at once; 4 (not faster) to 8."""
+        numbers = self.tile_n * (self.head_dim + self.head_dim_v)
+        work = TILE_CLOCKS + KEY_CLOCKS * self.tile_n + self.consumers * numbers / NUMBERS
+        loaded = self.tile_n * self.head_dim if self.latent else numbers
+        return min(max(int(4 * loaded * (1 if self.widens else 2) / BYTES / work), 4), 8)
 
     @property
     def loaders(self) -> int:
@@ -126,7 +150,7 @@ class Config(ScoreChanges):
 # (head_dim, head_dim_v): keys of a tile, as many as registers hold scores of.
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 WIDE = (64, 64), (96, 96), (128, 128), (192, 128)  # of which two warpgroups' registers hold enough
-CHUNK = {"evict_first": False}  # where units read the same keys
+CHUNK = {"evict_first": False, "overlap": True}  # where units read the same keys, and products decide
 MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which they are taken as chunks
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
@@ -168,6 +192,9 @@ def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int
     stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
+    # A tile of 64 keys would have as much of Q as of K read from shared memory. But after rotated registers ptxas orders products.
+    if fields.get("overlap"):
+        fields.setdefault("q_in_smem", tile_n == OVERLAPPED_TILE or bool(fields.get("rotary")))
     cut = {"tile_n": tile_n, "kv_stages": stages, "box": _box(page_size, tile_n)}
     return Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], blocks=blocks, **cut, **fields)
 
@@ -185,7 +212,9 @@ def _box(page_size: int | None, tile_n: int) -> int:
 
 
 def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
-    """Keys of a tile; what else takes registers leaves fewer for scores."""
+    """Keys of a tile; what else takes registers leaves fewer for scores. With a split as many however rows are cut, for bits are."""
+    if fields.get("overlap") and not fields.get("split"):
+        return OVERLAPPED_TILE
     crowded = ("softcap", "alibi"), ("tree", "split"), ("tree", "onto")
     if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
         return TILES[dims] // 2

@@ -3,7 +3,8 @@
 Two warps load, one K and one V (loads.py), into a ring deep enough to keep memory busy while a warpgroup multiplies, takes the softmax, begins and
 ends units. The rows of a tile are the query tokens of a sequence times the heads that share a key head. Q goes straight to registers, O straight
 to memory, or where a unit lies in several blocks by way of merge.py. Nothing here depends on a number that the host would have to read.
-Predicted bottleneck: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks to arrive, and half of that to be worked on.
+Where rows are many, products decide: then two warpgroups multiply, and each has its softmax under products of its own (`overlapped_step`).
+Predicted bottleneck of few rows: HBM; a tile of 128 keys at head_dim 128 takes 5,000 clocks to arrive, and half of that to be worked on.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 """
@@ -15,7 +16,7 @@ from tilewise.backends.hopper.decode import loads, merge, rows, scheduler, widen
 from tilewise.backends.hopper.decode.config import TILE_M, Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape, clamped
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments, tma, wgmma
@@ -24,6 +25,7 @@ from tilewise.sm90.dsl import (
     CUstream,
     Float32,
     Int32,
+    LayoutEnum,
     OperandMajorMode,
     SmemAllocator,
     arch,
@@ -39,6 +41,7 @@ from tilewise.sm90.dsl import (
 
 THREADS, WARP = 128, 32
 WARPS = THREADS // WARP
+TURN = 10  # and the following: a named barrier of each warpgroup
 
 
 class Pipes(NamedTuple):
@@ -56,6 +59,7 @@ class Raw(NamedTuple):
 
 
 class Smem(NamedTuple):
+    Q: cute.Tensor | None  # (tile_m, head_dim)
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
     V_by_token: cute.Tensor  # (tile_n, head_dim_v, kv_stages): the same memory
@@ -84,8 +88,8 @@ def launch(
     loaded = [loads.describe(x, dim, config) for x, dim in zip(tokens, (config.head_dim, config.head_dim_v), strict=True)]
     shape = scheduler.shape_of(tensors, lengths, work, window, prior, config)
     dtype = tensors.Q.element_type
-    kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), wgmma.layout_K(config, dtype), wgmma.layout_V(config, dtype),
-           config).launch(
+    layouts = [of(config, dtype) for of in (wgmma.layout_Q, wgmma.layout_K, wgmma.layout_V)]
+    kernel(*loaded, tensors, shape, work, prior, changes, products(config, dtype), *layouts, config).launch(
         grid=(work.columns, work.blocks, 1),
         block=(3 * THREADS if config.three else THREADS + 2 * config.loaders * WARP, 1, 1),
         min_blocks_per_mp=config.blocks,
@@ -95,21 +99,19 @@ def launch(
 
 
 def products(config, dtype) -> wgmma.Mma:
-    """As those of the ladder, with Q from registers."""
-    k = OperandMajorMode.K
-    qk = sm90.make_trivial_tiled_mma(
-        dtype, dtype, k, k, Float32, (config.consumers, 1, 1), (64, config.tile_n), warpgroup.OperandSource.RMEM
-    )
+    """As those of the ladder, with Q from registers or from shared memory."""
+    k, source = OperandMajorMode.K, warpgroup.OperandSource.SMEM if config.q_in_smem else warpgroup.OperandSource.RMEM
+    qk = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (config.consumers, 1, 1), (64, config.tile_n), source)
     return wgmma.Mma(qk, wgmma.product_of(config, config.head_dim_v, dtype))
 
 
 @cute.kernel
 def kernel(
     load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, shape: Shape, work: Work, prior: Prior | None, changes: Scores, mma: wgmma.Mma,
-    layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
+    layout_Q: cute.ComposedLayout, layout_K: cute.ComposedLayout, layout_V: cute.ComposedLayout, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
-    sm = allocate(storage, tensors.Q.element_type, (layout_K, layout_V), config)
+    sm = allocate(storage, tensors.Q.element_type, (layout_Q, layout_K, layout_V), config)
     for each in (load_K, load_V):
         cpasync.prefetch_descriptor(each.atom)
     bytes_of_stage = (config.dtype.itemsize * config.tile_n * dim for dim in (config.head_dim, config.head_dim_v))
@@ -162,10 +164,13 @@ def allocate_raw(storage: SmemAllocator, dtype, config: Constexpr[Config]) -> Ra
 
 @cute.jit
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
-    sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
+    sQ = None
+    if const_expr(config.q_in_smem):
+        sQ = storage.allocate_tensor(dtype, layouts[0].outer, 1024, swizzle=layouts[0].inner)[None, None, 0]
+    sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts[1:])
     told = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
     by_token = sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.tile_n, config.head_dim_v), dtype, config.kv_stages)
-    return Smem(sK, sV, cute.make_tensor(sV.iterator, by_token.outer), told)
+    return Smem(sQ, sK, sV, cute.make_tensor(sV.iterator, by_token.outer), told)
 
 
 class Tile(NamedTuple):
@@ -176,7 +181,6 @@ class Tile(NamedTuple):
     tOrV: cute.Tensor
     b: Int32
     k_scale: Float32 | None  # of all keys
-    Q: cute.Tensor
     P: cute.Tensor
     acc_O: cute.Tensor
     state: fragments.Rows
@@ -185,12 +189,18 @@ class Tile(NamedTuple):
     sequence: Sequence
     piece: Piece
     free: tuple[Int32, Int32]  # keys that all rows see
+    consumer: Int32  # which warpgroup of those that multiply
+    Q: cute.Tensor
 
 
 @cute.jit
 def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Config]):
     """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
+    if const_expr(config.pingpong):
+        consumer = arch.make_warp_uniform(arch.warp_idx()) // WARPS
+        if consumer == 1:
+            pass_turn(consumer, config)  # the first turn is the first warpgroup's
     shares = scheduler.shares_of(shape, config)
     b, start, at = scheduler.locate(shares, shape, config)
     while at < shares.end:
@@ -220,15 +230,14 @@ def attend(
     """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
     tensors, shape, work, ending, changes, mma, sm, pipes = shared
     unit = rows.unit_of(b, piece, sequence, shape, config)
-    qk, pv = (x.get_slice(arch.thread_idx()[0]) for x in mma)
-    all_qk, all_pv = (wgmma.of_warpgroup(x, 0) for x in mma)
+    consumer = arch.make_warp_uniform(arch.warp_idx()) // WARPS if const_expr(config.consumers > 1) else Int32(0)
+    pv, all_qk, all_pv = mma.pv.get_slice(arch.thread_idx()[0]), wgmma.of_warpgroup(mma.qk, 0), wgmma.of_warpgroup(mma.pv, 0)
     tile = Tile(
         mma=mma,
         tSrK=all_qk.make_fragment_B(all_qk.partition_B(sm.K)),
         tOrV=all_pv.make_fragment_B(all_pv.partition_B(sm.V)),
         b=b,
         k_scale=tensors.k_scale[b, piece.head_k] if const_expr(config.scales[0] == "head") else None,
-        Q=qk.make_fragment_A(qk.partition_shape_A((config.tile_m, config.head_dim))),
         P=pv.make_fragment_A(pv.partition_shape_A((config.tile_m, config.tile_n))),
         acc_O=cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.head_dim_v)), Float32),
         state=fragments.fresh_rows(),
@@ -237,21 +246,16 @@ def attend(
         sequence=sequence,
         piece=piece,
         free=rows.free_of(sequence, unit, shape, config),
+        consumer=consumer,
+        Q=queries(tensors, mma, sm, unit, sequence, consumer, config),
     )
-    rows.load_queries(tile.Q, tensors, unit, sequence, config)
     tile.acc_O.fill(0.0)
-    last = piece.last
-    if const_expr(config.consumers > 1):  # the other warpgroup's rows may be all that there are
-        last = piece.last if unit.rows > arch.make_warp_uniform(arch.warp_idx()) // WARPS * TILE_M else piece.first
-    for n in cutlass.range(piece.first, last, unroll=1):
-        step(tile, shared, state, n * config.tile_n, config)
-        state.advance()
-    if const_expr(config.consumers > 1):
-        for _ in cutlass.range(last, piece.last, unroll=1):
-            for pipe in pipes:
-                pipe.consumer_wait(state)
-                tma.release(pipe, state)
-            state.advance()
+    if const_expr(config.consumers == 1):  # noqa: SIM114 - with `or` the DSL builds what comes behind it all the same
+        state = walk(tile, shared, state, config)
+    elif unit.rows > consumer * TILE_M:
+        state = walk(tile, shared, state, config)
+    else:
+        state = give_back(pipes, state, piece, consumer, config)
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     if const_expr(config.scales[1] == "head"):
         for r in range_constexpr(fragments.ROWS):
@@ -265,29 +269,192 @@ def attend(
 
 
 @cute.jit
+def queries(
+    tensors: Tensors, mma: wgmma.Mma, sm: Smem, unit: Unit, sequence: Sequence, consumer: Int32, config: Constexpr[Config]
+) -> cute.Tensor:  # fmt: skip
+    """Q as the first product reads it: registers, or descriptors of shared memory."""
+    qk = mma.qk.get_slice(arch.thread_idx()[0])
+    if const_expr(not config.q_in_smem):
+        Q = qk.make_fragment_A(qk.partition_shape_A((config.tile_m, config.head_dim)))
+        rows.load_queries(Q, tensors, unit, sequence, config)
+        return Q
+    dtype = tensors.Q.element_type
+    as_O = wgmma.product_of(config, config.head_dim, dtype)  # whose registers have the order of those
+    held = cute.make_rmem_tensor(as_O.partition_shape_C((config.tile_m, config.head_dim)), dtype)
+    rows.load_queries(held, tensors, unit, sequence, config)
+    atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
+    copy = cute.make_tiled_copy_C(atom, as_O).get_slice(arch.thread_idx()[0])
+    rows.meet(config)  # all have read the unit's before
+    cute.copy(atom, copy.retile(held), copy.partition_D(sm.Q))
+    rows.hand_over(config)
+    all_qk = wgmma.of_warpgroup(mma.qk, consumer)
+    return all_qk.make_fragment_A(all_qk.partition_A(sm.Q))
+
+
+@cute.jit
+def walk(tile: Tile, shared: Shared, state: pipeline.PipelineState, config: Constexpr[Config]) -> pipeline.PipelineState:
+    """The piece's tiles of keys, of which there is one at least."""
+    first, last = tile.piece.first, tile.piece.last
+    if const_expr(config.overlap):
+        free = tile.free
+        masked = clamped(cute.ceil_div(max(free[0], 0), config.tile_n), first + 1, last)
+        whole = clamped(max(free[1], 0) // config.tile_n, masked, last)
+        first_scores(tile, shared, state, first * config.tile_n, config)
+        state = steps(tile, shared, state, first + 1, masked, True, config)
+        state = steps(tile, shared, state, masked, whole, False, config)
+        state = steps(tile, shared, state, whole, last, True, config)
+        shared.pipes.v.consumer_wait(state)
+        issue_values(tile, state)
+        warpgroup.wait_group(0)
+        tma.release(shared.pipes.v, state)
+        state.advance()
+    else:
+        for n in cutlass.range(first, last, unroll=1):
+            step(tile, shared, state, n * config.tile_n, config)
+            state.advance()
+    return state
+
+
+@cute.jit
+def give_back(
+    pipes: Pipes, state: pipeline.PipelineState, piece: Piece, consumer: Int32, config: Constexpr[Config]
+) -> pipeline.PipelineState:
+    """The piece's tiles, unread: the other warpgroup's rows are all that there are."""
+    for _ in cutlass.range(piece.first, piece.last, unroll=1):
+        take_turn(consumer, config)
+        pass_turn(consumer, config)
+        for pipe in pipes:
+            pipe.consumer_wait(state)
+            tma.release(pipe, state)
+        state.advance()
+    return state
+
+
+@cute.jit
 def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S = Q K^T of a tile, softmax, O += P V."""
-    sequence, free, pipes, changes = tile.sequence, tile.free, shared.pipes, shared.changes
+    pipes = shared.pipes
+    acc_S = issue_scores(tile, pipes, state, config)
+    warpgroup.wait_group(0)
+    tma.release(pipes.k, state)
+    change(acc_S, tile, shared, n0, config)
+    if n0 < tile.free[0] or n0 + config.tile_n > tile.free[1]:
+        hide(acc_S, tile, shared, n0, config)
+    rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
+    fragments.round_into(tile.P, acc_S)
+    fragments.scale_rows(tile.acc_O, rescale)
+    clear_values(tile, shared, state, n0, config)
+    issue_values(tile, state)
+    warpgroup.wait_group(0)
+    tma.release(pipes.v, state)
+
+
+@cute.jit
+def first_scores(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
+    """S of a piece's first tile, and its softmax."""
+    take_turn(tile.consumer, config)
+    acc_S = issue_scores(tile, shared.pipes, state, config)
+    pass_turn(tile.consumer, config)
+    warpgroup.wait_group(0)
+    tma.release(shared.pipes.k, state)
+    change(acc_S, tile, shared, n0, config)
+    if n0 < tile.free[0] or n0 + config.tile_n > tile.free[1]:
+        hide(acc_S, tile, shared, n0, config)
+    scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
+    fragments.round_into(tile.P, acc_S)
+    clear_values(tile, shared, state, n0, config)
+
+
+@cute.jit
+def steps(
+    tile: Tile, shared: Shared, state: pipeline.PipelineState, first: Int32, last: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """The tiles [first, last), each begun under the end of the one before it."""
+    for n in cutlass.range(first, last, unroll=1):
+        state = overlapped_step(tile, shared, state, n * config.tile_n, masked, config)
+    return state
+
+
+@cute.jit
+def overlapped_step(
+    tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, masked: Constexpr[bool], config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    """S of the tile from key n0 on and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
+
+    Numbers are added up in the order of `step`. A branch between the waits would have ptxas wait for O before the softmax.
+    """
+    before, pipes = state.clone(), shared.pipes
+    state.advance()
+    take_turn(tile.consumer, config)
+    acc_S = issue_scores(tile, pipes, state, config)
+    pipes.v.consumer_wait(before)
+    issue_values(tile, before)
+    pass_turn(tile.consumer, config)
+    warpgroup.wait_group(1)  # S is there, O is not
+    tma.release(pipes.k, state)
+    change(acc_S, tile, shared, n0, config)
+    if const_expr(masked):
+        hide(acc_S, tile, shared, n0, config)
+    rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
+    warpgroup.wait_group(0)
+    tma.release(pipes.v, before)
+    fragments.round_into(tile.P, acc_S)
+    fragments.scale_rows(tile.acc_O, rescale)
+    if const_expr(masked):
+        clear_values(tile, shared, state, n0, config)
+    return state
+
+
+@cute.jit
+def issue_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, config: Constexpr[Config]) -> cute.Tensor:
+    """Issue S = Q K^T, into fresh registers."""
     acc_S = cute.make_rmem_tensor(tile.mma.qk.partition_shape_C((config.tile_m, config.tile_n)), Float32)
     pipes.k.consumer_wait(state)
     fragments.product(tile.mma.qk, acc_S, tile.Q, tile.tSrK[None, None, None, state.index], False)
-    warpgroup.wait_group(0)
-    tma.release(pipes.k, state)
+    return acc_S
+
+
+@cute.jit
+def issue_values(tile: Tile, state: pipeline.PipelineState):
+    """Issue O += P V; V is there."""
+    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
+
+
+@cute.jit
+def change(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Constexpr[Config]):
+    """What is done to a tile's scores before the softmax, but for the mask."""
     if const_expr(config.scales[0] == "head"):
         acc_S.store(acc_S.load() * tile.k_scale)
     if const_expr(config.modified):
-        rows.modify(acc_S, n0, rows.keys_of(sequence, tile.unit, shared.shape, config), tile.slopes, changes, config)
-    if n0 < free[0] or n0 + config.tile_n > free[1]:
-        keys = rows.keys_of(sequence, tile.unit, shared.shape, config)  # anew: few tiles need them, and registers are scarce
-        rows.hide(acc_S, keys, n0)
-        if const_expr(config.tree):
-            rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shared.shape.lengths.tree)
-    rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)
-    fragments.round_into(tile.P, acc_S)
-    fragments.scale_rows(tile.acc_O, rescale)
-    pipes.v.consumer_wait(state)
+        keys = rows.keys_of(tile.sequence, tile.unit, shared.shape, config)
+        rows.modify(acc_S, n0, keys, tile.slopes, shared.changes, config)
+
+
+@cute.jit
+def hide(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Constexpr[Config]):
+    """-inf for what rows do not see."""
+    keys = rows.keys_of(tile.sequence, tile.unit, shared.shape, config)  # anew: few tiles need them, and registers are scarce
+    rows.hide(acc_S, keys, n0)
+    if const_expr(config.tree):
+        rows.hide_in_tree(acc_S, keys, n0, tile.b, tile.sequence.length, shared.shape.lengths.tree)
+
+
+@cute.jit
+def clear_values(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
+    """When V is there: 0 for what no row sees."""
+    shared.pipes.v.consumer_wait(state)
     if n0 < tile.piece.begin or n0 + config.tile_n > tile.piece.end:
         rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, tile.piece, config)
-    fragments.product(tile.mma.pv, tile.acc_O, tile.P, tile.tOrV[None, None, None, state.index], True)
-    warpgroup.wait_group(0)
-    tma.release(pipes.v, state)
+
+
+@cute.jit
+def take_turn(consumer: Int32, config: Constexpr[Config]):
+    if const_expr(config.pingpong):
+        arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * THREADS)
+
+
+@cute.jit
+def pass_turn(consumer: Int32, config: Constexpr[Config]):
+    """To the other warpgroup: its barrier counts these threads and its own."""
+    if const_expr(config.pingpong):
+        arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * THREADS)

@@ -60,6 +60,7 @@ class Work(NamedTuple):
     most_pieces: int  # of a unit, then
     step: int  # tiles of rows, after which keys that are seen end `rise` tiles later
     rise: int  # a power of two, as its logarithm
+    alone: int  # `scheduler.Shape.alone`
     polls: int  # of a block with nothing else to do, at least, for the other pieces of its unit
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import config, prefix
 from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, LEAST_BOX, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
 from tilewise.backends.hopper.decode.window import FAR, window_of
-from tilewise.backends.tables.keeping import hold
-from tilewise.problem import DecodeCall
-from tilewise.sm90.jit import aligned, readable
+from tilewise.backends.hopper.operands import Scores
+from tilewise.problem import DecodeCall, DecodeTensors
+from tilewise.sm90.jit import BYTES, aligned, readable, strided
+from tilewise.views import part
 
-DEFAULT_STREAM = 0  # which cannot be captured
 MOST = 256  # calls that are remembered
 
 Decoded = tuple[Tensor, Tensor]
@@ -27,57 +27,115 @@ class Decoder:
     """
 
     def __init__(
-        self, call: DecodeCall, kernel: Callable, numbers: Callable[[DecodeCall], tuple], workspace: Callable[[], Work], out: torch.dtype
+        self, call: DecodeCall, kernel: Callable, window: Window, scores: Scores, workspace: Callable[[], Work], out: torch.dtype
     ) -> None:
-        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of dtype `out`;
-        numbers(call): window and scores.
+        """`kernel(Tensors, Lengths, workspace(), window, prior, scores)` computes a call, ragged queries as one entry's, into an O of `out`, with
+        its own slopes and sink in the scores.
         """
-        self.out = out
-        self.kernel, self.numbers, self.workspace = kernel, numbers, workspace
+        self.kernel, self.workspace, self.out = kernel, workspace, out
+        self.window, self.scores = window, scores._replace(slopes=None, sink=None)
         self.device = call.q.device.index
         self.empty = short.allocator(call.q.device)
         self.ragged = call.cu_seqlens_q is not None
-        self.by_call = call.alibi_slopes is not None or call.sink is not None  # whether the numbers hold tensors
-        self.kept: dict[int, tuple] = {}  # by stream: workspace and, where they hold no tensor, numbers
+        self.by_call = call.alibi_slopes is not None or call.sink is not None
+        self.at_hand = short.by_stream(self.device, self._begin)
 
     def __call__(self, call: DecodeCall, prior: Prior | None = None) -> Decoded:
         """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(call, prior)
-        q, k, v = call.q, call.k_cache, call.v_cache
-        *_, seqlen_q, heads, _ = q.shape if not self.ragged else (1, *q.shape)
-        batch, dim = 1 if self.ragged else q.shape[0], v.shape[3]
-        o = self.empty((batch, seqlen_q, heads, dim), (seqlen_q * heads * dim, heads * dim, dim, 1), self.out)
-        lse = self.empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32)
-        if self.ragged:
-            q = q.unsqueeze(0)
-        stream = short.current_stream(self.device)
-        work, window, scores = (self.kept.get(stream) if stream == DEFAULT_STREAM or not short.capturing() else None) or self._begin(
-            call, stream
-        )
-        if self.by_call:
-            window, scores = self.numbers(call)
-        lengths, beside = lengths_of(call), (tables_of(call), *scales_of(call))
-        k, v = in_bits(k), in_bits(v)
+        o, lse = (self.empty(*layout) for layout in self.results(call))
+        work, window, scores = self.at_hand()
+        q, of_q, of_lse = (x.unsqueeze(0) for x in (call.q, o, lse)) if self.ragged else (call.q, o, lse)
+        tensors = q, in_bits(call.k_cache), in_bits(call.v_cache), of_q, of_lse, tables_of(call), *scales_of(call)
+        self.launch(tensors, lengths_of(call), work, window, prior, self.with_own(scores, call.alibi_slopes, call.sink))
+        return o, lse
+
+    def repeat(self, call: DecodeCall, with_lse: bool) -> "Repeated":
+        return Repeated(self, call, with_lse)
+
+    def results(self, call: DecodeCall) -> tuple[tuple, tuple]:
+        """What makes O and LSE: shape, strides and dtype."""
+        *rows, heads, _ = call.q.shape
+        shapes = (*rows, heads, call.v_cache.shape[3]), (heads, *rows) if self.ragged else (rows[0], heads, rows[1])
+        return tuple((shape, short.strides(shape), dtype) for shape, dtype in zip(shapes, (self.out, torch.float32), strict=True))
+
+    def _begin(self, stream: int | None) -> tuple:
+        """Workspace, window and scores."""
+        found = self.workspace(), self.window, self.scores
+        if stream is None:
+            return found
+        work, window, scores = (short.as_operand(each, True) for each in found)
+        return work, window, self.scores if self.by_call else scores
+
+    def with_own(self, scores: Scores, slopes: Tensor | None, sink: Tensor | None) -> Scores:
+        """The scores with a call's slopes and sink."""
+        if not self.by_call:
+            return scores
+        slopes, sink = (None if x is None else x.float().contiguous() for x in (slopes, sink))
+        return scores._replace(slopes=slopes, sink=sink)
+
+    def launch(self, tensors: tuple, lengths: tuple, work: Work, window: Window, prior: Prior | None, scores: Scores) -> Tensor:
+        """O, which is another tensor than the one given where the kernel cannot write there."""
+        q, k, v, o, lse, tables, *scales = tensors
         try:
-            self.kernel((q, k, v, o, lse, *beside), lengths, work, window, prior, scores)
+            self.kernel(tensors, lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
-            if beside[0] is not None:
-                beside = Tables(*(x.contiguous() for x in beside[0])), *beside[1:]
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, *beside), lengths, work, window, prior, scores)
-        return (o[0], lse[0]) if self.ragged else (o, lse)
+            tables = tables and Tables(*(x.contiguous() for x in tables))
+            if not (strided(o) and o.data_ptr() % BYTES == 0):
+                o = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, tables, *scales), lengths, work, window, prior, scores)
+        return o
 
-    def _begin(self, call: DecodeCall, stream: int) -> tuple:
-        """What a stream keeps, or a graph gets."""
-        work, numbers = self.workspace(), self.numbers(call)
-        if short.capturing():
-            hold(numbers)
-            return work, *numbers
-        fresh = short.as_operand(work, True), *((None, None) if self.by_call else (short.as_operand(each, True) for each in numbers))
-        self.kept[stream] = fresh
-        return fresh
+
+class Repeated:
+    """Calls that are laid out as one call was, as `Backend.repeat_decode` has them."""
+
+    def __init__(self, decoder: Decoder, call: DecodeCall, with_lse: bool) -> None:
+        self.decoder, self.with_lse, self.device = decoder, with_lse, call.q.device
+        self.o, self.lse = decoder.results(call)
+        self.scales = [None if x is None else (x.shape, x.stride(), 0) for x in scales_of(call)]
+        self.bits = torch.float8_e4m3fn in (call.k_cache.dtype, call.v_cache.dtype)
+        self.at_hand = short.by_stream(decoder.device, self._begin)
+
+    def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None) -> Decoded:
+        decoder = self.decoder
+        if short.current_device() != decoder.device:
+            with torch.cuda.device(decoder.device):
+                return self(given, seqlens, out)
+        lse, work, window, scores = self.at_hand()
+        q, k, v, _, pages, cu_seqlens_q, entries, leftpad, tree, slopes, sink, k_scale, v_scale, _, _, cos, sin, _ = given
+        o = decoder.empty(*self.o) if out is None else out
+        if lse is None:
+            lse = decoder.empty(*self.lse)
+        if self.bits:
+            k, v = in_bits(k), in_bits(v)
+        if k_scale is not None:
+            k_scale = part(k_scale, *self.scales[0])
+        if v_scale is not None:
+            v_scale = part(v_scale, *self.scales[1])
+        if tree is not None:
+            tree = tree.view(torch.uint8)
+        tables = None if cos is None else (cos, sin)
+        of_q, of_o, of_lse = (x.unsqueeze(0) for x in (q, o, lse)) if decoder.ragged else (q, o, lse)
+        tensors = of_q, k, v, of_o, of_lse, tables, k_scale, v_scale
+        lengths = seqlens, pages, cu_seqlens_q, entries, leftpad, tree
+        if decoder.by_call:
+            scores = decoder.with_own(scores, slopes, sink)
+        written = decoder.launch(tensors, lengths, work, window, None, scores)
+        if written is not of_o:
+            o = written[0] if decoder.ragged else written
+        return o, lse
+
+    def _begin(self, stream: int | None) -> tuple:
+        """Where LSE goes that nobody wants, and what the decoder has at hand."""
+        unread = None
+        if stream is not None and not self.with_lse:
+            (unread,) = short.shared("unread", self.lse[:1], torch.float32, self.device, stream)
+            unread = unread if self.decoder.ragged else short.as_operand(unread, True)
+        return unread, *self.decoder.at_hand()
 
 
 class Prefixed:
@@ -89,6 +147,10 @@ class Prefixed:
     def __call__(self, call: DecodeCall) -> Decoded:
         found = self.first(prefix.of(call))
         return self.rest(call, prefix.prior(call, *found))
+
+    def repeat(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], Decoded]:
+        like = call.again((None,) * len(DecodeTensors._fields), None)  # which keeps no memory
+        return lambda given, seqlens, out: self(like.again(given, seqlens))
 
 
 def lengths_of(call: DecodeCall) -> Lengths:

@@ -162,11 +162,23 @@ def clear_values(address: Int32, n0: Int32, piece: Piece, config: Constexpr[Conf
     """
     width = const_expr(loads.columns(config.head_dim_v) // WIDE)  # pieces of a token in a block
     pieces = const_expr(config.tile_n * config.head_dim_v // WIDE)
-    thread, warpgroup = arch.thread_idx()[0] % THREADS, arch.make_warp_uniform(arch.warp_idx()) // (THREADS // WARP)
+    thread = arch.thread_idx()[0] % THREADS
     for i in cutlass.range(thread, pieces, THREADS, unroll=1):
         key = n0 + i // width % config.tile_n
         if key < piece.begin or key >= piece.end:
             arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address + i * 16, Int32(0)])
+    hand_over(config)
+
+
+@cute.jit
+def hand_over(config: Constexpr[Config]):
+    """What this warpgroup's threads have written to shared memory is there for its products."""
     arch.fence_proxy("async.shared", space="cta")
-    barrier = CLEARED if const_expr(config.consumers == 1) else CLEARED_BY + warpgroup
+    meet(config)
+
+
+@cute.jit
+def meet(config: Constexpr[Config]):
+    """All threads of a warpgroup."""
+    barrier = CLEARED if const_expr(config.consumers == 1) else CLEARED_BY + arch.make_warp_uniform(arch.warp_idx()) // (THREADS // WARP)
     arch.barrier(barrier_id=barrier, number_of_threads=THREADS)

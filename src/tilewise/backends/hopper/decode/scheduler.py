@@ -1,9 +1,13 @@
-"""Which thread block computes what: equal shares of all key tiles, found by every warp for itself from lengths in global memory.
+"""Which thread block computes what: shares of all key tiles, equal or fitted, found by every warp for itself from lengths in global memory.
 
 A unit is a sequence, a key head and a tile of rows (query tokens times heads of a group). All units' tiles of keys lie in one row, sequence after
 sequence; where units are many, each has `fixed` places before its tiles that stand for what it costs beside them. Block g of G takes the g-th part
 of the row. A unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one
 that goes on in a later one in slot 2 g + 1.
+
+Where it is done sooner, shares are fitted to units instead: the row then consists of pieces, of which a unit has as few as do not exceed so many
+tiles, alike but for one tile, and each block takes the next one, or if pieces are whole units the next few. What is said of places holds for pieces
+then.
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
@@ -40,6 +44,7 @@ class Shape(NamedTuple):
     by_group: object  # divisor
     by_rows: object  # divisor: rows of a unit, at most
     least: Int32  # tiles of a block's share
+    alone: Int32  # quarters: how much faster a block without others goes through tiles than memory brings them to all; 0: shares are equal
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
@@ -67,6 +72,7 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         by_group=cute.fast_divmod_create_divisor_v2(group),
         by_rows=cute.fast_divmod_create_divisor_v2(work.sums.shape[1]),
         least=work.least,
+        alone=work.alone,
         page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
         most_pieces=work.most_pieces,
@@ -96,6 +102,7 @@ class Sequence(NamedTuple):
 class Shares(NamedTuple):
     """The row of tiles, and this block's part of it."""
 
+    size: Int32  # tiles of a place, at most: 1 but where shares are fitted
     fixed: Int32
     share: Int32  # places of a block, and one more for the first `more`
     more: Int32
@@ -171,24 +178,92 @@ def units_of(queries: Int32, shape: Shape) -> Int32:
 
 @cute.jit
 def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
-    tiles, units = Int32(0), Int32(0)
+    tiles, units, longest = Int32(0), Int32(0), Int32(0)
     for first in cutlass.range(0, shape.batch, WARP, unroll=4):
         b = first + arch.lane_idx()
         found = sequence_of(min(b, shape.batch - 1), shape, config)
         mine = found.row_tiles * shape.heads if b < shape.batch else Int32(0)
         units += mine
         tiles += shape.heads * tiles_of(found.row_tiles, found, shape, config) if b < shape.batch else Int32(0)
+        longest = max(longest, found.tiles) if mine > 0 else longest
     units, tiles = (arch.warp_redux_sync(x, "add") for x in (units, tiles))
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
     fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
-    places = tiles + fixed * units
+    size, places = Int32(1), tiles + fixed * units
     share, more = divmod(places, shape.by_blocks)
     if share < shape.least:  # then fewer blocks have any
         blocks = max(places // shape.least, 1)
         share, more = places // blocks, places % blocks
+    if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if shape.alone > 0 and units > 1:
+            fit = fitted(tiles, units, arch.warp_redux_sync(longest, "max"), shape, config)
+            if fit.share > 0:
+                size, fixed, places, share, more = fit.size, Int32(0), fit.places, fit.share, Int32(0)
     begin = g * share + min(g, more)
-    return Shares(fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
+    return Shares(size, fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
+
+
+class Fit(NamedTuple):
+    """A row of pieces."""
+
+    size: Int32  # tiles of a piece, at most
+    share: Int32  # pieces of a block; 0: equal shares are done as soon
+    places: Int32  # pieces of all units
+
+
+@cute.jit
+def fitted(tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]) -> Fit:
+    """The row that is done sooner than equal shares: of whole units, or else of the smallest pieces of which a block has one.
+
+    Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. One more unit to
+    begin and end, which a block has under equal shares, counts as `fixed` tiles, and that pieces are added up as that and `least`.
+    """
+    blocks, readers = shape.by_blocks.divisor, max(units_of(shape.queries, shape), 1)
+    even = max((tiles + blocks - 1) // shape.by_blocks, shape.least)
+    memory = max(((shape.alone * tiles) >> 2) // shape.by_blocks // readers, even)
+    added = config.fixed + shape.least
+    soonest, size, share, places = memory + config.fixed + added, longest, Int32(0), units
+    turns = (units + blocks - 1) // shape.by_blocks
+    time = time_of(turns * longest, cute.ceil_div(units, turns), tiles, even, memory, shape)
+    if time < soonest:
+        soonest, share = time, turns
+    if time > memory + added and units < blocks:
+        enough = min(cute.ceil_div(longest, blocks // units), cute.ceil_div(tiles - units, blocks - units))
+        high = min(longest, max(shape.least, enough))
+        low = min(even, high)
+        while low < high:
+            middle = (low + high) >> 1
+            if pieces_of(middle, shape, config) > blocks:
+                low = middle + 1
+            else:
+                high = middle
+        pieces = pieces_of(high, shape, config)
+        if time_of(high, pieces, tiles, even, memory, shape) + added < soonest:
+            size, share, places = high, Int32(1), pieces
+    return Fit(size, share, places)
+
+
+@cute.jit
+def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, shape: Shape) -> Int32:
+    """At most, until so many busy blocks are through, which share memory, and of which the one with most has so many tiles.
+
+    The fewer are left the less memory is asked for: what that takes longer is bounded by how much more that one has than a block on average. And what
+    blocks are idle from the beginning on lose: with half of them memory takes a thirtieth longer.
+    """
+    uneven = max(min(memory - even, most - tiles // busy), 0)
+    return max(memory, most) + uneven + (memory >> 4) * (shape.by_blocks.divisor - busy) // shape.by_blocks
+
+
+@cute.jit
+def pieces_of(size: Int32, shape: Shape, config: Constexpr[Config]) -> Int32:
+    """Of all units, none of more tiles than `size`."""
+    pieces = Int32(0)
+    for first in cutlass.range(0, shape.batch, WARP, unroll=1):
+        b = first + arch.lane_idx()
+        found = sequence_of(min(b, shape.batch - 1), shape, config)
+        pieces += shape.heads * found.row_tiles * cute.ceil_div(found.tiles, size) if b < shape.batch else Int32(0)
+    return arch.warp_redux_sync(pieces, "add")
 
 
 @cute.jit
@@ -236,7 +311,18 @@ def span_of(sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[
 @cute.jit
 def places_of(n: Int32, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Int32:
     """Of the first n units of a key head."""
+    if const_expr(config.fits):
+        return n * places_of_unit(sequence, shares)
     return tiles_of(n, sequence, shape, config) + n * shares.fixed
+
+
+@cute.jit
+def places_of_unit(sequence: Sequence, shares: Shares) -> Int32:
+    """Where none of a sequence sees less than another."""
+    places = sequence.tiles
+    if shares.size > 1:  # a division takes time
+        places = cute.ceil_div(sequence.tiles, shares.size)
+    return places + shares.fixed
 
 
 @cute.jit
@@ -310,7 +396,7 @@ def unit_at(place: Int32, sequence: Sequence, shares: Shares, shape: Shape, conf
 @cute.jit
 def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Piece:
     """Of the unit at a place. It may have no tiles: then others compute the unit's."""
-    each, of_unit, end_of_unit = sequence.tiles + shares.fixed, sequence.first, sequence.first + sequence.tiles
+    each, of_unit, end_of_unit = places_of_unit(sequence, shares), sequence.first, sequence.first + sequence.tiles
     if const_expr(config.rising):
         of_head = places_of(sequence.row_tiles, sequence, shares, shape, config)
         head_k = (place.at - place.start) // of_head
@@ -330,7 +416,11 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
-    first, last = of_unit + first - tiles, of_unit + last - tiles
+    first, last = first - tiles, last - tiles
+    if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if shares.size > 1:
+            first, last = (first_tile(x, each, sequence) for x in (first, last))
+    first, last = of_unit + first, of_unit + last
     column, g, _ = arch.block_idx()
     if const_expr(config.latent):
         row_tile = row_tile * shape.columns + column
@@ -355,6 +445,13 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     return Piece(
         head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each, Int32(begin + each >= shares.end)
     )
+
+
+@cute.jit
+def first_tile(place: Int32, places: Int32, sequence: Sequence) -> Int32:
+    """Among a unit's, of one of its places, which have alike many."""
+    each, more = sequence.tiles // places, sequence.tiles % places
+    return place * each + min(place, more)
 
 
 @cute.jit

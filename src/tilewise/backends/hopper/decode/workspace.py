@@ -32,6 +32,7 @@ class Need(NamedTuple):
     most_pieces: int = 0
     step: int = 1
     rise: int = 0
+    alone: int = 0
     polls: int = 0
 
     @property
@@ -58,7 +59,18 @@ def of(need: Need, device: torch.device) -> Work:
         memory, counters = kept
     sums, lse, _ = memory.tensor_split((need.slots * need.rows * need.dim, need.numbers))
     shape = need.slots, need.rows
-    numbers = need.columns, need.blocks, need.queries, need.least, need.split, need.most_pieces, need.step, need.rise, need.polls
+    numbers = (
+        need.columns,
+        need.blocks,
+        need.queries,
+        need.least,
+        need.split,
+        need.most_pieces,
+        need.step,
+        need.rise,
+        need.alone,
+        need.polls,
+    )
     return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, *numbers)
 
 

@@ -1,7 +1,6 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.eight_bits.config import (
+    FEW_KEYS,
     GROUP,
     LONG,
     TILES,
@@ -34,8 +34,6 @@ LAUNCH = "tilewise.backends.hopper.eight_bits.kernel:launch"  # by name, so that
 QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
 TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
 E4M3 = torch.float8_e4m3fn
-MOST_PROMOTED = 128  # columns of V
-IN_ONE = 4096  # keys, up to which a wide V that is centred need not be promoted: at 8,192 errors are beyond the tolerance
 MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
 
 
@@ -72,35 +70,11 @@ def attend(
     call: Call, operands: Made, scales: Scales, scale: float, o: Tensor, lse: Tensor, row_max: Tensor | None = None, config: Config | None = None
 ) -> None:  # fmt: skip
     """Write O, LSE and, where it is given, row_max. scale: of products of the operands times their scales."""
-    if config is None and len(halves := parts(call)) > 1:
-        for columns, part in halves:
-            attend(part, *of_columns(operands, scales, columns), scale, o[..., columns], lse, row_max)
-        return
     plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
     kernel = jit.compiled(LAUNCH, arguments, plan.config)
     work, band = sixteen_bits.work_of(plan, call.q.device), sixteen_bits.band_seen(call, plan)
     values = call.v if call.precision is not None else call.v.view(torch.int8)
     kernel(Tensors(*operands, o, lse, jit.aligned(values)), scales, work, band, changes.scores(call, plan.config, scale, row_max))
-
-
-def parts(call: Call) -> list[tuple[slice, Call]]:
-    """The columns of V and O that a launch computes, and a call of these. What is not centred, or has many keys, has to be promoted, for which there
-    are no registers for all columns of a wide V.
-    """
-    narrow = call.head_dim <= MOST_PROMOTED  # whose Q and K would be padded to fewer numbers in parts
-    in_one = call.precision is not None and (_wide_values(call) or narrow or call.seqlen_k <= IN_ONE)
-    if in_one or call.head_dim_v <= MOST_PROMOTED:
-        return [(slice(None), call)]
-    columns = [slice(first, min(first + MOST_PROMOTED, call.head_dim_v)) for first in range(0, call.head_dim_v, MOST_PROMOTED)]
-    return [(each, replace(call, v=call.v[..., each], out=None)) for each in columns]
-
-
-def of_columns(operands: Made, scales: Scales, columns: slice) -> tuple[Made, Scales]:
-    """Of a part: V, and what each of its channels has."""
-    q, k, v = operands
-    if scales.centre is not None:
-        scales = scales._replace(v=scales.v[..., columns], centre=scales.centre[..., columns])
-    return Made(q, k, v[:, :, columns]), scales
 
 
 def config_of(call: Call, **fields) -> Config:
@@ -112,6 +86,7 @@ def config_of(call: Call, **fields) -> Config:
         call.head_dim_v,
         visibility.sees(call.mask),
         long=call.seqlen_q > LONG,
+        few=call.seqlen_k <= FEW_KEYS,
         centred=call.precision is not None,
         wide_values=_wide_values(call),
         tiles_of_values=call.v_scale is not None and call.v_scale.dim() == 3,
@@ -241,13 +216,13 @@ def one(device: torch.device) -> Tensor:
 
 def kernels(call: Call) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
-    configs = list(dict.fromkeys(config_of(part) for _, part in parts(call)))
-    ahead = [rows.kernel(config) for config in configs if config.sees == "rows"]
+    config = config_of(call)
+    ahead = [rows.kernel(config)] if config.sees == "rows" else []
     if call.precision is not None:
         ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
         ahead.append((TRANSPOSE, transpose_arguments, transposer_of(call)))
-    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+    return [*ahead, (LAUNCH, arguments, config)]
 
 
 def arguments(config: Config) -> list:

@@ -27,7 +27,7 @@ class Config(ScoreChanges):
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
-    pieces: int = 1  # of O's columns, promoted one after another, for which there are registers at head_dim_v 256, too
+    pieces: int = 1  # of O's columns, promoted one after another: at head_dim_v 256 there are no registers for all at once
     centred: bool = False  # K lacks a constant and, if not `wide_values`, V too, which has a scale for each channel
     wide_values: bool = False  # P and V have 16 bits, as O has; V is as it was given
     tiles_of_values: bool = False  # V has a scale for each GROUP keys; otherwise, if not `centred`, one a head
@@ -36,6 +36,9 @@ class Config(ScoreChanges):
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
+    turn: Literal["issued", "scores"] = (
+        "issued"  # with pingpong: the next warpgroup may multiply as both products are issued, or the scores there
+    )
     hold: bool = False  # maxima are found before the wait for P V
     dynamic: bool = True
     cluster: int = 1
@@ -49,10 +52,10 @@ class Config(ScoreChanges):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pieces > 1 and (not self.promote or self.wide_values or self.pingpong or self.sees == "runs"):
+        if self.pieces > 1 and (not self.promote or self.wide_values or self.pingpong):
             raise ValueError(
-                f"pieces={self.pieces} goes with promote, without wide_values, pingpong and runs, got promote={self.promote}, "
-                f"wide_values={self.wide_values}, pingpong={self.pingpong} and sees={self.sees!r}; leave pieces at 1"
+                f"pieces={self.pieces} goes with promote, without wide_values and pingpong, got promote={self.promote}, "
+                f"wide_values={self.wide_values} and pingpong={self.pingpong}; leave pieces at 1"
             )
 
     @property
@@ -111,30 +114,39 @@ class Config(ScoreChanges):
         return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
 
 
-# (head_dim, head_dim_v): tiles; and what is otherwise where there are more than LONG queries.
-# H100, driver 580.159, 2026-11-26, tools/gpu/fp8_bench.py, int8, 8k, TFLOP/s. (64, 64): pairs 527 / 503 full, 497 / 474 causal; 192 queries a tile,
-# not promoted, with turns 648 and 600, but 0.04 of O is lost at 16k keys. (128, 128), pairs and maxima held: 907 / 864 full, 873 / 854 causal;
-# e4m3 963 / 792 and 894 / 884, given 982 / 917 and 920 / 897. (256, 256): pairs 1335 / 1302 full, 1255 / 1237 causal.
+# (head_dim, head_dim_v): tiles; what is otherwise where there are few keys and V is centred; and where there are more than LONG queries.
+# H100, driver 580.159, 2026-11-26, tools/gpu/fp8_bench.py, 8k, TFLOP/s, full / causal.
 TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
     (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),
     (256, 128): dict(tile_m=128, tile_n=128, promote=True, kv_stages=3),
-    (256, 256): dict(tile_m=128, tile_n=128, promote=False),
+    (256, 256): dict(tile_m=128, tile_n=128, promote=True, pieces=2),  # two launches of 128 columns: 791 / 733, given 817 / 766
 }
 
+# Up to how many keys a sum of tiles in the tensor cores' 13 bits is within the tolerance of 8 bits, if V is centred: at 8,192 it is not, by a
+# few numbers in 130,560. int8 1,399 / 1,301. At (64, 64) 192 queries a tile, not promoted, would have 588 / 535 for 574 / 522; but 4,096 queries
+# are 22 tiles of 192 then, a thirtieth of which is nobody's.
+FEW_KEYS = 4096
+OF_FEW_KEYS = {(256, 256): {"promote": False, "pieces": 1}}
 
+# Two blocks of a cluster share K and V, so each waits for the other at every tile. Under a causal mask their walks differ by a tile, which one of
+# them lets pass, and masked tiles of the one hold up whole ones of the other. Causal, pairs / single blocks: (128, 128) e4m3 894 / 918, given 922 /
+# 944, int8 873 / 873, with turns 857 / 889; (256, 256) int8 1,057 / 1,065, given 1,075 / 1,098; (64, 64) int8 497 / 474. Full: (128, 128) int8 925 /
+# 873, given 993 / 971, e4m3 974 / 986; (256, 256) int8 1,203 / 1,146, given 1,163 / 1,143.
 LONG = 2048
-WHEN_LONG = {
+USUAL_WHEN_LONG = {
     (64, 64, "all"): {"cluster": 2},
     (64, 64, "causal"): {"cluster": 2},
     (128, 128, "all"): {"cluster": 2, "hold": True},
-    (128, 128, "causal"): {"cluster": 2, "hold": True},
+    (128, 128, "causal"): {"hold": True},
     (256, 256, "all"): {"cluster": 2},
-    (256, 256, "causal"): {"cluster": 2},
 }
+# int8 that is centred; what is given may have scales of tiles, with which turns would spill 8 bytes.
+QUANTISED_WHEN_LONG = USUAL_WHEN_LONG | {(128, 128, "causal"): {"hold": True, "pingpong": True}}
 
 # Likewise with `wide_values`. K and V have three quarters of the bytes of 16 bits, and the products take three quarters of the time. So turns, pairs
-# and tiles of queries are those of forward/config.py; here they were not measured.
+# and tiles of queries are those of forward/config.py but for those that were measured: (128, 128) causal with turns 833 for 817; (256, 256) pairs and
+# three stages 978 / 921, without 952 / 903, three stages alone 953 / 904, pairs alone 950 / 899.
 TILES_OF_WIDE_VALUES = {
     (64, 64): dict(tile_m=192, tile_n=128, promote=False, q_stages=2, kv_stages=3, pingpong=True),
     (128, 96): dict(tile_m=128, tile_n=128, promote=False, q_stages=2, kv_stages=3),
@@ -142,7 +154,14 @@ TILES_OF_WIDE_VALUES = {
     (256, 128): dict(tile_m=128, tile_n=128, promote=False),
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
-WIDE_VALUES_WHEN_LONG = {(128, dim, sees): {"cluster": 2} for dim in (96, 128) for sees in ("all", "causal")}
+WIDE_VALUES_WHEN_LONG = {
+    (128, 96, "all"): {"cluster": 2},
+    (128, 96, "causal"): {"cluster": 2},
+    (128, 128, "all"): {"cluster": 2},
+    (128, 128, "causal"): {"cluster": 2, "pingpong": True},
+    (256, 256, "all"): {"cluster": 2, "kv_stages": 3},
+    (256, 256, "causal"): {"cluster": 2, "kv_stages": 3},
+}
 FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) promoted for runs: 128 would spill
 
 
@@ -152,12 +171,20 @@ def tile_dims(head_dim: int, head_dim_v: int, tiles: dict[tuple[int, int], dict]
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, **fields) -> Config:
-    """The configuration for these heads; long: more than LONG queries; fields: of `Config`, those of the call and others in place of the usual."""
-    tiles, when_long = (TILES_OF_WIDE_VALUES, WIDE_VALUES_WHEN_LONG) if fields.get("wide_values") else (TILES, WHEN_LONG)
+def configure(
+    dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, few: bool = False, **fields
+) -> Config:  # fmt: skip
+    """The configuration for these heads; long: more than LONG queries; few: FEW_KEYS keys at most; fields: of `Config`, those of the call and others
+    in place of the usual.
+    """
+    wide, centred = fields.get("wide_values"), fields.get("centred")
+    tiles = TILES_OF_WIDE_VALUES if wide else TILES
+    when_long = WIDE_VALUES_WHEN_LONG if wide else QUANTISED_WHEN_LONG if centred and dtype == torch.int8 else USUAL_WHEN_LONG
     dims = tile_dims(head_dim, head_dim_v, tiles)
-    shared = sees == "all" and not (dims == (256, 256) and fields.get("centred"))  # where sharing units would spill 16 to 136 bytes
-    usual = {"dynamic": not shared, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
+    spilling = dims == (256, 256) and bool(centred or fields.get("tiles_of_values"))  # 8 to 136 bytes, if units were shared
+    usual = {"dynamic": sees != "all" or spilling, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
+    if few and centred and not wide:
+        usual |= OF_FEW_KEYS.get(dims, {})
     tokens = fields.get("tokens_k") or fields.get("tokens_v")
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}

@@ -6,7 +6,7 @@ first; this file says what differs.
 - the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
   time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
   the units of the maximum that P was made with;
-- at head_dim_v 256 there are no registers for such a sum beside O and S. There it may take place in `pieces` of O's columns, while S is not there;
+- at head_dim_v 256 there are no registers for such a sum beside O and S. There it takes place in `pieces` of O's columns, while S is not there;
 - O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
@@ -39,6 +39,7 @@ from tilewise.sm90.dsl import (
     arch,
     const_expr,
     cute,
+    cutlass,
     pipeline,
     range_constexpr,
     warpgroup,
@@ -320,10 +321,11 @@ def step(
     acc_S = issue_scores(tile, state, config)
     forward.wait_for_values(tile, pipes, before, config)
     acc_N = issue_output(tile, before, config)
-    forward.pass_turn(tile.consumer, config)
+    pass_turn(tile, "issued", config)
     factors = factors_of(tile, of_keys, masked)
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
+    pass_turn(tile, "scores", config)
     release(pipes.k, state, config)
     rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
     if const_expr(config.tiles_of_values):
@@ -339,6 +341,12 @@ def step(
         fragments.scale_rows(tile.acc_O, rescale)
     round_into(tile, acc_S, config)
     return state
+
+
+@cute.jit
+def pass_turn(tile: Tile, at: Constexpr[str], config: Constexpr[Config]):
+    if const_expr(at == config.turn):
+        forward.pass_turn(tile.consumer, config)
 
 
 PASSES = forward.Passes(first_scores, step)
@@ -374,6 +382,9 @@ def walk_in_pieces(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """As `forward.walk_tiles`, but the last tile is in the loop of those to be masked: apart, its code would have O in registers of its own."""
+    if const_expr(config.sees == "runs"):
+        state = runs_in_pieces(tile, pipes, state, walk.first, walk.free_first, How.MASKED, config)
+        return runs_in_pieces(tile, pipes, state, walk.free_first, walk.free_last, How.WHOLE, config)
     masked, unmasked = walk.first, walk.last - 1
     if const_expr(config.sees != "all"):
         masked, unmasked = forward.seams(walk, unmasked)
@@ -381,6 +392,17 @@ def walk_in_pieces(
     state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, IN_PIECES, config)
     if const_expr(config.sees not in ("all", "causal")):
         state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, IN_PIECES, config)
+    return state
+
+
+@cute.jit
+def runs_in_pieces(
+    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, first: Int32, last: Int32, how: Constexpr[How], config: Constexpr[Config]
+) -> pipeline.PipelineState:  # fmt: skip
+    for r in cutlass.range(first, last, unroll=1):
+        run = visible.run_of(r, tile.band)
+        for i in cutlass.range(run.last - run.first, unroll=1):
+            state = step_in_pieces(tile, pipes, state, run.last - 1 - i, run.ref, how, config)
     return state
 
 

@@ -1,7 +1,8 @@
-"""What the launches of 8 bits leave for each other: tensors that live as long as a call, in one allocation."""
+"""What the launches of 8 bits leave for each other: tensors that live as long as a call, or that all calls of a stream have in common."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,13 +11,25 @@ from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits.config import GROUP, TOKENS, QuantiserConfig
 from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.problem import Call
+from tilewise.views import part
 
 ALIGNED = 128  # bytes, at whose multiples tensors begin: a line of the cache
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 
 
-def of_quantiser(call: Call, config: QuantiserConfig) -> Callable[[], tuple[Made, Scales, Tensor]]:
+@dataclass(frozen=True)
+class Scratch:
+    """What makes tensors in one allocation of so many bytes, on the current device: their own, or with a stream what all its calls have in common."""
+
+    make: Callable
+    bytes: int
+
+    def __call__(self, stream: int | None = None):
+        return self.make(stream)
+
+
+def of_quantiser(call: Call, config: QuantiserConfig) -> Scratch:
     """What makes the quantiser's results and its `channels` for calls like this one, on the current device."""
     batch, heads_q, heads_k, seqlen_q, seqlen_k = call.batch, call.heads_q, call.heads_k, call.seqlen_q, call.seqlen_k
     groups = -(-seqlen_k // GROUP)
@@ -26,21 +39,17 @@ def of_quantiser(call: Call, config: QuantiserConfig) -> Callable[[], tuple[Made
     numbers = (heads_k, config.surveyed, config.head_dim), rows, keys, columns, columns, rows, *of_lost
     dtypes = [torch.int8] * len(operands) + [torch.float32] * len(numbers)
     layouts = [shape and (dtype, (batch, *shape)) for dtype, shape in zip(dtypes, (*operands, *numbers), strict=True)]
-    make = together(layouts, call.q.device, turned=2)
+    whole = together(layouts, call.q.device, turned=2)
 
-    def made() -> tuple[Made, Scales, Tensor]:
-        q, k, v, channels, *scales = make()
+    def made(stream: int | None = None) -> tuple[Made, Scales, Tensor]:
+        q, k, v, channels, *scales = whole(stream)
         return Made(q, k, v), Scales(*scales, None, None), channels
 
-    return made
+    return Scratch(made, whole.bytes)
 
 
-def of_transposer(call: Call, config: QuantiserConfig) -> Callable[[], Sequence[Tensor | None]]:
+def of_transposer(call: Call, config: QuantiserConfig) -> Scratch:
     """Likewise V transposed and, where there are any, `columns`, `weights` and `units` of `OfTokens`."""
-    if not (config.tokens_k or config.tokens_v):
-        empty, shape = short.allocator(call.q.device), transposed(call)
-        layout = shape, short.strides(shape), torch.int8
-        return lambda: (empty(*layout), None, None, None)
     groups = -(-call.seqlen_k // GROUP)
     wanted = (config.tokens_k, groups * GROUP), (config.tokens_v, groups * GROUP), (config.tokens_v, groups)
     of_tokens = [(torch.float32, (call.batch, call.heads_k, last)) if there else None for there, last in wanted]
@@ -52,10 +61,8 @@ def transposed(call: Call) -> tuple[int, int, int, int]:
     return call.batch, call.heads_k, call.head_dim_v, -(-call.seqlen_k // TOKENS) * TOKENS
 
 
-def together(layouts: Sequence[Layout | None], device: torch.device, turned: int = 0) -> Callable[[], list[Tensor | None]]:
-    """What allocates contiguous tensors of int8 and fp32 on the device, which is the current one, and None for None; the first `turned` with the
-    middle two of their dimensions, which are four, exchanged.
-    """
+def together(layouts: Sequence[Layout | None], device: torch.device, turned: int = 0) -> Scratch:
+    """Contiguous tensors of int8 and fp32, and None for None; the first `turned` with the middle two of their four dimensions exchanged."""
     empty, places, end = short.allocator(device), [], 0
     for n, layout in enumerate(layouts):
         if layout is None:
@@ -69,9 +76,9 @@ def together(layouts: Sequence[Layout | None], device: torch.device, turned: int
         end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
     whole = (end // 4,), (1,), torch.float32
 
-    def make() -> list[Tensor | None]:
-        numbers = empty(*whole)
+    def make(stream: int | None = None) -> list[Tensor | None]:
+        numbers = empty(*whole) if stream is None else short.shared("8 bits", whole[:1], torch.float32, device, stream)[0]
         small = numbers.view(torch.int8)
-        return [each and short.part(small if each[0] else numbers, *each[1]) for each in places]
+        return [each and part(small if each[0] else numbers, *each[1]) for each in places]
 
-    return make
+    return Scratch(make, end)

@@ -15,7 +15,6 @@ from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, 
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.hopper.short import REPEAT_BYTES
 from tilewise.backends.tables import documents, runs
-from tilewise.backends.tables.keeping import hold
 from tilewise.masks import Unread
 from tilewise.masks.constructors import check_lengths
 from tilewise.problem import Call
@@ -86,49 +85,58 @@ def repeat(call: Call, gradients: Callable) -> Repeat | None:
     found = again(computed, plan, call.scale)
     if found is None:
         return None
-    rest, made = found
-    return Repeat(call, kernel, rest, work, gradients, made=made, packed=packed)
+    return Repeat(call, kernel, work, gradients, packed=packed, **found)
 
 
-def again(call: Call, plan: Plan, scale: float) -> tuple[tuple, Callable | None] | None:
-    """The kernel's bundles of what is seen and of the scores, for calls like this one: `rest` and `made` of `Repeat`, of which either has them; None
-    where their tables take much memory.
+def again(call: Call, plan: Plan, scale: float) -> dict | None:
+    """What `Repeat` takes beside for calls like this one, which says what is seen and what becomes of scores; None where tables of that take much
+    memory.
     """
-    if isinstance(call.mask, Unread) and plan.config.sees != "rows":
-        return None
-    if isinstance(call.mask, Unread) or any(x is not None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
-        made = _maker(call, plan, scale)
-        return made and ((), made)
-    rest = band_seen(call, plan), changes.scores(call, plan.config, scale)
-    return None if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES else (rest, None)
-
-
-def _maker(call: Call, plan: Plan, scale: float) -> Callable | None:
-    """What makes the bundles from the tensors of `repeats.Beside`; None where tables take much memory."""
-    mask, config = call.mask, plan.config
-    seqlen_q, seqlen_k, device, pairs = call.seqlen_q, call.seqlen_k, call.q.device, config.bias_pairs
-    outer, inner, factor = changes.numbers(call, config, scale)
-    shift, drawn = seqlen_k - seqlen_q, changes.drawer(call)
-    band = find = None
-    if isinstance(mask, Unread):
-        find = rows.finder(documents.offsets(mask.inner), seqlen_q, seqlen_k, config, device, current=True)
-    else:
-        band = band_seen(call, plan)
-        if sum(x.nbytes for x in jit.tensors_of(band)) > REPEAT_BYTES:
+    found, config = {}, plan.config
+    if isinstance(call.mask, Unread):
+        if config.sees != "rows":
             return None
+        found, bands = {"ahead": _ahead(call, plan)}, ()
+    else:
+        bands = (band_seen(call, plan),)
+    if all(x is None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
+        rest = *bands, changes.scores(call, config, scale)
+    else:
+        rest, found["made"] = bands, _maker(call, config, scale)
+    return None if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES else found | {"rest": rest}
 
-    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
-        seen = band
-        if find is not None:
+
+def _ahead(call: Call, plan: Plan) -> Callable:
+    """`Repeat.ahead` of packed documents: what is seen is found on the GPU first."""
+    mask, config, seqlen_q, seqlen_k, device = call.mask, plan.config, call.seqlen_q, call.seqlen_k, call.q.device
+    find, shapes = rows.finder(documents.offsets(mask.inner), seqlen_k, config), rows.shapes(seqlen_q, config)
+
+    def begin(stream: int | None) -> tuple[Band, Callable[[Tensor, Tensor], None]]:
+        if stream is None:
+            made = written = rows.Rows(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+        else:
+            made = rows.Rows(*short.shared("rows", shapes, torch.int32, device, stream))
+            written = rows.Rows(*(short.as_operand(x, x.is_cuda) for x in made))
+
+        def run(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
             if not short.capturing():
                 check_lengths(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k)
-            found = find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device))
-            seen = Band(*plan.band, _tables(found))
-        elif short.capturing():
-            hold(band)
+            find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device), written)
+
+        return Band(*plan.band, _tables(made)), run
+
+    return begin
+
+
+def _maker(call: Call, config: Config, scale: float) -> Callable:
+    """What makes the scores' bundle from the tensors of `repeats.Beside`."""
+    outer, inner, factor = changes.numbers(call, config, scale)
+    shift, drawn, pairs = call.seqlen_k - call.seqlen_q, changes.drawer(call), config.bias_pairs
+
+    def made(bias, slopes, sink, rng, *lengths):
         bias, slopes = changes.readable(bias, slopes, pairs)
         sink = None if sink is None else sink.float().contiguous()
-        return seen, Scores(outer, inner, factor, bias, slopes, None, sink, None, shift, drawn(rng))
+        return (Scores(outer, inner, factor, bias, slopes, None, sink, None, shift, drawn(rng)),)
 
     return made
 

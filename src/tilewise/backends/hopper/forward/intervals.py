@@ -1,14 +1,15 @@
 """The kernels of documents.py: a thread a row finds its document, hence its keys; a thread block a tile of queries, hence the tiles it visits.
 
 Then a thread a tile of queries, or a cluster's tiles, counts those that visit fewer tiles: its place in the order in which the forward pass goes
-backwards.
+backwards. Of few tiles the first kernel's blocks are a cluster, and the first of them does that as well: another launch would take longer.
 """
 
 from tilewise.backends.hopper.operands import Packed
-from tilewise.sm90.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Constexpr, CUstream, Int32, SmemAllocator, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP = 32
 RANKED = 128  # tiles of queries a thread block ranks
+FEW = 8  # tiles of queries: the largest cluster that every GPU has
 
 
 @cute.jit
@@ -16,12 +17,17 @@ def launch(
     documents: Packed, order: cute.Tensor, ends: cute.Tensor, walks: cute.Tensor, config: Constexpr, stream: CUstream
 ):  # fmt: skip
     """order (ceil(m_blocks / cluster),), ends (2, seqlen_q) and walks (m_blocks, 4) from cu_seqlens."""
-    kernel(documents, ends, walks, config).launch(grid=(walks.shape[0], 1, 1), block=(config.tile_m, 1, 1), stream=stream)
-    rank(walks, order, config).launch(grid=(cute.ceil_div(order.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
+    block = (config.tile_m, 1, 1)
+    if walks.shape[0] <= FEW:
+        kernel(documents, ends, walks, order, config).launch(grid=(FEW, 1, 1), block=block, cluster=(FEW, 1, 1), stream=stream)
+    else:
+        kernel(documents, ends, walks, None, config).launch(grid=(walks.shape[0], 1, 1), block=block, stream=stream)
+        rank(walks, order, config).launch(grid=(cute.ceil_div(order.shape[0], RANKED), 1, 1), block=(RANKED, 1, 1), stream=stream)
 
 
 @cute.kernel
-def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, config: Constexpr):
+def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, order: cute.Tensor | None, config: Constexpr):
+    """order: what a cluster ranks, of whose blocks there may be more than tiles."""
     thread, m_block = arch.thread_idx()[0], arch.block_idx()[0]
     row = m_block * config.tile_m + thread
     begin, end = interval(row, documents)
@@ -44,7 +50,7 @@ def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, config: Con
         for i in range_constexpr(4):
             sums[i, thread // WARP] = of_warp[i]
     arch.sync_threads()
-    if thread == 0:
+    if thread == 0 and m_block < walks.shape[0]:
         for warp in range_constexpr(1, config.tile_m // WARP):
             begin, end = min(begin, sums[0, warp]), max(end, sums[1, warp])
             last_begin, first_end = max(last_begin, sums[2, warp]), min(first_end, sums[3, warp])
@@ -58,18 +64,28 @@ def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, config: Con
         free_first = min(max(cute.ceil_div(last_begin, tile_n), first), last)
         walks[m_block, 0], walks[m_block, 1] = first, last
         walks[m_block, 2], walks[m_block, 3] = free_first, min(max(first_end // tile_n, free_first), last)
+    if const_expr(order is not None):
+        arch.cluster_arrive()  # the tile's walk is written
+        arch.cluster_wait()  # all are
+        if m_block == 0:
+            place(thread, walks, order, config)
 
 
 @cute.kernel
 def rank(walks: cute.Tensor, order: cute.Tensor, config: Constexpr):
-    """Those that visit the most tiles come last; among equals, as they are."""
-    unit, place = arch.block_idx()[0] * RANKED + arch.thread_idx()[0], Int32(0)
+    place(arch.block_idx()[0] * RANKED + arch.thread_idx()[0], walks, order, config)
+
+
+@cute.jit
+def place(unit: Int32, walks: cute.Tensor, order: cute.Tensor, config: Constexpr):
+    """Units that visit the most tiles come last; among equals, as they are."""
+    fewer = Int32(0)
     if unit < order.shape[0]:
         tiles = visited(walks, unit, config)
         for other in cutlass.range(order.shape[0], unroll=4):
             others = visited(walks, other, config)
-            place += Int32(others < tiles or (others == tiles and other < unit))
-        order[place] = unit
+            fewer += Int32(others < tiles or (others == tiles and other < unit))
+        order[fewer] = unit
 
 
 @cute.jit

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import short
 from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.masks import Documents, Unread
@@ -54,23 +53,26 @@ def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, devi
     return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 
 
-def finder(
-    inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device, current: bool = False
-) -> Callable[[Tensor, Tensor], Rows]:
-    """What finds the rows of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 there. current: as in `short.tables`."""
-    compute, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_q // config.tile_m)
-    empty = short.tables(((-(-m_blocks // config.cluster),), (2, seqlen_q), (m_blocks, 4)), device, current)
+def shapes(seqlen_q: int, config) -> Rows:
+    """Of the tensors."""
+    m_blocks = -(-seqlen_q // config.tile_m)
+    return Rows((-(-m_blocks // config.cluster),), (2, seqlen_q), (m_blocks, 4))
 
-    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Rows:
-        made = Rows(*empty())
-        compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), *made)
-        return made
+
+def finder(inner: Offsets, seqlen_k: int, config) -> Callable[[Tensor, Tensor, Rows], None]:
+    """What writes the rows of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 on the current device."""
+    compute = jit.compiled(*kernel(config))
+
+    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, made: Rows) -> None:
+        compute((cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), *made)
 
     return find
 
 
 def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config) -> Rows:
-    return finder(inner, seqlen_q, seqlen_k, config, cu_seqlens_q.device)(cu_seqlens_q, cu_seqlens_k)
+    made = Rows(*(torch.empty(shape, dtype=torch.int32, device=cu_seqlens_q.device) for shape in shapes(seqlen_q, config)))
+    finder(inner, seqlen_k, config)(cu_seqlens_q, cu_seqlens_k, made)
+    return made
 
 
 def arguments(config: RowsConfig) -> list:

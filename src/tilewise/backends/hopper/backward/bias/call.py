@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import changes
+from tilewise.backends.hopper import changes, short
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.operands import Band, BiasTensors, Changes, Given, Scratch
 from tilewise.backends.hopper.score_changes import ScoreChanges
@@ -136,25 +136,20 @@ def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multipr
 
 
 def repeat(call: Call, multiprocessors: int) -> Callable:
-    """`compute` for more calls like this one, from operands.Given, operands.Scratch, bias, slopes and `Beside.rng`."""
-    parts, like = parts_of(call, multiprocessors), call.bias
+    """`compute` for more calls like this one, from operands.Given, operands.Scratch and the operands.Changes of the kernel before."""
+    parts, like, empty = parts_of(call, multiprocessors), call.bias, short.allocator(call.bias.device)
     config = config_of(call, by_rows(call), parts == 1)
     band = Band(
         *band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
     )
-    kernel, (inner, factor, *_), shift = (
-        jit.compiled(LAUNCH, arguments, config),
-        changes.changes(call, config),
-        call.seqlen_k - call.seqlen_q,
-    )
-    drawn = changes.drawer(call)
-    shape, dtype, of_sums = (parts, *like.shape), like.dtype, like.dtype if config.whole else torch.float32
+    kernel, shift, shape, dtype = jit.compiled(LAUNCH, arguments, config), call.seqlen_k - call.seqlen_q, (parts, *like.shape), like.dtype
+    layout = shape, short.strides(shape), dtype if config.whole else torch.float32
 
-    def again(given: Given, scratch: Scratch, bias: Tensor, slopes: Tensor | None, rng: Tensor | None) -> Tensor:
-        sums = torch.empty(shape, dtype=of_sums, device=bias.device)
-        changed = Changes(inner, factor, *changes.readable(bias, slopes, config.bias_pairs), None, shift, drawn(rng))
+    def again(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
+        sums, (inner, factor, bias, slopes, diagonal, _, draw) = empty(*layout), changed
+        changed = Changes(inner, factor, bias, slopes, diagonal, shift, draw)
         kernel(given.V, given.dO, BiasTensors(given.Q, given.K, scratch.lse, scratch.minus_delta, sums), band, changed)
-        return sums[0] if config.whole else sums.sum(0).to(dtype)
+        return sums.squeeze(0) if config.whole else sums.sum(0).to(dtype)
 
     return again
 

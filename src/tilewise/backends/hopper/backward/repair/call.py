@@ -39,7 +39,8 @@ def spoiled(scratch: Scratch) -> Spoiled:
 
 def band(seen: Band) -> Band:
     """seen: what the kernels before it read."""
-    return seen._replace(tables=backward_tables.for_repairs(seen.tables))
+    *numbers, tables = seen
+    return Band(*numbers, backward_tables.for_repairs(tables))
 
 
 def scalars_of(call: Call, config: Config, num_sms: int) -> RepairScalars:
