@@ -86,7 +86,7 @@ def pieces(launch: Launch, alone: int) -> list[list[Piece]]:
     table = torch.zeros(batch, -(-max(*launch.lengths, 1) // PAGE), **ints)
     lengths = Lengths(torch.tensor(launch.lengths, **ints), table, None, None, None, None)
     grid = launch.columns, launch.blocks
-    work = Work(sums, lse, torch.zeros(1, **ints), *grid, launch.queries, launch.least, 0, 0, 1, 0, alone)
+    work = Work(sums, lse, torch.zeros(1, **ints), *grid, launch.queries, launch.least, 0, 0, 1, 0, alone, 0)
     of_q = torch.zeros(batch, launch.heads * launch.group, launch.queries, dtype=torch.float32, device="cpu")
     given = found, Tensors(q, k, k, q, of_q), lengths, work, Window(-launch.window, 0)
     Emulated().compiled("device_functions:launch_pieces", arguments, CONFIG)(*given)
