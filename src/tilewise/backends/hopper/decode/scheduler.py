@@ -131,8 +131,7 @@ class Piece(NamedTuple):
     count: Int32
     most: Int32  # pieces of a unit that sees all that its sequence's rows see
     origin: Int32  # the block of the first piece, or with a split the unit
-    next: Int32  # the place in the row behind the unit
-    ends: Int32  # 1: the block has nothing else to do
+    next: Int32  # the place in the row behind the unit; FAR: the block has nothing else to do
 
 
 @cute.jit
@@ -442,9 +441,8 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
-    return Piece(
-        head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, begin + each, Int32(begin + each >= shares.end)
-    )
+    behind = begin + each if begin + each < shares.end else Int32(FAR)
+    return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, behind)
 
 
 @cute.jit
@@ -468,7 +466,7 @@ def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
     size = shape.split.divisor
     begin = (piece.first // shape.split + i) * size
     first, last = max(piece.first, begin), min(piece.last, begin + size)
-    rest = piece.count, piece.most, piece.origin, piece.next, piece.ends if last == piece.last else Int32(0)
+    rest = piece.count, piece.most, piece.origin, piece.next if last == piece.last else Int32(0)
     return Piece(piece.head_k, piece.row0, first, last, piece.begin, piece.end, piece.number + i, *rest)
 
 
