@@ -59,7 +59,7 @@ def join(counter: cute.Pointer, count: Int32, waits: Boolean, polls: Int32) -> T
         polls -= 1
         going = field(seen, 0) < count
         if going and polls <= 0 and field(seen, 2) == order:
-            going = arch.atomic_cas(counter, cmp=seen, val=seen + LEFT, sem="acq_rel", scope="gpu") != seen
+            going = arch.atomic_cas(counter, cmp=seen, val=seen + LEFT, sem="relaxed", scope="gpu") != seen
     first, step = Int32(0), Int32(0)
     if field(seen, 0) == count:
         there = field(seen, 1) - field(seen, 2)

@@ -106,7 +106,7 @@ def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cut
         height -= 1
         slices = (unit.rows + (Int32(1) << height) - 1) >> height
     shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
-    turn = arrivals.arrive(counter, level.count, shared, shared and piece.next == scheduler.FAR, work.polls, told, config)
+    turn = arrivals.arrive(counter, level.count, shared, shared and scheduler.ends_with(piece, config), work.polls, told, config)
     if turn.step > 0:
         before, tasks = arrivals.leave(counter, shared, turn), Int32(1) << (height - rows_each + across)
         for each in cutlass.range(turn.first, slices, turn.step, unroll=1):

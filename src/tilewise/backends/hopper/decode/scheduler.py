@@ -131,7 +131,7 @@ class Piece(NamedTuple):
     count: Int32
     most: Int32  # pieces of a unit that sees all that its sequence's rows see
     origin: Int32  # the block of the first piece, or with a split the unit
-    next: Int32  # the place in the row behind the unit; FAR: the block has nothing else to do
+    next: Int32  # the place in the row behind the unit; FAR with a split, where the block has nothing else to do
 
 
 @cute.jit
@@ -441,7 +441,9 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)
-    behind = begin + each if begin + each < shares.end else Int32(FAR)
+    behind = begin + each
+    if const_expr(config.split):
+        behind = behind if behind < shares.end else Int32(FAR)
     return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, behind)
 
 
@@ -468,6 +470,14 @@ def part_of(piece: Piece, i: Int32, shape: Shape) -> Piece:
     first, last = max(piece.first, begin), min(piece.last, begin + size)
     rest = piece.count, piece.most, piece.origin, piece.next if last == piece.last else Int32(0)
     return Piece(piece.head_k, piece.row0, first, last, piece.begin, piece.end, piece.number + i, *rest)
+
+
+@cute.jit
+def ends_with(piece: Piece, config: Constexpr[Config]) -> Boolean:
+    """Whether the block has nothing else to do. Without a split that is said of all but the unit's last piece: to know more would cost a register."""
+    if const_expr(config.split):
+        return piece.next == FAR
+    return piece.number < piece.count - 1
 
 
 @cute.jit
