@@ -141,10 +141,11 @@ def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
     ("heads", "queries", "dims", "least"),
     [
         ((4, 4), 1, (64, 64), 1),
-        ((32, 1), 1, (128, 128), 2),
-        ((32, 1), 1, (128, 64), 1),
-        ((32, 8), 8, (128, 128), 2),
-        ((40, 1), 9, (256, 256), 8),
+        ((32, 1), 1, (128, 128), 1),
+        ((64, 1), 1, (128, 128), 2),
+        ((64, 1), 1, (128, 64), 1),
+        ((32, 8), 16, (128, 128), 2),
+        ((40, 1), 9, (256, 256), 4),
     ],
 )
 def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch):
@@ -167,43 +168,25 @@ def test_shares_are_fitted_but_with_a_fixed_split(monkeypatch):
     assert decoding._need(split, decoding.config_of(split)).alone == 0
 
 
-OF_UNIT = [  # measured on an H100: sequences, tokens, rows of a key head, and rows of a unit that were fastest, or no slower than that by 5 %
-    (1, 1024, 32, 8),
-    (1, 8192, 32, 8),
-    (1, 32768, 32, 16),
-    (1, 131072, 32, 64),
-    (4, 1024, 32, 8),
-    (4, 8192, 32, 16),
-    (16, 1024, 32, 64),
-    (8, 1024, 32, 16),
-    (1, 1024, 128, 8),
-    (1, 8192, 128, 16),
-    (4, 1024, 128, 32),
-    (4, 8192, 128, 64),
-    (16, 1024, 128, 64),
-    (64, 1024, 128, 64),
-    (16, 8192, 128, 128),
-    (256, 1024, 128, 128),
-]
+OF_UNIT = [(1, 1024, 64), (1, 65_536, 64), (64, 1024, 64), (1, 65_537, 128), (256, 1024, 128)]  # sequences, tokens, rows of a unit at most
 
 
-@pytest.mark.parametrize(("batch", "tokens", "rows", "expected"), OF_UNIT)
-def test_rows_of_a_unit(batch, tokens, rows, expected):
-    found = config.rows_of_unit(batch, batch * tokens, rows)
-    assert min(found, 128 if rows > 64 else 64) == expected
+@pytest.mark.parametrize(("batch", "tokens", "expected"), OF_UNIT)
+def test_rows_of_a_unit(batch, tokens, expected):
+    assert config.rows_of_unit(batch * tokens) == expected
 
 
 def test_calls_whose_units_have_other_rows_are_no_repeats_of_each_other():
-    one, more, larger = (made(DecodeCase(lengths=lengths, heads=(32, 1), dims=(16, 16))) for lengths in ((64,), (64,) * 4, (30_000,)))
-    assert [repeat.rows_of_unit(call) for call in (one, more, larger)] == [8, 8, 16]
+    one, more, larger = (made(DecodeCase(lengths=lengths, heads=(32, 1), dims=(16, 16))) for lengths in ((64,), (64,) * 4, (70_000,)))
+    assert [repeat.rows_of_unit(call) for call in (one, more, larger)] == [64, 64, 128]
     assert repeat._key(one) == repeat._key(more) != repeat._key(larger)
 
 
 def test_a_fixed_split_has_whole_tiles_of_rows(monkeypatch):
     monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
-    call = made(DecodeCase(lengths=(300,), heads=(32, 1)))
-    assert decoding._need(call, decoding.config_of(call)).rows == 8
-    assert decoding._need(replace(call, split=64), decoding.config_of(replace(call, split=64))).rows == 32
+    call = made(DecodeCase(lengths=(300,), queries=4, heads=(32, 1)))
+    assert decoding._need(call, decoding.config_of(call)).rows == 64
+    assert decoding._need(replace(call, split=64), decoding.config_of(replace(call, split=64))).rows == 128
 
 
 CHUNK = {"consumers": 2, "rising": True} | config.CHUNK
@@ -218,6 +201,10 @@ ROWS = [
     (DecodeCase(lengths=(70,) * 30, queries=(1,) * 30, heads=(8, 2)), {}),  # of which one sequence might have all
     (DecodeCase(lengths=(70,) * 30, queries=(1,) * 10 + (0,) * 20, heads=(8, 2)), {}),
     (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2)), CHUNK),
+    (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2), dims=(128, 128)), CHUNK | {"tile_n": 64}),
+    (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2), dims=(128, 128), split=64), CHUNK),
+    (DecodeCase(lengths=(300,), queries=255, heads=(8, 2), dims=(128, 128)), CHUNK | {"tile_n": 64}),
+    (DecodeCase(lengths=(300,), queries=256, heads=(8, 2), dims=(128, 128)), CHUNK),
     (DecodeCase(lengths=(70,), queries=80, heads=(16, 1), dims=(576, 512), latent=True), {}),
 ]
 

@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
     rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
-    numbers: int = 2048  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
+    numbers: int = 4096  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
     alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
     polls: int = 32  # of a block with nothing else to do, at least, for the other pieces of its unit: predicted to take 15 us
 

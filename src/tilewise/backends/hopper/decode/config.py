@@ -36,11 +36,7 @@ class Rotary(NamedTuple):
     dtype: torch.dtype  # of the tables
 
 
-# Rows of a unit where fewer than a tile has are faster: blocks read the same keys again, but fewer numbers of each piece are added up. H100,
-# 2026-11-26, one key head, 32 rows, 1k tokens: 9.3 us, with 8 rows 6.7; 8k: 15.2, 8 rows 10.6; 32k: 19.5, 16 rows 17.3; 4 x 8k: 21.3, 16 rows 18.9.
-FEWER_ROWS = 8, 16, 32
-LEAST_ROWS = 32  # of a sequence and key head, for which fewer were tried
-MOST_UNITS, MOST_KEYS = 16, 1 << 16  # of a launch: units, and tokens of key heads, each as often as it is read; 132 multiprocessors
+FEW_TOKENS = 1 << 16  # of key heads, up to which a unit has the rows of one product: more units, of which fewer read the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +147,7 @@ class Config(ScoreChanges):
 TILES = {(64, 64): 128, (96, 96): 64, (128, 128): 64, (192, 128): 64, (256, 256): 32}
 WIDE = (64, 64), (96, 96), (128, 128), (192, 128)  # of which two warpgroups' registers hold enough
 CHUNK = {"evict_first": False, "overlap": True}  # where units read the same keys, and products decide
+LONG = 1024  # rows of a sequence on average, from which large tiles of keys are faster
 MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which they are taken as chunks
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
@@ -172,13 +169,9 @@ def latent_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(LATENT_TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-def rows_of_unit(units: int, keys: int, rows: int) -> int:
-    """At most; a tile may have fewer. units: sequences times key heads; keys: tokens of all of them; rows: of a unit that has all."""
-    if rows >= LEAST_ROWS:
-        for n in FEWER_ROWS:
-            if n < rows and units * -(-rows // n) <= MOST_UNITS and keys * -(-rows // n) <= MOST_KEYS:
-                return n
-    return TILE_M if keys <= MOST_KEYS else 2 * TILE_M
+def rows_of_unit(keys: int) -> int:
+    """At most; a tile may have fewer. keys: tokens of all key heads."""
+    return TILE_M if keys <= FEW_TOKENS else 2 * TILE_M
 
 
 @lru_cache(maxsize=4096)
@@ -247,7 +240,8 @@ def kinds(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Iterator[tuple[
         return
     chunk = {"rising": True} | ({"consumers": 2, **CHUNK} if dims in WIDE else {})
     yield chunk, SERVED
-    for rising in ({"rising": True}, chunk):
+    small = [{**chunk, "tile_n": TILES[dims]}] if dims in WIDE and TILES[dims] < OVERLAPPED_TILE else []
+    for rising in ({"rising": True}, chunk, *small):
         yield {"ragged": True, **rising}, SERVED[1:]
     if dims[0] == dims[1] and head_dim % 16 == 0:
         for table in (dtype, torch.float32):

@@ -7,7 +7,19 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import config, prefix
-from tilewise.backends.hopper.decode.config import CHUNK, FEW_KEYS, LEAST_BOX, MANY_ROWS, TILE_M, WIDE, latent_dims, tile_dims
+from tilewise.backends.hopper.decode.config import (
+    CHUNK,
+    FEW_KEYS,
+    LEAST_BOX,
+    LONG,
+    MANY_ROWS,
+    OVERLAPPED_TILE,
+    TILE_M,
+    TILES,
+    WIDE,
+    latent_dims,
+    tile_dims,
+)
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
 from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.hopper.operands import Scores
@@ -195,12 +207,11 @@ def capacity_of(call: DecodeCall) -> int:
 
 
 def rows_of_unit(call: DecodeCall) -> int:
-    """`config.rows_of_unit`, where that was measured; a tile's otherwise."""
+    """`config.rows_of_unit`, where that was measured; two products' otherwise."""
     q, k, ragged = call.q, call.k_cache, call.cu_seqlens_q is not None
     if call.split is not None or ragged or k.dtype != q.dtype or tile_dims(q.shape[-1], call.v_cache.shape[3]) is None or 0 in k.shape:
         return 2 * TILE_M
-    units = call.seqlens.shape[0] * k.shape[2]
-    return config.rows_of_unit(units, units * capacity_of(call), q.shape[1] * (q.shape[-2] // k.shape[2]))
+    return config.rows_of_unit(call.seqlens.shape[0] * k.shape[2] * capacity_of(call))
 
 
 def rows_of(call: DecodeCall) -> dict:
@@ -219,6 +230,9 @@ def rows_of(call: DecodeCall) -> dict:
     gathers, found = call.page_table is not None and call.k_cache.shape[1] % LEAST_BOX, {}  # to gather takes registers
     if dims in WIDE and call.k_cache.dtype == call.q.dtype and not gathers:
         found = {"consumers": 2} | (CHUNK if rows > 2 * TILE_M else {})
+        average = total // max(batch, 1) if ragged else rows
+        if found.get("overlap") and call.split is None and average < LONG and TILES[dims] < OVERLAPPED_TILE:
+            found["tile_n"] = TILES[dims]
     if rows > TILE_M * found.get("consumers", 1) and (window.lo > -FAR or window.hi < FAR):
         found["rising"] = True
     return found

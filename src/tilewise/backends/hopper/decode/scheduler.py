@@ -196,7 +196,10 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         share, more = places // blocks, places % blocks
     if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if shape.alone > 0 and units > 1:
-            fit = fitted(tiles, units, arch.warp_redux_sync(longest, "max"), shape, config)
+            large = more * (share + 1)
+            fit = fitted(
+                tiles, units, arch.warp_redux_sync(longest, "max"), share + min(more, 1), tiles - large if more > 0 else 0, shape, config
+            )
             if fit.share > 0:
                 size, fixed, places, share, more = fit.size, Int32(0), fit.places, fit.share, Int32(0)
     begin = g * share + min(g, more)
@@ -212,11 +215,15 @@ class Fit(NamedTuple):
 
 
 @cute.jit
-def fitted(tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]) -> Fit:
-    """The row that is done sooner than equal shares: of whole units, or else of the smallest pieces of which a block has one.
+def fitted(
+    tiles: Int32, units: Int32, longest: Int32, largest: Int32, rest: Int32, shape: Shape, config: Constexpr[Config]
+) -> Fit:  # fmt: skip
+    """The row that is done sooner than equal shares: of whole units, or else of the smallest pieces of which a block has one. largest: equal share,
+    and what is left behind those.
 
     Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. One more unit to
-    begin and end, which a block has under equal shares, counts as `fixed` tiles, and that pieces are added up as that and `least`.
+    begin and end, which a block has under equal shares unless they happen to end with units, counts as `fixed` tiles, that pieces are added up as
+    that and `least`, and looking for their size as one.
     """
     blocks, readers = shape.by_blocks.divisor, max(units_of(shape.queries, shape), 1)
     even = max((tiles + blocks - 1) // shape.by_blocks, shape.least)
@@ -227,7 +234,8 @@ def fitted(tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Con
     time = time_of(turns * longest, cute.ceil_div(units, turns), tiles, even, memory, shape)
     if time < soonest:
         soonest, share = time, turns
-    if time > memory + added and units < blocks:
+    fits = longest * units == tiles and longest % largest == 0 and rest <= longest
+    if time > memory + added and units < blocks and not fits:
         enough = min(cute.ceil_div(longest, blocks // units), cute.ceil_div(tiles - units, blocks - units))
         high = min(longest, max(shape.least, enough))
         low = min(even, high)
@@ -238,7 +246,7 @@ def fitted(tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Con
             else:
                 high = middle
         pieces = pieces_of(high, shape, config)
-        if time_of(high, pieces, tiles, even, memory, shape) + added < soonest:
+        if time_of(high, pieces, tiles, even, memory, shape) + added + 1 < soonest:
             size, share, places = high, Int32(1), pieces
     return Fit(size, share, places)
 
@@ -248,10 +256,10 @@ def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, 
     """At most, until so many busy blocks are through, which share memory, and of which the one with most has so many tiles.
 
     The fewer are left the less memory is asked for: what that takes longer is bounded by how much more that one has than a block on average. And what
-    blocks are idle from the beginning on lose: with half of them memory takes a thirtieth longer.
+    blocks are idle from the beginning on lose: with half of them memory takes an eighth longer.
     """
     uneven = max(min(memory - even, most - tiles // busy), 0)
-    return max(memory, most) + uneven + (memory >> 4) * (shape.by_blocks.divisor - busy) // shape.by_blocks
+    return max(memory, most) + uneven + (memory >> 2) * (shape.by_blocks.divisor - busy) // shape.by_blocks
 
 
 @cute.jit
