@@ -358,7 +358,7 @@ def as_exact(given, exact):
     held(exact, *found)
     assert all(map(torch.equal, found, run(given)))
     config = decoding.config_of(given)
-    alike = decoding.decode(exact, decoding.Cut(rows=config.tile_m), tile_n=config.tile_n)
+    alike = decoding.decode(exact, decoding.Cut(rows=config.tile_m, alone=config.alone), tile_n=config.tile_n)
     assert all(map(torch.equal, found, alike))
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
