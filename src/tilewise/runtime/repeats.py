@@ -171,7 +171,8 @@ class _Repeated(torch.autograd.Function):
         operator.refuse_forward_mode()
 
 
-_repeated = super(torch.autograd.Function, _Repeated).apply  # without a look for wrappers of torch.func, which are not plain
+# Without a look for wrappers of torch.func, which are not plain. (Helpers that compile have no torch, and no such method.)
+_repeated = getattr(super(torch.autograd.Function, _Repeated), "apply", None)
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, options: tuple, beside: tuple = ALONE) -> Known | None:

@@ -28,10 +28,6 @@ class Dtype:
         return self
 
 
-class Tensor:
-    """A class that nothing is one of."""
-
-
 class Anything(type):
     """Of classes that have every attribute and take everything; a call with one function returns it, as decorators do."""
 
@@ -54,6 +50,10 @@ class Anything(type):
 
 class Nothing(metaclass=Anything):
     pass
+
+
+class Tensor(metaclass=Anything):
+    """A class that nothing is one of."""
 
 
 DTYPES = {name: Dtype(name) for name in SIZES}
