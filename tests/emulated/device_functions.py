@@ -63,8 +63,9 @@ def launch_pieces(found: cute.Tensor, tensors: Tensors, lengths: Lengths, work: 
 def kernel_of_pieces(found: cute.Tensor, shape: Shape, config: Constexpr):
     """found: (columns, blocks, pieces, 10): the pieces of each thread block of a decode launch, as `decode.loads.produce` goes through them."""
     column, g, _ = arch.block_idx()
-    shares = scheduler.shares_of(shape, config)
-    b, start, at = scheduler.locate(shares, shape, config)
+    begin = scheduler.start_of(shape, config)
+    shares = begin.shares
+    b, start, at = begin.place.sequence, begin.place.start, begin.place.at
     i = Int32(0)
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)

@@ -16,7 +16,7 @@ from tilewise.backends.hopper.decode import loads, merge, rows, scheduler, widen
 from tilewise.backends.hopper.decode.config import TILE_M, Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape, clamped
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape, Start, clamped
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments, tma, wgmma
@@ -120,37 +120,37 @@ def kernel(
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
-    warp = arch.make_warp_uniform(arch.warp_idx())
+    warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
     shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
     if const_expr(config.widens):
         if warp < WARPS:
             arch.setmaxregister_increase(config.registers[0])
-            consume(attend, shared, config)
+            consume(attend, shared, begin, config)
         elif warp < 2 * WARPS:
             arch.setmaxregister_decrease(config.registers[1])
-            load(load_K, load_V, tensors, (raw.K, raw.V), raw.pipes, shape, warp - WARPS, config)
+            load(load_K, load_V, tensors, (raw.K, raw.V), raw.pipes, shape, begin, warp - WARPS, config)
         else:
             arch.setmaxregister_decrease(config.registers[2])
-            widen.widen(tensors, (raw.K, raw.V), (sm.K, sm.V_by_token), raw.pipes, pipes, raw.scales, shape, config)
+            widen.widen(tensors, (raw.K, raw.V), (sm.K, sm.V_by_token), raw.pipes, pipes, raw.scales, shape, begin, config)
     elif warp < config.threads // WARP:
         if const_expr(config.consumers > 1):
             arch.setmaxregister_increase(config.registers[0])
-        consume(attend, shared, config)
+        consume(attend, shared, begin, config)
     else:
         if const_expr(config.consumers > 1):
             arch.setmaxregister_decrease(config.registers[-1])
-        load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, warp - config.threads // WARP, config)
+        load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, begin, warp - config.threads // WARP, config)
 
 
 @cute.jit
 def load(
-    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, to: tuple, pipes: Pipes, shape: Shape, warp: Int32, config: Constexpr[Config]
+    load_K: tma.Tma, load_V: tma.Tma, tensors: Tensors, to: tuple, pipes: Pipes, shape: Shape, begin: Start, warp: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """By the warp-th of those that load."""
     if warp < config.loaders:
-        loads.produce(load_K, tensors.K, to[0], pipes.k, shape, warp, 0, config.head_dim, config)
+        loads.produce(load_K, tensors.K, to[0], pipes.k, shape, begin, warp, 0, config.head_dim, config)
     elif warp < 2 * config.loaders:
-        loads.produce(load_V, tensors.V, to[1], pipes.v, shape, warp - config.loaders, 1, config.head_dim_v, config)
+        loads.produce(load_V, tensors.V, to[1], pipes.v, shape, begin, warp - config.loaders, 1, config.head_dim_v, config)
 
 
 @cute.jit
@@ -194,15 +194,15 @@ class Tile(NamedTuple):
 
 
 @cute.jit
-def consume(attend: Constexpr[Callable], shared: Shared, config: Constexpr[Config]):
+def consume(attend: Constexpr[Callable], shared: Shared, begin: Start, config: Constexpr[Config]):
     """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
     if const_expr(config.pingpong):
         consumer = arch.make_warp_uniform(arch.warp_idx()) // WARPS
         if consumer == 1:
             pass_turn(consumer, config)  # the first turn is the first warpgroup's
-    shares = scheduler.shares_of(shape, config)
-    b, start, at = scheduler.locate(shares, shape, config)
+    shares = begin.shares
+    b, start, at = begin.place.sequence, begin.place.start, begin.place.at
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape, config)

@@ -135,18 +135,18 @@ def kernel(
     tma.barriers_ready()
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
-    warp = arch.make_warp_uniform(arch.warp_idx())
+    warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
     shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
     if warp < WARPGROUP // WARP:
         arch.setmaxregister_increase(LEFT)
-        decode.consume(attend_left, shared, config)
+        decode.consume(attend_left, shared, begin, config)
     elif warp < COMPUTING // WARP:
         arch.setmaxregister_increase(RIGHT)
-        decode.consume(attend_right, shared, config)
+        decode.consume(attend_right, shared, begin, config)
     else:
         arch.setmaxregister_decrease(LOADER)
         if warp == COMPUTING // WARP:
-            loads.produce(load_K, tensors.K, sm.K, pipes, shape, Int32(0), 0, config.head_dim, config)
+            loads.produce(load_K, tensors.K, sm.K, pipes, shape, begin, Int32(0), 0, config.head_dim, config)
 
 
 @cute.jit

@@ -7,7 +7,7 @@ odd for boxes are gathered token by token, by two warps each, which likewise wri
 
 from tilewise.backends.hopper.decode import scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape, Start
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Int32, Int64, arch, const_expr, cpasync, cute, cutlass, pipeline, range_constexpr, sm90
 from tilewise.sm90.pointers import known
@@ -53,13 +53,13 @@ def parts_of(pipe: pipeline.PipelineTmaAsync | tuple, dim: int, config) -> list[
 
 @cute.jit
 def produce(
-    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, warp: Int32, values: Constexpr[int],
-    dim: Constexpr[int], config: Constexpr[Config],
+    source: tma.Tma, mX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, shape: Shape, begin: Start, warp: Int32,
+    values: Constexpr[int], dim: Constexpr[int], config: Constexpr[Config],
 ):  # fmt: skip
     """The `warp`-th of those that load mX, which is K (values: 0) or V (1), (pages, page_size, heads_k, head_dim). sX: (tile_n, dim, kv_stages)."""
     state = tma.at_first_empty(config.load_stages)
-    shares = scheduler.shares_of(shape, config)
-    b, start, at = scheduler.locate(shares, shape, config)
+    shares = begin.shares
+    b, start, at = begin.place.sequence, begin.place.start, begin.place.at
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape, config)

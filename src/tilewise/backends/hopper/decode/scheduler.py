@@ -118,6 +118,13 @@ class Place(NamedTuple):
     at: Int32
 
 
+class Start(NamedTuple):
+    """What every warp of a block begins with."""
+
+    shares: Shares
+    place: Place
+
+
 class Piece(NamedTuple):
     """The tiles of keys [first, last) of a unit: its piece `number` of `count`, or with a split also some that follow."""
 
@@ -297,6 +304,13 @@ def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
         before += arch.shuffle_sync(sums, WARP - 1)
         at += WARP
     return Place(b, start, shares.begin)
+
+
+@cute.jit
+def start_of(shape: Shape, config: Constexpr[Config]) -> Start:
+    """Computed before warps part, so that the code of it is there once: a launch finds none of its code in the instruction caches."""
+    shares = shares_of(shape, config)
+    return Start(shares, locate(shares, shape, config))
 
 
 @cute.jit

@@ -10,7 +10,7 @@ import torch
 from tilewise.backends.hopper.decode import loads, scheduler
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Tensors
-from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Place, Shape, Start
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, pipeline, range_constexpr
 from tilewise.sm90.pointers import known
@@ -34,14 +34,22 @@ UNBIASED = 1024.0 + 128.0
 
 @cute.jit
 def widen(
-    tensors: Tensors, raw: tuple, wide: tuple, filled: tuple, ready: tuple, told: cute.Tensor, shape: Shape, config: Constexpr[Config]
+    tensors: Tensors,
+    raw: tuple,
+    wide: tuple,
+    filled: tuple,
+    ready: tuple,
+    told: cute.Tensor,
+    shape: Shape,
+    begin: Start,
+    config: Constexpr[Config],
 ):
     """raw: K and V as they come, (tile_n, dim, load_stages), filled: their pipes; wide: as the products read them, (tile_n, dim, kv_stages), and
     ready: theirs. told: (tile_n,) fp32 in shared memory, for scales.
     """
     come, go = tma.at_first(config.load_stages), tma.at_first_empty(config.kv_stages)
-    shares = scheduler.shares_of(shape, config)
-    b, start, at = scheduler.locate(shares, shape, config)
+    shares = begin.shares
+    b, start, at = begin.place.sequence, begin.place.start, begin.place.at
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape, config)
