@@ -308,7 +308,7 @@ def locate(shares: Shares, shape: Shape, config: Constexpr[Config]) -> Place:
 
 @cute.jit
 def start_of(shape: Shape, config: Constexpr[Config]) -> Start:
-    """Computed before warps part, so that the code of it is there once: a launch finds none of its code in the instruction caches."""
+    """By every warp before their ways part, so that the code is there once."""
     shares = shares_of(shape, config)
     return Start(shares, locate(shares, shape, config))
 
