@@ -1,12 +1,14 @@
 """Kernels that are nothing but a function of another one's."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward.finish import share_before
+from tilewise.backends.hopper.decode import kernel as decode
 from tilewise.backends.hopper.decode import scheduler
 from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
-from tilewise.backends.hopper.decode.scheduler import Place, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.operands import Draw
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -19,6 +21,7 @@ from tilewise.sm90.dsl import (
     arch,
     const_expr,
     cute,
+    pipeline,
     range_constexpr,
     warpgroup,
 )
@@ -61,27 +64,29 @@ def launch_pieces(found: cute.Tensor, tensors: Tensors, lengths: Lengths, work: 
 
 @cute.kernel
 def kernel_of_pieces(found: cute.Tensor, shape: Shape, config: Constexpr):
-    """found: (columns, blocks, pieces, 10): the pieces of each thread block of a decode launch, as `decode.loads.produce` goes through them."""
-    column, g, _ = arch.block_idx()
+    """found: (columns, blocks, pieces, 10): the pieces of each thread block of a decode launch, as its warpgroups go through them."""
     begin = scheduler.start_of(shape, config)
-    shares = begin.shares
-    b, start, at = begin.place.sequence, begin.place.start, begin.place.at
-    i = Int32(0)
-    while at < shares.end:
-        sequence = scheduler.sequence_of(b, shape, config)
-        span = scheduler.span_of(sequence, shares, shape, config)
-        if at - start >= span:
-            b += 1
-            start += span
-        else:
-            piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
-            if piece.last > piece.first:
-                slot, head, row0 = scheduler.slot_of(piece.number, piece, shape, config), piece.head_k, piece.row0
-                numbers = b, head, row0, piece.first, piece.last, piece.number, piece.count, piece.origin, slot, shares.size
-                for n in range_constexpr(len(numbers)):
-                    found[column, g, i, n] = numbers[n]
-                i += 1
-            at = piece.next
+    decode.consume(record, Recorder(shape, found, begin.shares.size), begin, config)
+
+
+class Recorder(NamedTuple):
+    """What `decode.consume` has in place of what units have in common."""
+
+    shape: Shape
+    found: cute.Tensor
+    size: Int32
+
+
+@cute.jit
+def record(recorder: Recorder, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr):
+    """A piece, at the place of which the state is."""
+    column, g, _ = arch.block_idx()
+    slot = scheduler.slot_of(piece.number, piece, recorder.shape, config)
+    numbers = b, piece.head_k, piece.row0, piece.first, piece.last, piece.number, piece.count, piece.origin, slot, recorder.size
+    for n in range_constexpr(len(numbers)):
+        recorder.found[column, g, state.count, n] = numbers[n]
+    state.advance()
+    return state
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,9 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [{"pingpong": True}, {"q_in_smem": False, "kv_stages": 3}, {"overlap": False, "tile_n": 128}], ids=str)
+@pytest.mark.parametrize("tuning", [{"q_in_smem": False, "kv_stages": 3}, {"overlap": False, "tile_n": 128}], ids=str)
 def test_the_softmax_under_the_tile_before(tuning):
-    """The same bits with turns, with Q in registers, and one tile after the other. One warpgroup has no rows of the last unit."""
+    """The same bits with Q in registers, and one tile after the other. One warpgroup has no rows of the last unit."""
     call = made(DecodeCase(lengths=(300, 5), queries=(70, 1), heads=(3, 1), mask=SlidingWindow(100, 0), page=16))
     chunk = {"consumers": 2, "overlap": True}
     found = run(call, slots=3, **chunk)

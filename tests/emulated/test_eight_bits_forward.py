@@ -77,7 +77,6 @@ def test_cases(case):
     [
         {"cluster": 2},
         {"pingpong": True},
-        {"pingpong": True, "turn": "scores"},
         {"promote": False},
         {"tile_m": 192, "promote": False},
         {"tile_m": 192, "pieces": 2},

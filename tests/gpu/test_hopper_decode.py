@@ -89,12 +89,12 @@ def test_chunks_of_all_dims(dims):
 
 @pytest.mark.parametrize(
     "tuning",
-    [{"pingpong": True}, {"q_in_smem": False}, {"kv_stages": 3, "q_in_smem": False, "pingpong": True}, {"overlap": False}],
+    [{"q_in_smem": False}, {"kv_stages": 3, "q_in_smem": False}, {"overlap": False}],
     ids=str,
 )
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
 def test_chunks_with_and_without_overlap(mask, tuning):
-    """The same bits with turns, with Q in registers, and one tile after the other."""
+    """The same bits with Q in registers, and one tile after the other."""
     call, found = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=64, mask=mask, **BIG))
     assert decoding.config_of(call).overlap
     for _ in range(5):

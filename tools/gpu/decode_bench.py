@@ -228,12 +228,15 @@ def tokens_of(bench: Bench, new: int, others: int) -> list[DecodeCall]:
 
 
 def chunk_tunings() -> dict[str, dict]:
-    """The usual, then: without the softmax under the tile before; turns; where Q is; tiles and stages; and what else is chosen."""
-    found: dict[str, dict] = {"usual": {}, "no overlap": {"overlap": False}, "turns": {"pingpong": True}, "3 stages": {"kv_stages": 3}}
-    found |= {f"Q in registers{name}": {"q_in_smem": False, **each} for name, each in {"": {}, ", turns": {"pingpong": True}}.items()}
+    """The usual, then: without the softmax under the tile before; where Q is; tiles and stages; and what else is chosen."""
+    found: dict[str, dict] = {
+        "usual": {},
+        "no overlap": {"overlap": False},
+        "3 stages": {"kv_stages": 3},
+        "Q in registers": {"q_in_smem": False},
+    }
     found["Q in registers, 3 stages"] = {"q_in_smem": False, "kv_stages": 3}
-    for stages, turns in ((2, False), (4, False), (4, True)):
-        found[f"64 keys, {stages} stages{', turns' * turns}"] = {"tile_n": 64, "kv_stages": stages, "pingpong": turns}
+    found |= {f"64 keys, {stages} stages": {"tile_n": 64, "kv_stages": stages} for stages in (2, 4)}
     found |= {"evict first": {"evict_first": True}, "one row": {"cut": decoding.Cut(aligned=False)}}
     found |= {f"a unit costs {n}": {"fixed": n} for n in (1, 4)}
     found["one warpgroup"] = {"consumers": 1}

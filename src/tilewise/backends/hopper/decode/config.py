@@ -53,7 +53,6 @@ class Config(ScoreChanges):
     consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
     overlap: bool = False  # a tile's softmax under O += P V of the tile before
     q_in_smem: bool = False  # where the first product reads Q; else in registers
-    pingpong: bool = False  # two consumers take turns to multiply, with `overlap`
     rising: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False

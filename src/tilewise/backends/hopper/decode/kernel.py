@@ -41,7 +41,6 @@ from tilewise.sm90.dsl import (
 
 THREADS, WARP = 128, 32
 WARPS = THREADS // WARP
-TURN = 10  # and the following: a named barrier of each warpgroup
 
 
 class Pipes(NamedTuple):
@@ -189,7 +188,6 @@ class Tile(NamedTuple):
     sequence: Sequence
     piece: Piece
     free: tuple[Int32, Int32]  # keys that all rows see
-    consumer: Int32  # which warpgroup of those that multiply
     Q: cute.Tensor
 
 
@@ -197,10 +195,6 @@ class Tile(NamedTuple):
 def consume(attend: Constexpr[Callable], shared: Shared, begin: Start, config: Constexpr[Config]):
     """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
     state, shape = tma.at_first(config.kv_stages), shared.shape
-    if const_expr(config.pingpong):
-        consumer = arch.make_warp_uniform(arch.warp_idx()) // WARPS
-        if consumer == 1:
-            pass_turn(consumer, config)  # the first turn is the first warpgroup's
     shares = begin.shares
     b, start, at = begin.place.sequence, begin.place.start, begin.place.at
     while at < shares.end:
@@ -246,7 +240,6 @@ def attend(
         sequence=sequence,
         piece=piece,
         free=rows.free_of(sequence, unit, shape, config),
-        consumer=consumer,
         Q=queries(tensors, mma, sm, unit, sequence, consumer, config),
     )
     tile.acc_O.fill(0.0)
@@ -255,7 +248,7 @@ def attend(
     elif unit.rows > consumer * TILE_M:
         state = walk(tile, shared, state, config)
     else:
-        state = give_back(pipes, state, piece, consumer, config)
+        state = give_back(pipes, state, piece)
     lse, inverse = scores.close(tile.state, scores.Terms(None, None, None, None), config)
     if const_expr(config.scales[1] == "head"):
         for r in range_constexpr(fragments.ROWS):
@@ -316,13 +309,9 @@ def walk(tile: Tile, shared: Shared, state: pipeline.PipelineState, config: Cons
 
 
 @cute.jit
-def give_back(
-    pipes: Pipes, state: pipeline.PipelineState, piece: Piece, consumer: Int32, config: Constexpr[Config]
-) -> pipeline.PipelineState:
+def give_back(pipes: Pipes, state: pipeline.PipelineState, piece: Piece) -> pipeline.PipelineState:
     """The piece's tiles, unread: the other warpgroup's rows are all that there are."""
     for _ in cutlass.range(piece.first, piece.last, unroll=1):
-        take_turn(consumer, config)
-        pass_turn(consumer, config)
         for pipe in pipes:
             pipe.consumer_wait(state)
             tma.release(pipe, state)
@@ -352,9 +341,7 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
 @cute.jit
 def first_scores(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, config: Constexpr[Config]):
     """S of a piece's first tile, and its softmax."""
-    take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, shared.pipes, state, config)
-    pass_turn(tile.consumer, config)
     warpgroup.wait_group(0)
     tma.release(shared.pipes.k, state)
     change(acc_S, tile, shared, n0, config)
@@ -385,11 +372,9 @@ def overlapped_step(
     """
     before, pipes = state.clone(), shared.pipes
     state.advance()
-    take_turn(tile.consumer, config)
     acc_S = issue_scores(tile, pipes, state, config)
     pipes.v.consumer_wait(before)
     issue_values(tile, before)
-    pass_turn(tile.consumer, config)
     warpgroup.wait_group(1)  # S is there, O is not
     tma.release(pipes.k, state)
     change(acc_S, tile, shared, n0, config)
@@ -445,16 +430,3 @@ def clear_values(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: 
     shared.pipes.v.consumer_wait(state)
     if n0 < tile.piece.begin or n0 + config.tile_n > tile.piece.end:
         rows.clear_values(shared.sm.V_by_token[None, None, state.index].iterator.toint(), n0, tile.piece, config)
-
-
-@cute.jit
-def take_turn(consumer: Int32, config: Constexpr[Config]):
-    if const_expr(config.pingpong):
-        arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * THREADS)
-
-
-@cute.jit
-def pass_turn(consumer: Int32, config: Constexpr[Config]):
-    """To the other warpgroup: its barrier counts these threads and its own."""
-    if const_expr(config.pingpong):
-        arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * THREADS)

@@ -36,9 +36,6 @@ class Config(ScoreChanges):
     q_stages: int = 1
     kv_stages: int = 2
     pingpong: bool = False
-    turn: Literal["issued", "scores"] = (
-        "issued"  # with pingpong: the next warpgroup may multiply as both products are issued, or the scores there
-    )
     hold: bool = False  # maxima are found before the wait for P V
     dynamic: bool = True
     cluster: int = 1

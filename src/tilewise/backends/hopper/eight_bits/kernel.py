@@ -321,11 +321,10 @@ def step(
     acc_S = issue_scores(tile, state, config)
     forward.wait_for_values(tile, pipes, before, config)
     acc_N = issue_output(tile, before, config)
-    pass_turn(tile, "issued", config)
+    forward.pass_turn(tile.consumer, config)
     factors = factors_of(tile, of_keys, masked)
     seen = forward.seen_of(tile, n_block, ref, config) if const_expr(masked) else None
     warpgroup.wait_group(1)  # S is there, P V is not
-    pass_turn(tile, "scores", config)
     release(pipes.k, state, config)
     rescale = weigh(tile, acc_S, n_block, factors, tokens, seen, masked, config)
     if const_expr(config.tiles_of_values):
@@ -341,12 +340,6 @@ def step(
         fragments.scale_rows(tile.acc_O, rescale)
     round_into(tile, acc_S, config)
     return state
-
-
-@cute.jit
-def pass_turn(tile: Tile, at: Constexpr[str], config: Constexpr[Config]):
-    if const_expr(at == config.turn):
-        forward.pass_turn(tile.consumer, config)
 
 
 PASSES = forward.Passes(first_scores, step)
