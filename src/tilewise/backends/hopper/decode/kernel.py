@@ -12,7 +12,7 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.backends.hopper.decode import loads, merge, rows, scheduler, widen
+from tilewise.backends.hopper.decode import beginning, loads, merge, rows, scheduler, widen
 from tilewise.backends.hopper.decode.config import TILE_M, Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
@@ -71,7 +71,7 @@ class Shared(NamedTuple):
     tensors: Tensors
     shape: Shape
     work: Work
-    ending: merge.Ending
+    prior: Prior | None
     changes: Scores
     mma: wgmma.Mma
     sm: Smem
@@ -120,7 +120,7 @@ def kernel(
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
     warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
-    shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
+    shared = Shared(tensors, shape, work, prior, changes, mma, sm, pipes)
     if const_expr(config.widens):
         if warp < WARPS:
             arch.setmaxregister_increase(config.registers[0])
@@ -222,7 +222,7 @@ def attend(
     shared: Shared, state: pipeline.PipelineState, b: Int32, piece: Piece, sequence: Sequence, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """A piece of a unit: its tiles of keys, then O and its log-sum-exp."""
-    tensors, shape, work, ending, changes, mma, sm, pipes = shared
+    tensors, shape, work, _, changes, mma, sm, pipes = shared
     unit = rows.unit_of(b, piece, sequence, shape, config)
     consumer = arch.make_warp_uniform(arch.warp_idx()) // WARPS if const_expr(config.consumers > 1) else Int32(0)
     pv, all_qk, all_pv = mma.pv.get_slice(arch.thread_idx()[0]), wgmma.of_warpgroup(mma.qk, 0), wgmma.of_warpgroup(mma.pv, 0)
@@ -242,7 +242,7 @@ def attend(
         free=rows.free_of(sequence, unit, shape, config),
         Q=queries(tensors, mma, sm, unit, sequence, consumer, config),
     )
-    tile.acc_O.fill(0.0)
+    beginning.of_piece(tile.acc_O, tile.state, shared.prior, piece, unit, config)
     if const_expr(config.consumers == 1):  # noqa: SIM114 - with `or` the DSL builds what comes behind it all the same
         state = walk(tile, shared, state, config)
     elif unit.rows > consumer * TILE_M:
@@ -255,9 +255,9 @@ def attend(
             inverse[r] *= tensors.v_scale[b, piece.head_k]
     fragments.scale_rows(tile.acc_O, inverse)
     if piece.count == 1:
-        merge.store(tile.acc_O, lse, tensors, ending, unit, config)
+        merge.store(tile.acc_O, lse, tensors, changes.sink, unit, config)
     else:
-        merge.together(tile.acc_O, lse, tensors, work, ending, sm.told, piece, unit, shape, config)
+        merge.together(tile.acc_O, lse, tensors, work, changes.sink, sm.told, piece, unit, shape, config)
     return state
 
 
@@ -347,7 +347,9 @@ def first_scores(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: 
     change(acc_S, tile, shared, n0, config)
     if n0 < tile.free[0] or n0 + config.tile_n > tile.free[1]:
         hide(acc_S, tile, shared, n0, config)
-    scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
+    rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
+    if const_expr(config.onto):  # otherwise O is 0
+        fragments.scale_rows(tile.acc_O, rescale)
     fragments.round_into(tile.P, acc_S)
     clear_values(tile, shared, state, n0, config)
 

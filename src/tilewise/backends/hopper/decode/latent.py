@@ -12,8 +12,8 @@ Equations: those of FlashAttention-2's forward in docs/algorithm.md.
 from enum import IntEnum
 from typing import NamedTuple
 
+from tilewise.backends.hopper.decode import beginning, loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode import kernel as decode
-from tilewise.backends.hopper.decode import loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode.config import WARPGROUP, Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.rows import Unit
@@ -83,7 +83,7 @@ class Shared(NamedTuple):
     tensors: Tensors
     shape: Shape
     work: Work
-    ending: merge.Ending
+    prior: Prior | None
     changes: Scores
     mma: Mma
     sm: Smem
@@ -136,7 +136,7 @@ def kernel(
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
     arch.griddepcontrol_launch_dependents()
     warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
-    shared = Shared(tensors, shape, work, merge.Ending(changes.sink, prior), changes, mma, sm, pipes)
+    shared = Shared(tensors, shape, work, prior, changes, mma, sm, pipes)
     if warp < WARPGROUP // WARP:
         arch.setmaxregister_increase(LEFT)
         decode.consume(attend_left, shared, begin, config)
@@ -209,7 +209,7 @@ def attend_left(
     )
     keep(tile.kept, sequence, piece)
     load_queries(sm.Q, shared.tensors, unit, config)
-    tile.acc_O.fill(0.0)
+    beginning.of_piece(tile.acc_O, tile.state, shared.prior, piece, unit, config)
     for n in cutlass.range(piece.first, piece.last, unroll=1):
         step_left(tile, shared, state, n * config.tile_n, config)
         state.advance()
@@ -307,7 +307,7 @@ def attend_right(
     acc_O = cute.make_rmem_tensor(pv.partition_shape_C((config.tile_m, config.columns_of_O)), Float32)
     load_queries(sm.Q, shared.tensors, unit, config)
     keep(kept, sequence, piece)
-    acc_O.fill(0.0)
+    beginning.of_piece(acc_O, None, shared.prior, piece, unit, config, config.columns_of_O)
     arch.barrier_arrive(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)
     for _ in cutlass.range(piece.first, piece.last, unroll=1):
         (rescale,) = take(1, sm, config)
@@ -387,9 +387,9 @@ def end(
     acc_O: cute.Tensor, lse: cute.Tensor, shared: Shared, b: Int32, kept: cute.Tensor, column0: Constexpr[int], config: Constexpr[Config]
 ):
     """O of a piece, from column0 on, and its log-sum-exp."""
-    tensors, shape, work, ending = shared.tensors, shared.shape, shared.work, shared.ending
+    tensors, shape, work, sink = shared.tensors, shared.shape, shared.work, shared.changes.sink
     _, unit, piece = kept_of(kept, b, shape, config)
     if piece.count == 1:
-        merge.store(acc_O, lse, tensors, ending, unit, config, column0)
+        merge.store(acc_O, lse, tensors, sink, unit, config, column0)
     else:
-        merge.together(acc_O, lse, tensors, work, ending, shared.sm.told, piece, unit, shape, config, column0)
+        merge.together(acc_O, lse, tensors, work, sink, shared.sm.told, piece, unit, shape, config, column0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import arrivals, rows, scheduler
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Prior, Tensors, Work
+from tilewise.backends.hopper.decode.operands import Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Shape
 from tilewise.sm90 import fragments
@@ -29,13 +29,6 @@ CHUNK = STRANDS * DEEP  # pieces of a sum, over its strands
 COLUMNS = (WARP * WIDE).bit_length() - 1  # of a warp: a logarithm
 
 
-class Ending(NamedTuple):
-    """What joins a unit when all of its pieces are together."""
-
-    sinks: cute.Tensor | None  # (heads_q,) fp32
-    prior: Prior | None
-
-
 class Level(NamedTuple):
     """Pieces number first, first + step, ... of a unit, `count` of them, which count themselves at `counter`."""
 
@@ -49,8 +42,8 @@ class Level(NamedTuple):
 
 
 @cute.jit
-def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit,
-             shape: Shape, config: Constexpr[Config], column0: Constexpr[int] = 0):  # fmt: skip
+def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks: cute.Tensor | None, told: cute.Tensor, piece: Piece,
+             unit: Unit, shape: Shape, config: Constexpr[Config], column0: Constexpr[int] = 0):  # fmt: skip
     """Keep this block's piece, and store of the unit what is this block's turn. told: (2,) int32 in shared memory. column0: the first of O that this
     warpgroup has.
     """
@@ -58,7 +51,7 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
     counter = scheduler.counter_of(piece)
     level = Level(Int32(0), Int32(1), piece.count, piece.most, counter, Int32(0), Boolean(True))
     if const_expr(not config.split):
-        sum_up(level, tensors, work, ending, told, piece, unit, shape, config)
+        sum_up(level, tensors, work, sinks, told, piece, unit, shape, config)
     else:
         groups, most = (cute.ceil_div(x, config.group) for x in (piece.count, piece.most))
         if piece.most > config.most_pieces:
@@ -67,7 +60,7 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
             level = Level(first, Int32(1), count, Int32(config.group), of_group, Int32(0), Boolean(False))
         going = Boolean(True)
         while going:
-            summed = sum_up(level, tensors, work, ending, told, piece, unit, shape, config)
+            summed = sum_up(level, tensors, work, sinks, told, piece, unit, shape, config)
             going = summed and not level.last
             level = Level(Int32(0), Int32(config.group), groups, most, counter, Int32(1), Boolean(True))
 
@@ -89,7 +82,7 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 
 @cute.jit
-def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
+def sum_up(level: Level, tensors: Tensors, work: Work, sinks: cute.Tensor | None, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
            config: Constexpr[Config]) -> Boolean:  # fmt: skip
     """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
 
@@ -114,16 +107,16 @@ def sum_up(level: Level, tensors: Tensors, work: Work, ending: Ending, told: cut
                 row0 = (each << height) + (task >> across << rows_each)
                 column0 = (task & ((Int32(1) << across) - 1)) << (COLUMNS - chunks)
                 if few:
-                    add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, True, config)
+                    add_up(level, row0, column0, chunks, tensors, work, sinks, piece, unit, shape, True, config)
                 else:
-                    add_up(level, row0, column0, chunks, tensors, work, ending, piece, unit, shape, False, config)
+                    add_up(level, row0, column0, chunks, tensors, work, sinks, piece, unit, shape, False, config)
         arrivals.clear(counter, shared, turn, before)
     return turn.step > 0
 
 
 @cute.jit
-def add_up(level: Level, row0: Int32, column0: Int32, chunks: Int32, tensors: Tensors, work: Work, ending: Ending, piece: Piece, unit: Unit,
-           shape: Shape, few: Constexpr[bool], config: Constexpr[Config]):  # fmt: skip
+def add_up(level: Level, row0: Int32, column0: Int32, chunks: Int32, tensors: Tensors, work: Work, sinks: cute.Tensor | None, piece: Piece,
+           unit: Unit, shape: Shape, few: Constexpr[bool], config: Constexpr[Config]):  # fmt: skip
     """By a warp: 128 columns of four rows, where pieces are few; else 128 >> chunks columns of one. Into O and L, or over the first of the pieces.
 
     A lane has SUMS sums of WIDE columns: of four rows, or of a row's columns or chunks of pieces, or both. Where pieces are not few, 8 lanes lie side
@@ -185,19 +178,19 @@ def add_up(level: Level, row0: Int32, column0: Int32, chunks: Int32, tensors: Te
         gather(total, chunks)
     whole = top + cute.math.log2(weight) * LN2
     whole = -Float32.inf if weight == 0.0 else whole
-    factor, earlier = Float32(1.0) if weight == 0.0 else 1.0 / weight, Float32(0.0)
+    factor = Float32(1.0) if weight == 0.0 else 1.0 / weight
     if level.last:
-        token, head = rows.place_of(min(own, unit.rows - 1), unit)
-        whole, share, earlier = weights_of(whole, ending, unit, token, head, config)
+        _, head = rows.place_of(min(own, unit.rows - 1), unit)
+        whole, share = weights_of(whole, sinks, head, config)
         factor *= share
-    weights, column = (factor, earlier, whole), column0 + column + (strand >> chunks) * (FEW * WIDE)
+    weights, column = (factor, whole), column0 + column + (strand >> chunks) * (FEW * WIDE)
     for j in range_constexpr(SUMS if few else 1):
         row = row0 + j
         if const_expr(few):
-            factor, earlier, whole = (arch.shuffle_sync(x, j * FEW) for x in weights)
+            factor, whole = (arch.shuffle_sync(x, j * FEW) for x in weights)
         if row < unit.rows and column < dim and strand & ((Int32(1) << chunks) - 1) == 0:
             if level.last:
-                store_sum(total[None, j], factor, earlier, whole, tensors, ending, unit, row, column, config)
+                store_sum(total[None, j], factor, whole, tensors, unit, row, column)
             else:
                 for i in range_constexpr(WIDE):
                     total[i, j] *= factor
@@ -238,17 +231,12 @@ def over_row(x: Float32, few: Constexpr[bool], combine: Constexpr[Callable]) -> 
 
 
 @cute.jit
-def store_sum(total: cute.Tensor, factor: Float32, earlier: Float32, lse: Float32, tensors: Tensors, ending: Ending, unit: Unit, row: Int32,
-              column: Int32, config: Constexpr[Config]):  # fmt: skip
-    """WIDE columns of a unit's row, times `factor`, and of the prefix's, times `earlier`."""
+def store_sum(total: cute.Tensor, factor: Float32, lse: Float32, tensors: Tensors, unit: Unit, row: Int32, column: Int32):
+    """WIDE columns of a unit's row, times `factor`."""
     token, head = rows.place_of(row, unit)
-    numbers, found = cute.make_rmem_tensor(WIDE, tensors.O.element_type), cute.make_rmem_tensor(WIDE, Float32)
-    found.fill(0.0)
-    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if earlier != 0.0:
-            cute.autovec_copy(vector(ending.prior.O, unit, token, head, column, WIDE), found)
+    numbers = cute.make_rmem_tensor(WIDE, tensors.O.element_type)
     for c in range_constexpr(WIDE):
-        numbers[c] = (total[c] * factor + found[c] * earlier).to(tensors.O.element_type)
+        numbers[c] = (total[c] * factor).to(tensors.O.element_type)
     cute.autovec_copy(numbers, vector(tensors.O, unit, token, head, column, WIDE))
     if column == 0:
         tensors.L[unit.entry, head, unit.first_query + token] = lse
@@ -267,47 +255,36 @@ def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32
 
 
 @cute.jit
-def weights_of(
-    lse: Float32, ending: Ending, unit: Unit, token: Int32, head: Int32, config: Constexpr[Config]
-) -> tuple[Float32, Float32, Float32]:
-    """A row's log-sum-exp in the end, and what its O is multiplied with, and that of the prefix."""
-    earlier, sink = -Float32.inf, -Float32.inf
-    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if unit.joins:
-            earlier = ending.prior.L[unit.entry, head, unit.first_query + token]
-    if const_expr(config.sinks):
-        sink = ending.sinks[head]
-    if const_expr(not (config.onto or config.sinks)):
-        return lse, Float32(1.0), Float32(0.0)
-    top = arch.fmax(arch.fmax(lse, earlier), sink)
+def weights_of(lse: Float32, sinks: cute.Tensor | None, head: Int32, config: Constexpr[Config]) -> tuple[Float32, Float32]:
+    """A row's log-sum-exp in the end, and what its O is multiplied with. sinks: (heads_q,) fp32; each joins a unit, no piece of it."""
+    if const_expr(not config.sinks):
+        return lse, Float32(1.0)
+    sink = sinks[head]
+    top = arch.fmax(lse, sink)
     base = Float32(0.0) if top == -Float32.inf else top
-    own, before, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, earlier, sink))
-    total = own + before + other
+    own, other = (cute.math.exp2((x - base) * LOG2_E, fastmath=True) for x in (lse, sink))
+    total = own + other
     whole = -Float32.inf if total == 0.0 else base + cute.math.log2(total) * LN2
-    inverse = Float32(1.0) if total == 0.0 else 1.0 / total
-    return whole, own * inverse, before * inverse
+    return whole, own * (Float32(1.0) if total == 0.0 else 1.0 / total)
 
 
 @cute.jit
 def store(
-    acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, ending: Ending, unit: Unit, config: Constexpr[Config], column0: Constexpr[int] = 0
+    acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, sinks: cute.Tensor | None, unit: Unit, config: Constexpr[Config],
+    column0: Constexpr[int] = 0,
 ):  # fmt: skip
     """A unit that is this block's alone, or the columns of it from column0 on."""
-    O, pair, found = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type), cute.make_rmem_tensor(2, Float32)
-    found.fill(0.0)
+    O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, tensors.O.element_type)
     for r in range_constexpr(fragments.ROWS):
         row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
         if row < unit.rows:
             token, head = rows.place_of(row, unit)
-            whole, own, earlier = weights_of(lse[r], ending, unit, token, head, config)
+            whole, own = weights_of(lse[r], sinks, head, config)
             for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
                 at = column + const_expr(fragments.column(c))
                 if column0 + fragments.column(c) < tensors.O.shape[3]:
-                    if const_expr(config.onto):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-                        if earlier != 0.0:
-                            cute.autovec_copy(vector(ending.prior.O, unit, token, head, at, 2), found)
                     for i in range_constexpr(2):
-                        pair[i] = (O[r, c + i] * own + found[i] * earlier).to(tensors.O.element_type)
+                        pair[i] = (O[r, c + i] * own).to(tensors.O.element_type)
                     cute.autovec_copy(pair, vector(tensors.O, unit, token, head, at, 2))
             if column == 0:
                 tensors.L[unit.entry, head, unit.first_query + token] = whole
