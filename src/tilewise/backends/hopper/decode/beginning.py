@@ -32,19 +32,21 @@ def of_piece(
         if unit.joins and piece.number == 0:
             below = const_expr(BELOW if config.dtype == torch.float16 else 0)
             O, pair = fragments.by_rows(acc_O), cute.make_rmem_tensor(2, Float32)
+            lse, column = cute.make_rmem_tensor(fragments.ROWS, Float32), column0 + arch.lane_idx() % fragments.QUAD * 2
+            lse.fill(-Float32.inf)
             for r in range_constexpr(fragments.ROWS):
-                row, column = rows.row_of(r, config), column0 + arch.lane_idx() % fragments.QUAD * 2
+                row = rows.row_of(r, config)
                 if row < unit.rows:
                     token, head = rows.place_of(row, unit)
+                    lse[r] = prior.L[unit.entry, head, unit.first_query + token]
                     first = prior.O[unit.entry, unit.first_query + token, head, None].iterator + column
                     for c in range_constexpr(0, cute.size(O, mode=[1]), 2):
                         if column0 + fragments.column(c) < prior.O.shape[3]:
                             cute.autovec_copy(cute.make_tensor(known(first + fragments.column(c), 8), cute.make_layout(2)), pair)
                             O[r, c], O[r, c + 1] = pair[0], pair[1]
-                    if const_expr(state is not None):
-                        lse = prior.L[unit.entry, head, unit.first_query + token]
-                        state.m[r] = lse * LOG2_E - float(below)
-                        if column == 0 and lse > -Float32.inf:  # its part, of four threads
-                            state.l[r] = float(2**below)
+            if const_expr(state is not None):
+                for r in range_constexpr(fragments.ROWS):
+                    state.m[r] = lse[r] * LOG2_E - float(below)
+                    state.l[r] = float(2**below) if column == 0 and lse[r] > -Float32.inf else 0.0  # one of the four threads' parts
             if const_expr(below > 0):
                 acc_O.store(acc_O.load() * float(2**below))
