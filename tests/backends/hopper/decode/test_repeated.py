@@ -11,7 +11,7 @@ import torch
 from decode_problems import DecodeCase, made, with_eight_bits
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import append_call
+from tilewise.backends.hopper.decode import append_call, prefix
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.forward import plan
 from tilewise.problem import DecodeTensors
@@ -37,7 +37,7 @@ class Gpu:
         q, k, v, o, lse, *_ = tensors
         if any(not jit.strided(x) or x.data_ptr() % 16 for x in (q, k, v, o)):
             raise ValueError("Misaligned Tensor data on argument #0")
-        self.launches.append(SimpleNamespace(tensors=tensors, lengths=lengths, work=work, scores=scores))
+        self.launches.append(SimpleNamespace(tensors=tensors, lengths=lengths, work=work, prior=prior, scores=scores))
         o.fill_(1.0)
         lse.fill_(2.0)
 
@@ -93,6 +93,18 @@ def test_slopes_and_the_sink_are_each_calls_own(gpu):
         run(given(each), each.seqlens, None)
         scores = gpu.launches[-1].scores
         assert torch.equal(scores.slopes, each.alibi_slopes) and torch.equal(scores.sink, each.sink.float())
+
+
+def test_behind_a_prefix_a_launch_waits_at_once_only_for_copies(gpu, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(replace(CASES["plain"], prefix=4))
+    late = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape).copy_(call.q)
+    for each, alone in ((call, 1), (replace(call, q=late), 0), (replace(call, sink=torch.zeros(4)), 0)):
+        gpu.launches.clear()
+        again(each)(given(each), each.seqlens, None)
+        first, second = gpu.launches
+        assert first.prior is None and first.tensors[0].shape[:2] == (1, 2) and second.tensors[0].shape[:2] == (2, 1)
+        assert (second.prior.alone, second.prior.tokens) == (alone, 4) and second.prior.O.data_ptr() == first.tensors[3].data_ptr()
 
 
 @pytest.mark.parametrize("per", [(None, "head"), ("all", "sequence"), ("token", "token")])

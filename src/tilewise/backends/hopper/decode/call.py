@@ -237,7 +237,7 @@ def arguments(config: Config) -> list:
             jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v),
             jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False),
         )
-        prior = Prior(like_o, like_lse, Int32(0))
+        prior = Prior(like_o, like_lse, Int32(0), Int32(0))
     inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
     sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
     changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))

@@ -117,8 +117,7 @@ def kernel(
     pipes = Pipes(*(tma.make_pipe(storage, config.kv_stages, size, config.threads // WARP) for size in bytes_of_stage))
     raw = allocate_raw(storage, tensors.K.element_type, config) if config.widens else None
     tma.barriers_ready()
-    arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
-    arch.griddepcontrol_launch_dependents()
+    follow(prior, config)
     warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
     shared = Shared(tensors, shape, work, prior, changes, mma, sm, pipes)
     if const_expr(config.widens):
@@ -139,6 +138,20 @@ def kernel(
         if const_expr(config.consumers > 1):
             arch.setmaxregister_decrease(config.registers[-1])
         load(load_K, load_V, tensors, (sm.K, sm.V_by_token), pipes, shape, begin, warp - config.threads // WARP, config)
+
+
+@cute.jit
+def follow(prior: Prior | None, config: Constexpr[Config]):
+    """What kernels before this one wrote, it may read, and the next one may be launched.
+
+    With a prefix all but its result may be read: the prefix's launch waited for the kernels before it, and only then had this one launched. Those
+    that compute wait for that result (`consume`), without work too, so that no kernel ends before the one it follows; K and V come meanwhile.
+    """
+    if const_expr(not config.onto):
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+    elif prior.alone == 0:
+        arch.griddepcontrol_wait()
 
 
 @cute.jit
@@ -194,6 +207,9 @@ class Tile(NamedTuple):
 @cute.jit
 def consume(attend: Constexpr[Callable], shared: Shared, begin: Start, config: Constexpr[Config]):
     """A warpgroup: unit after unit of the block's share. attend: what it does with a piece."""
+    if const_expr(config.onto):
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
     state, shape = tma.at_first(config.kv_stages), shared.shape
     shares = begin.shares
     b, start, at = begin.place.sequence, begin.place.start, begin.place.at

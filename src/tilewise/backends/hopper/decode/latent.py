@@ -133,8 +133,7 @@ def kernel(
         tma.make_pipe(storage, config.kv_stages, bytes_of_columns * (config.head_dim - config.columns_of_O), COMPUTING // WARP),
     )
     tma.barriers_ready()
-    arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read
-    arch.griddepcontrol_launch_dependents()
+    decode.follow(prior, config)
     warp, begin = arch.make_warp_uniform(arch.warp_idx()), scheduler.start_of(shape, config)
     shared = Shared(tensors, shape, work, prior, changes, mma, sm, pipes)
     if warp < WARPGROUP // WARP:

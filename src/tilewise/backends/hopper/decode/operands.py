@@ -39,11 +39,12 @@ class Lengths(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """What an earlier launch found for the first `tokens` keys of every sequence. Shaped as O and L, fp32."""
+    """What the launch before this one found for the first `tokens` keys of every sequence. Shaped as O and L, fp32."""
 
     O: Tensor
     L: Tensor
     tokens: int
+    alone: int = 0  # 1 if this launch takes nothing else from launches that may still run: no copy was made since
 
 
 class Work(NamedTuple):
