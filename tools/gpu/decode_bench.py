@@ -1,6 +1,6 @@
 """Checks and tunes the decode kernel on one Hopper GPU: a sample checked first, what a call costs on the host, what options cost, the best tuning.
 
-    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep]
+    python tools/gpu/decode_bench.py OUT.jsonl [--seconds 540] [--only check,host,append,short,shares,chunks,merge,fp8,latent,features,prefix,sweep]
 
 How fast it is beside others is `tilewise bench --set decode`, whose caches are used here. Times are medians of CUDA-graph replays; a graph holds
 calls on so many different caches that they do not fit the L2 cache, so every byte comes from memory. TB/s counts K and V once, a latent cache once
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
@@ -25,7 +26,7 @@ from decode_problems import DecodeCase, held, made
 import tilewise as tw
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import repeat
+from tilewise.backends.hopper.decode import prefix, repeat
 from tilewise.bench import decode_cells
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
@@ -115,7 +116,7 @@ class Bench:
 
 
 def features(bench: Bench) -> None:
-    """What a fixed split, small pages, a tree, changes of the scores and a common prefix cost or save."""
+    """What a fixed split, small pages, a tree and changes of the scores cost or save."""
     for cell in (Cell(1, 8192, 32, 8, 64), Cell(16, 8192, 32, 8, 64)):
         calls = bench.caches(cell)
         us = {"plain": bench.ours(calls)}
@@ -132,16 +133,50 @@ def features(bench: Bench) -> None:
         for page in (1, 4, 8):
             us[f"pages of {page}"] = bench.ours(bench.caches(replace(cell, page=page)))
         bench.note(kind="features", **vars(cell), us={name: round(each, 2) for name, each in us.items()})
-    cell, prefix = Cell(64, 8192 + 1024, 32, 8, 64), 8192
-    calls = bench.caches(cell)
-    for call in calls:
-        call.page_table[:, : prefix // cell.page] = call.page_table[:1, : prefix // cell.page]
-    apart, joint = bench.ours(calls), bench.ours([replace(call, shared_prefix=prefix) for call in calls])
-    whole, joined = decoding.decode(calls[0]), decoding.decode(replace(calls[0], shared_prefix=prefix))
-    error = (whole[0].float() - joined[0].float()).abs().max().item()
-    bench.note(
-        kind="prefix", **vars(cell), apart_us=round(apart, 2), joint_us=round(joint, 2), times=round(apart / joint, 2), difference=error
-    )
+
+
+PREFIXED = (64, 8192, 1024), (64, 8192, 64), (128, 4096, 256), (32, 8192, 1024), (16, 8192, 1024)  # sequences, tokens of the prefix, own
+
+
+def prefixes(bench: Bench) -> None:
+    """A common prefix: apart, with each sequence's copy of it; on the same pages; as a prefix, both launches, and each alone. Then how the prefix's
+    launch could be cut.
+    """
+    tunings: dict[str, dict] = {f"{n} stages": {"kv_stages": n} for n in (2, 3, 4, 6)}
+    tunings |= {"128 keys": {"tile_n": 128}, "one warpgroup": {"consumers": 1, "overlap": False}}
+    four = {"no overlap": {"overlap": False}, "evict first": {"evict_first": True}, "units of 64 rows": {"cut": decoding.Cut(rows=64)}}
+    four |= {f"{n} polls": {"cut": decoding.Cut(polls=n)} for n in (0, 128)}
+    tunings |= {f"4 stages, {name}": {"kv_stages": 4, **tuning} for name, tuning in four.items()}
+    for b, common, own in PREFIXED:
+        cell = Cell(b, common + own, 32, 8, 64)
+        calls = bench.caches(cell)
+        row = {"apart_us": bench.ours(calls)}
+        for call in calls:
+            call.page_table[:, : common // cell.page] = call.page_table[:1, : common // cell.page]
+        joint = [replace(call, shared_prefix=common) for call in calls]
+        firsts = [prefix.of(call) for call in joint]
+        rests = [
+            replace(call, page_table=call.page_table[:, common // cell.page :].contiguous(), seqlens=call.seqlens - common)
+            for call in calls
+        ]
+        both = decoding.decoder(joint[0])
+        found = both.first(firsts[0])
+        row["same_pages_us"] = bench.ours(calls)
+        row["joint_us"] = replayed_us([partial(repeat.decode, call, decoding.decoder) for call in joint])
+        row["prefix_us"] = replayed_us([partial(both.first, call) for call in firsts])
+        row["own_us"] = replayed_us([partial(both.rest, call, prefix.prior(call, *found)) for call in joint])
+        row["own_alone_us"] = bench.ours(rests)
+        row = {name: round(us, 2) for name, us in row.items()}
+        whole, joined = decoding.decode(calls[0]), repeat.decode(joint[0], decoding.decoder)
+        row["difference"] = max((x.float() - y.float()).abs().max().item() for x, y in zip(whole, joined, strict=True))
+        bench.note(kind="prefix", **vars(cell), prefix=common, **row)
+        us = {}
+        for name, tuning in tunings.items():
+            try:
+                us[name] = round(bench.ours(firsts, out=torch.float32, **tuning), 2)
+            except (RuntimeError, AssertionError, ValueError, TypeError) as failure:
+                us[name] = f"{type(failure).__name__}: {str(failure)[:120]}"
+        bench.note(kind="prefix sweep", **vars(cell), prefix=common, us=us)
 
 
 def tunings() -> dict[str, dict]:
@@ -502,7 +537,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--only", default="check,host,append,short,shares,chunks,merge,fp8,latent,features,sweep")
+    parser.add_argument("--only", default="check,host,append,short,shares,chunks,merge,fp8,latent,features,prefix,sweep")
     given = parser.parse_args()
     only = given.only.split(",")
     bench = Bench(given.out)
@@ -546,6 +581,8 @@ def main() -> None:
         guarded(bench, latent)
     if "features" in only and left():
         guarded(bench, features)
+    if "prefix" in only and left():
+        guarded(bench, prefixes)
 
 
 if __name__ == "__main__":

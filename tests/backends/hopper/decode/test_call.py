@@ -182,6 +182,24 @@ def test_calls_whose_units_have_other_rows_are_no_repeats_of_each_other():
     assert repeat._key(one) == repeat._key(more) != repeat._key(larger)
 
 
+def test_units_of_many_rows_have_those_of_two_products(monkeypatch):
+    """However few keys there are."""
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    for queries, rows in ((32, 64), (33, 128)):
+        call = made(DecodeCase(lengths=(70,), queries=queries, heads=(8, 2)))
+        assert repeat.rows_of_unit(call) == rows and decoding._need(call, decoding.config_of(call)).rows == rows
+
+
+def test_a_prefix_has_more_on_its_way_where_products_decide(monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for batch, heads, stages in ((64, 8, 4), (32, 8, 2)):  # 256 and 128 rows
+        call = made(DecodeCase(lengths=(20,) * batch, heads=(heads, 2), dims=(128, 128), page=16, prefix=16))
+        (_, _, first), (_, _, rest) = decoding.kernels(call)
+        assert (first.kv_stages, first.out, first.onto) == (stages, torch.float32, False)
+        assert (rest.kv_stages, rest.out, rest.onto) == (decoding.config_of(call).kv_stages, None, True)
+
+
 def test_a_fixed_split_has_whole_tiles_of_rows(monkeypatch):
     monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
     call = made(DecodeCase(lengths=(300,), queries=4, heads=(32, 1)))

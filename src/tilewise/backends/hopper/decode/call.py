@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.decode import append_call, prefix, workspace
 from tilewise.backends.hopper.decode.append_call import TABLES
-from tilewise.backends.hopper.decode.config import LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
+from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
 from tilewise.backends.hopper.decode.repeat import (
@@ -121,7 +121,7 @@ def decode(call: DecodeCall, cut: Cut = USUAL, **tuning) -> tuple[Tensor, Tensor
     with torch.cuda.device(call.q.device):
         if prefix.pays(call):
             first = prefix.of(call)
-            found = _compute(first, config_of(first, out=torch.float32, **tuning), cut)
+            found = _compute(first, config_of_prefix(first, **tuning), cut)
             return _compute(call, config_of(call, onto=True, **tuning), cut, prefix.prior(call, *found))
         return _compute(call, config_of(call, **tuning), cut)
 
@@ -145,7 +145,7 @@ def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
         return None
     if prefix.pays(call):
         first = prefix.of(call)
-        return Prefixed(_decoder(first, config_of(first, out=torch.float32)), _decoder(call, config_of(call, onto=True)))
+        return Prefixed(_decoder(first, config_of_prefix(first)), _decoder(call, config_of(call, onto=True)))
     return _decoder(call, config_of(call))
 
 
@@ -179,6 +179,13 @@ def config_of(call: DecodeCall, **tuning) -> Config:
     )
 
 
+def config_of_prefix(call: DecodeCall, **tuning) -> Config:
+    """Of `prefix.of(call)`. Where softmax and products overlap, a tile takes 1,200 clocks, less than it takes to come from memory. So that more than
+    the next one is on its way, stages are twice as many. (Chunks read the same keys again and again, from the L2 cache.)
+    """
+    return config_of(call, out=torch.float32, **{"in_flight": 2 * IN_FLIGHT} if rows_of(call).get("overlap") else {}, **tuning)
+
+
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
     """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
     True.
@@ -194,7 +201,7 @@ def kernels(call: DecodeCall) -> list[tuple]:
     """What `jit.compiled` takes, for every kernel that the call launches."""
     configs = [config_of(call)]
     if prefix.pays(call):
-        configs = [config_of(prefix.of(call), out=torch.float32), config_of(call, onto=True)]
+        configs = [config_of_prefix(prefix.of(call)), config_of(call, onto=True)]
     return [(launch_of(config), arguments, config) for config in configs]
 
 

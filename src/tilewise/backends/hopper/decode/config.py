@@ -174,14 +174,18 @@ def rows_of_unit(keys: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, **fields) -> Config:
-    """few: keys, so that tiles are small. fields: of `Config`, those of the call and others in place of the usual."""
+def configure(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None, few: bool = False, in_flight: int = IN_FLIGHT, **fields
+) -> Config:
+    """few: keys, so that tiles are small. in_flight: bytes of a multiprocessor's stages, of which there are two at least. fields: of `Config`, those
+    of the call and others in place of the usual.
+    """
     if dims := latent_dims(head_dim, head_dim_v):
         return _latent(dtype, dims, page_size, fields)
     dims = tile_dims(head_dim, head_dim_v)
     tile_n, blocks = fields.pop("tile_n", _tile_n(dims, few, fields)), fields.pop("blocks", 1)
-    in_flight = max(2, IN_FLIGHT // blocks // ((1 if fields.get("cached") else 2) * tile_n * sum(dims)))
-    stages = fields.pop("kv_stages", 2 if fields.get("cached") else in_flight)
+    usual = max(2, in_flight // blocks // ((1 if fields.get("cached") else 2) * tile_n * sum(dims)))
+    stages = fields.pop("kv_stages", 2 if fields.get("cached") else usual)
     if fields.get("cached"):
         fields.setdefault("raw_stages", RAW_STAGES)
     # A tile of 64 keys would have as much of Q as of K read from shared memory. But after rotated registers ptxas orders products.
@@ -207,12 +211,11 @@ def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
     """Keys of a tile; what else takes registers leaves fewer for scores. With a split as many however rows are cut, for bits are."""
     if fields.get("overlap") and not fields.get("split"):
         return OVERLAPPED_TILE
-    crowded = ("softcap", "alibi"), ("tree", "split"), ("tree", "onto")
+    crowded = ("softcap", "alibi"), ("tree", "split")
     if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
         return TILES[dims] // 2
-    small = few or fields.get("tree") or fields.get("onto")
     usual = (IN_EIGHT_BITS if fields.get("cached") else TILES)[dims]
-    return min(usual, SMALL_TILE) if small else usual
+    return min(usual, SMALL_TILE) if few or fields.get("tree") else usual
 
 
 def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> list[Config]:

@@ -208,9 +208,11 @@ def capacity_of(call: DecodeCall) -> int:
 
 
 def rows_of_unit(call: DecodeCall) -> int:
-    """`config.rows_of_unit`, where that was measured; two products' otherwise."""
+    """`config.rows_of_unit`, where that was measured; two products' otherwise, and where more rows have two warpgroups, of which one would idle."""
     q, k, ragged = call.q, call.k_cache, call.cu_seqlens_q is not None
     if call.split is not None or ragged or k.dtype != q.dtype or tile_dims(q.shape[-1], call.v_cache.shape[3]) is None or 0 in k.shape:
+        return 2 * TILE_M
+    if q.shape[1] * (q.shape[2] // k.shape[2]) > 2 * TILE_M:
         return 2 * TILE_M
     return config.rows_of_unit(call.seqlens.shape[0] * k.shape[2] * capacity_of(call))
 
