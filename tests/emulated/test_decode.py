@@ -3,6 +3,7 @@
 Compiling a configuration takes longer than carrying it out: a quick test has few, and the others are slow.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -265,6 +266,8 @@ def test_units_of_few_rows(rows):
         ),  # two queries, so the third sequence is too short to join
         DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16),
         DecodeCase(lengths=(270, 133, 0), prefix=128, page=16, split=64),
+        DecodeCase(lengths=(270, 150), queries=40, heads=(8, 2), prefix=70),  # softmax and products overlap
+        DecodeCase(lengths=(700, 130, 133), prefix=128, heads=(4, 1), dtype=torch.float16, softcap=20.0),  # units in several pieces
     ],
     ids=str,
 )
@@ -273,6 +276,21 @@ def test_prefix_of_all(case, monkeypatch):
     call = made(case)
     assert prefix.pays(call)
     held(call, *run(call))
+
+
+def test_light_keys_behind_a_prefix_in_fp16(monkeypatch):
+    """Each has 2^-21 of the prefix's weight, for which fp16 has three bits."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(200, 180), prefix=16, heads=(2, 2), dtype=torch.float16))
+    call.q.fill_(1.0)
+    call.k_cache.fill_(-0.0625)[:, :16] = 0.125  # scores of -4, and 8 in the prefix
+    call.v_cache.fill_(100.0)[:, :16] = 0.0
+    o, _ = run(replace(call, scale=1.0))
+    for each, length in zip(o, (200, 180), strict=True):
+        light = (length - 16) * math.exp(-12)
+        torch.testing.assert_close(
+            each.double(), torch.full_like(each, 100 * light / (16 + light), dtype=torch.float64), rtol=1e-3, atol=0.0
+        )
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float
 DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
 DECODE_CHUNK = {"rising": True, "consumers": 2} | decoding.CHUNK
 DECODE.append(((128, 128), 64, {"ragged": True} | DECODE_CHUNK))
+DECODE.append(((128, 128), 64, {"onto": True}))
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 DECODE.append(((128, 128), 64, {"cached": (E4M3, E4M3), "scales": ("head", "head")}))
 DECODE_TOO = [
@@ -143,6 +144,9 @@ DECODE_TOO = [
     *((dims, page, {}) for dims in decoding.TILES for page in (0, 4, 16, 64)),
     *((dims, 0, changes) for dims in decoding.TILES for changes in (DECODE_CHANGES, {"split": True, "onto": True, "tree": True})),
     *((dims, 16, {"out": torch.float32}) for dims in decoding.TILES),
+    *((dims, 4, {"onto": True, "softcap": True, "sinks": True, "ragged": True}) for dims in decoding.TILES),
+    ((128, 128), 64, {"onto": True, "cached": (E4M3, INT8), "scales": ("token", "token"), "ragged": True, "sinks": True}),
+    ((256, 256), 4, {"onto": True, "tree": True, "sinks": True, "ragged": True}),
 ]
 DECODE_TOO += [(dims, 0, {"rotary": decoding.Rotary(dims[0] // 2, i % 2 == 0, torch.float32)}) for i, dims in enumerate(decoding.TILES)]
 DECODE_TOO += [(dims, page, {}) for dims in decoding.LATENT_TILES for page in (0, 16, 64)]

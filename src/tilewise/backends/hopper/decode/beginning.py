@@ -16,9 +16,7 @@ from tilewise.sm90.dsl import Constexpr, Float32, arch, const_expr, cute, range_
 from tilewise.sm90.fragments import LOG2_E
 from tilewise.sm90.pointers import known
 
-BELOW = (
-    16  # powers of 2, by which m is less than the log-sum-exp in fp16: P of keys that weigh as little as one of so many has all its bits
-)
+BELOW = 16  # powers of 2, by which m is less than the log-sum-exp in fp16, so that P of light keys has all its bits
 
 
 @cute.jit
