@@ -278,6 +278,17 @@ def test_prefix_of_all(case, monkeypatch):
     held(call, *run(call))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [("head", "all"), (None, "head")], ids=str)
+def test_a_prefix_in_eight_bits(scales, monkeypatch):
+    """Scales of V multiply the prefix's part of O once."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(200, 130, 100), prefix=128, page=16))
+    given, exact = with_eight_bits(call, (torch.float8_e4m3fn, torch.int8), scales)
+    assert prefix.pays(given)
+    held(exact, *run(given))
+
+
 def test_light_keys_behind_a_prefix_in_fp16(monkeypatch):
     """Each has 2^-21 of the prefix's weight, for which fp16 has three bits."""
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)

@@ -31,9 +31,13 @@ def pays(call: DecodeCall) -> bool:
 
 
 def of(call: DecodeCall) -> DecodeCall:
-    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry."""
+    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry. Scales of V that the prefix has in common
+    with the rest are left to the call's own launch, which multiplies the whole of O with them.
+    """
     q = call.q.reshape(1, -1, *call.q.shape[-2:])
     changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
+    if call.v_scale is not None and call.v_scale.dim() < 2:
+        changed["v_scale"] = None
     for name in ("page_table", "cache_batch_idx"):
         if (x := getattr(call, name)) is not None:
             changed[name] = x[:1]
