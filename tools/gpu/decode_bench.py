@@ -144,6 +144,7 @@ def prefixes(bench: Bench) -> None:
     """
     tunings: dict[str, dict] = {f"{n} stages": {"kv_stages": n} for n in (2, 3, 4, 6)}
     tunings |= {"128 keys": {"tile_n": 128}, "one warpgroup": {"consumers": 1, "overlap": False}}
+    tunings["two blocks of one warpgroup"] = {"consumers": 1, "overlap": False, "blocks": 2, "kv_stages": 3}
     four = {"no overlap": {"overlap": False}, "evict first": {"evict_first": True}, "units of 64 rows": {"cut": decoding.Cut(rows=64)}}
     four |= {f"{n} polls": {"cut": decoding.Cut(polls=n)} for n in (0, 128)}
     tunings |= {f"4 stages, {name}": {"kv_stages": 4, **tuning} for name, tuning in four.items()}
@@ -164,12 +165,17 @@ def prefixes(bench: Bench) -> None:
         row["same_pages_us"] = bench.ours(calls)
         row["joint_us"] = replayed_us([partial(repeat.decode, call, decoding.decoder) for call in joint])
         row["prefix_us"] = replayed_us([partial(both.first, call) for call in firsts])
+        row["prefix_warm_us"] = replayed_us([partial(both.first, firsts[0])] * 8)
         row["own_us"] = replayed_us([partial(both.rest, call, prefix.prior(call, *found)) for call in joint])
         row["own_alone_us"] = bench.ours(rests)
         row = {name: round(us, 2) for name, us in row.items()}
         whole, joined = decoding.decode(calls[0]), repeat.decode(joint[0], decoding.decoder)
         row["difference"] = max((x.float() - y.float()).abs().max().item() for x, y in zip(whole, joined, strict=True))
         bench.note(kind="prefix", **vars(cell), prefix=common, **row)
+        lengths = [n for n in (512, 1024, 2048, 4096, 8192) if n <= common]
+        of_length = {n: [prefix.of(replace(call, shared_prefix=n)) for call in calls] for n in lengths}
+        us = {n: round(replayed_us([partial(both.first, call) for call in of_length[n]]), 2) for n in lengths}
+        bench.note(kind="prefix of other lengths", **vars(cell), prefix=common, us=us)
         us = {}
         for name, tuning in tunings.items():
             try:
