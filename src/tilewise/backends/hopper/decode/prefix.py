@@ -31,8 +31,8 @@ def pays(call: DecodeCall) -> bool:
 
 
 def of(call: DecodeCall) -> DecodeCall:
-    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry. With scales of V, but for those of tokens,
-    the call's own launch multiplies all of O.
+    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry. Scales of V, but for those of
+    tokens, are for the call's own launch, which multiplies all of O.
     """
     q = call.q.reshape(1, -1, *call.q.shape[-2:])
     changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
