@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, Uint32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP, FAR = 32, 2**31 - 1
 
@@ -177,6 +177,18 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
 
 
 @cute.jit
+def quotient(a: Int32, b: Int32) -> Int32:
+    """a // b of numbers that are not negative: half the instructions that signs take."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
+@cute.jit
+def quotient_up(a: Int32, b: Int32) -> Int32:
+    """Likewise ceil(a / b)."""
+    return quotient(a + b - 1, b)
+
+
+@cute.jit
 def units_of(queries: Int32, shape: Shape) -> Int32:
     """Of so many queries and a key head."""
     return (queries * shape.group + shape.by_rows.divisor - 1) // shape.by_rows
@@ -199,8 +211,9 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     size, places = Int32(1), tiles + fixed * units
     share, more = divmod(places, shape.by_blocks)
     if share < shape.least:  # then fewer blocks have any
-        blocks = max(places // shape.least, 1)
-        share, more = places // blocks, places % blocks
+        blocks = max(quotient(places, shape.least), 1)
+        share = quotient(places, blocks)
+        more = places - share * blocks
     if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if shape.alone > 0 and units > 1:
             large = more * (share + 1)
@@ -234,16 +247,16 @@ def fitted(
     """
     blocks, readers = shape.by_blocks.divisor, max(units_of(shape.queries, shape), 1)
     even = max((tiles + blocks - 1) // shape.by_blocks, shape.least)
-    memory = max(((shape.alone * tiles) >> 2) // shape.by_blocks // readers, even)
+    memory = max(quotient(((shape.alone * tiles) >> 2) // shape.by_blocks, readers), even)
     added = config.fixed + shape.least
     soonest, size, share, places = memory + config.fixed + added, longest, Int32(0), units
     turns = (units + blocks - 1) // shape.by_blocks
-    time = time_of(turns * longest, cute.ceil_div(units, turns), tiles, even, memory, shape)
+    time = time_of(turns * longest, quotient_up(units, turns), tiles, even, memory, shape)
     if time < soonest:
         soonest, share = time, turns
-    fits = longest * units == tiles and longest % largest == 0 and rest <= longest
+    fits = longest * units == tiles and quotient(longest, largest) * largest == longest and rest <= longest
     if time > memory + added and units < blocks and not fits:
-        enough = min(cute.ceil_div(longest, blocks // units), cute.ceil_div(tiles - units, blocks - units))
+        enough = min(quotient_up(longest, quotient(blocks, units)), quotient_up(tiles - units, blocks - units))
         high = min(longest, max(shape.least, enough))
         low = min(even, high)
         while low < high:
@@ -265,7 +278,7 @@ def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, 
     The fewer are left the less memory is asked for: what that takes longer is bounded by how much more that one has than a block on average. And what
     blocks are idle from the beginning on lose: with half of them memory takes an eighth longer.
     """
-    uneven = max(min(memory - even, most - tiles // busy), 0)
+    uneven = max(min(memory - even, most - quotient(tiles, busy)), 0)
     return max(memory, most) + uneven + (memory >> 2) * (shape.by_blocks.divisor - busy) // shape.by_blocks
 
 
@@ -276,7 +289,7 @@ def pieces_of(size: Int32, shape: Shape, config: Constexpr[Config]) -> Int32:
     for first in cutlass.range(0, shape.batch, WARP, unroll=1):
         b = first + arch.lane_idx()
         found = sequence_of(min(b, shape.batch - 1), shape, config)
-        pieces += shape.heads * found.row_tiles * cute.ceil_div(found.tiles, size) if b < shape.batch else Int32(0)
+        pieces += shape.heads * found.row_tiles * quotient_up(found.tiles, size) if b < shape.batch else Int32(0)
     return arch.warp_redux_sync(pieces, "add")
 
 
@@ -284,8 +297,9 @@ def pieces_of(size: Int32, shape: Shape, config: Constexpr[Config]) -> Int32:
 def block_of(place: Int32, shares: Shares) -> Int32:
     """Whose share a place in the row is: g."""
     large = shares.more * (shares.share + 1)
-    late = shares.more + (place - large) // max(shares.share, 1)
-    return place // (shares.share + 1) if place < large else late
+    early = place < large
+    before, size = (Int32(0), shares.share + 1) if early else (large, max(shares.share, 1))
+    return quotient(place - before, size) + (Int32(0) if early else shares.more)
 
 
 @cute.jit
@@ -342,7 +356,7 @@ def places_of_unit(sequence: Sequence, shares: Shares) -> Int32:
     """Where none of a sequence sees less than another."""
     places = sequence.tiles
     if shares.size > 1:  # a division takes time
-        places = cute.ceil_div(sequence.tiles, shares.size)
+        places = quotient_up(sequence.tiles, shares.size)
     return places + shares.fixed
 
 
@@ -420,7 +434,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     each, of_unit, end_of_unit = places_of_unit(sequence, shares), sequence.first, sequence.first + sequence.tiles
     if const_expr(config.rising):
         of_head = places_of(sequence.row_tiles, sequence, shares, shape, config)
-        head_k = (place.at - place.start) // of_head
+        head_k = quotient(place.at - place.start, of_head)
         begin = place.start + head_k * of_head
         row_tile, before = unit_at(place.at - begin, sequence, shares, shape, config)
         begin += before
@@ -429,11 +443,12 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     else:
         unit = Int32(0)
         if shape.heads * sequence.row_tiles > 1:  # divisions take time, and this is what the first load waits for
-            unit = (place.at - place.start) // each
+            unit = quotient(place.at - place.start, each)
         begin = place.start + unit * each
         head_k, row_tile = unit, Int32(0)
         if sequence.row_tiles > 1:
-            head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+            head_k = quotient(unit, sequence.row_tiles)
+            row_tile = unit - head_k * sequence.row_tiles
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
@@ -472,8 +487,8 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
 @cute.jit
 def first_tile(place: Int32, places: Int32, sequence: Sequence) -> Int32:
     """Among a unit's, of one of its places, which have alike many."""
-    each, more = sequence.tiles // places, sequence.tiles % places
-    return place * each + min(place, more)
+    each = quotient(sequence.tiles, places)
+    return place * each + min(place, sequence.tiles - places * each)
 
 
 @cute.jit
