@@ -215,10 +215,12 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         share = quotient(places, blocks)
         more = places - share * blocks
     if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if shape.alone > 0 and units > 1:
+        longest = arch.warp_redux_sync(longest, "max")
+        whole = units == (units // shape.by_blocks) * shape.by_blocks.divisor and units * longest == tiles and longest >= shape.least
+        if shape.alone > 0 and units > 1 and not whole:  # else equal shares end with units
             large = more * (share + 1)
             fit = fitted(
-                tiles, units, arch.warp_redux_sync(longest, "max"), share + min(more, 1), tiles - large if more > 0 else 0, shape, config
+                tiles, units, longest, share + min(more, 1), tiles - large if more > 0 else 0, shape, config
             )
             if fit.share > 0:
                 size, fixed, places, share, more = fit.size, Int32(0), fit.places, fit.share, Int32(0)
@@ -251,10 +253,12 @@ def fitted(
     added = config.fixed + shape.least
     soonest, size, share, places = memory + config.fixed + added, longest, Int32(0), units
     turns = (units + blocks - 1) // shape.by_blocks
-    time = time_of(turns * longest, quotient_up(units, turns), tiles, even, memory, shape)
-    if time < soonest:
-        soonest, share = time, turns
-    fits = longest * units == tiles and quotient(longest, largest) * largest == longest and rest <= longest
+    time, alike = turns * longest, longest * units == tiles
+    if time < soonest:  # else nothing has to be divided
+        time = time_of(time, quotient_up(units, turns), tiles, even, memory, shape)
+        if time < soonest:
+            soonest, share = time, turns
+    fits = alike and quotient(longest, largest) * largest == longest and rest <= longest
     if time > memory + added and units < blocks and not fits:
         enough = min(quotient_up(longest, quotient(blocks, units)), quotient_up(tiles - units, blocks - units))
         high = min(longest, max(shape.least, enough))
