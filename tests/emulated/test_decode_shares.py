@@ -157,7 +157,7 @@ CHOICES = {
     "two units of a sequence": (Launch((K,) * 64, blocks=132, queries=2, group=64, least=4), 16, 128),
     "two units a block": (Launch((K,) * 256, blocks=132, least=2), 16, 128),
     "in sixteen": (Launch((8 * K,) * 4, blocks=132, rows=16, group=32), 8, 128),
-    "a unit for each block": (Launch((K,) * 16, columns=8, blocks=16, heads=8, least=2), 16, 128),
+    "equal, as it is a unit for each block": (Launch((K,) * 16, columns=8, blocks=16, heads=8, least=2), 1, 128),
     "two heads in a column": (Launch((3 * K,) * 6, columns=2, blocks=16, heads=4, least=2), 48, 24),
     "equal, as half of the blocks would be idle": (Launch((4 * K,) * 4, columns=2, blocks=16, heads=4, least=2), 1, 32),
     "one long, many short": (Launch((100 * K, *(K,) * 20), blocks=132, least=2), 16, 120),
