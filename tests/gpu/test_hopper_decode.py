@@ -591,7 +591,7 @@ def test_nothing_is_read_on_the_host():
 def test_a_repeated_call_takes_the_host_little_time():
     call = made(DecodeCase(lengths=(64,), **BIG), device="cuda")
     least = float("inf")
-    for _ in range(5):
+    for _ in range(30):
         run(call)
         torch.cuda.synchronize()
         begin = time.perf_counter()
