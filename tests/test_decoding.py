@@ -197,12 +197,36 @@ def test_appending(layout, packed, rotary):
         assert torch.equal(x.nan_to_num(7.0), kept.nan_to_num(7.0))
 
 
+def test_tokens_behind_the_last_sequence_have_no_position():
+    """Rotary tables need not reach them, and what they hold is nobody's."""
+    cache, angles = Cache("pages", lengths=(3, 5)), randn(7, 4)
+    k, v = (randn(9, HEADS[1], dim, seed=dim) for dim in DIMS)
+    k[3:] = v[3:] = math.nan
+    words = cache.words | {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    tw.append(cache.k, cache.v, k, v, cu_seqlens=torch.tensor([0, 1, 3]), **words)
+    torch.testing.assert_close(cache.k[cache.at(1, 5, 7)], turned(k[1:3], torch.tensor([5, 6]), angles.cos(), angles.sin(), False))
+    assert cache.k.isfinite().all(-1).sum() == HEADS[1] * (3 + 5 + 3)
+    longer = torch.tensor([0, 1, 4])
+    with pytest.raises(ShapeError, match="cos and sin have 7 positions, but x reaches position 7"):
+        tw.append(cache.k, cache.v, k, v, cu_seqlens=longer, **words)
+
+
 def test_appending_through_strides_and_int_lengths():
     both = torch.zeros(3, 2, HEADS[1], 9, DIMS[0])
     k_cache, v_cache = (x.transpose(1, 2) for x in both.unbind(1))
     k = randn(3, 2, HEADS[1], DIMS[0])
     assert tw.append(k_cache, v_cache, k, k, cache_seqlens=4) is None
     assert torch.equal(both[:, 0, :, 4:6], k.transpose(1, 2)) and both.count_nonzero() == 2 * k.numel()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_caches_whose_numbers_lie_apart_are_attended_as_they_are_after_appending(dtype):
+    """Backends get a copy of such caches, which has to have the new tokens, too."""
+    apart = [torch.full((2, 9, HEADS[1], dim, 2), math.nan, dtype=dtype)[..., 0] for dim in DIMS]
+    caches = [torch.full((2, 9, HEADS[1], dim), math.nan, dtype=dtype) for dim in DIMS]
+    q, new = randn(2, 3, HEADS[0], DIMS[0], dtype=dtype), [randn(2, 3, HEADS[1], dim, seed=dim, dtype=dtype) for dim in DIMS]
+    found = [tw.decode(q, *x, k=new[0], v=new[1], cache_seqlens=0) for x in (apart, caches)]
+    assert found[1].isfinite().all() and torch.equal(*found)
 
 
 @pytest.mark.parametrize("layout", ["plain", "pages"])

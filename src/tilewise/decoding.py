@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api import INDEX_DTYPES, autocast, combine, operands
+from tilewise.api import INDEX_DTYPES, autocast, combine, in_rows, operands
 from tilewise.errors import (
     DTYPES,
     EIGHT_BITS,
@@ -168,9 +168,9 @@ def decode(
         places, turn = Places(page_table, cache_batch_idx, cu_seqlens), Turn(rotary_cos, rotary_sin, None, interleaved)
         ends = _append(*caches, k, v, seqlens, places, turn, check)
         seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()) if ends is None else ends, None
-        if caches[0].dtype != k_cache.dtype:  # autocast's copies are of the caches as they were
+        if given.k is not caches[0] or given.v is not caches[1]:  # copies, of the caches as they were
             _, k_cache, v_cache, _ = autocast(q, *caches)
-            given = given._replace(k=k_cache, v=v_cache)
+            given = given._replace(k=in_rows("k_cache", k_cache), v=in_rows("v_cache", v_cache))
     asked = decode_operator.Operands(
         q=given.q.squeeze(0) if packed else given.q,
         k_cache=given.k,

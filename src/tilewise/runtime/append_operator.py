@@ -100,7 +100,8 @@ def _append(given: Operands) -> Tensor | None:
     position = lengths[owner] + place
     if given.rotary_cos is not None and given.rotary_sin is not None:
         first = lengths if given.rotary_first is None else given.rotary_first.to(torch.int64)
-        k = rotated(k, given.rotary_cos, given.rotary_sin, first[owner] + place, interleaved=given.interleaved)
+        turned_to = (first[owner] + place).where(_of_a_sequence(given, owner), 0)
+        k = rotated(k, given.rotary_cos, given.rotary_sin, turned_to, interleaved=given.interleaved)
     if check and given.cu_seqlens is None:
         slots = _slots(given, owner, position)
     else:
@@ -162,6 +163,13 @@ def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(given.k.shape[0], **on) - given.cu_seqlens.to(torch.int64)[owner]
 
 
+def _of_a_sequence(given: Operands, owner: Tensor) -> Tensor:
+    """Which of the new tokens are somebody's: not those behind the last packed sequence."""
+    if given.cu_seqlens is None:
+        return torch.ones((), dtype=torch.bool, device=owner.device)
+    return torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) < given.cu_seqlens[-1]
+
+
 def _slots(given: Operands, owner: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Entry or page, and place in it, of each token."""
     if given.page_table is not None:
@@ -180,8 +188,7 @@ def _with_a_place(given: Operands, owner: Tensor, position: Tensor, k: Tensor, v
     entry, place = (x.flatten() for x in _slots(given, owner, position))
     owner, position = owner.flatten(), position.flatten()
     fits = (position >= 0) & (position < values.capacity_of(given.k_cache, given.page_table)) & (entry >= 0) & (entry < entries)
-    if given.cu_seqlens is not None:  # tokens behind the last sequence are none
-        fits &= torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) < given.cu_seqlens[-1]
+    fits &= _of_a_sequence(given, owner)
     first = fits.to(torch.uint8).argmax()
     token = torch.where(fits, torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device), first)
     slots = entry[token].clamp(0, entries - 1), place[token].clamp(0, places - 1)
