@@ -85,7 +85,7 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
-    if given.rotary_cos is not None and given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0:  # which it is where there is no memory
+    if given.rotary_cos is not None and _one_memory(given):
         raise errors.ShapeError(
             "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
         )
@@ -137,13 +137,18 @@ def _(*operands):
     return None
 
 
+def _one_memory(given: Operands) -> bool:
+    """Whether values are the first columns of their keys."""
+    return given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0  # which it is where there is no memory
+
+
 def _check(given: Operands) -> None:
     """ShapeError for tokens that have no place."""
     lengths, n_pages, page_size = given.cache_seqlens.tolist(), *given.k_cache.shape[:2]
     if given.cu_seqlens is None:
         new = [given.k.shape[1]] * len(lengths)
     else:
-        bounds = values.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.k.shape[0])
+        bounds = values.check_cu_seqlens("cu_seqlens (decode's cu_seqlens_q)", given.cu_seqlens, given.k.shape[0])
         new = [b - a for a, b in pairwise(bounds)]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
     values.check_lengths(ends, given.k_cache, given.page_table, new)
@@ -151,6 +156,14 @@ def _check(given: Operands) -> None:
         values.check_pages(given.page_table, ends, n_pages, page_size, lengths)
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, n_pages)
+    if given.rotary_first is not None and (given.rotary_first < 0).any():
+        raise errors.ShapeError(f"rotary_first must not be negative, got {given.rotary_first.tolist()}")
+    if _one_memory(given) and given.v.data_ptr() != given.k.data_ptr():
+        columns = given.k[..., : given.v.shape[-1]]
+        if not ((columns == given.v) | columns.isnan()).all():
+            raise errors.ShapeError(
+                f"v must be k[..., :{given.v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
+            )
 
 
 def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
