@@ -9,7 +9,17 @@ from random import Random
 
 import torch
 from decode_problems import (
-    CAUSAL, INDICES, DecodeCase, held, made, parts, random_trees, stand_for, with_eight_bits, with_int64, with_rotary,
+    CAUSAL,
+    INDICES,
+    DecodeCase,
+    held,
+    made,
+    parts,
+    random_trees,
+    stand_for,
+    with_eight_bits,
+    with_int64,
+    with_rotary,
 )  # fmt: skip
 from torch import Tensor
 
@@ -24,6 +34,9 @@ SIXTEEN = torch.bfloat16, torch.float16
 TILES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 LATENT = (576, 512), (320, 256)
 EDGES = 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025
+RENAMED = {"k_cache": "k", "v_cache": "v"}  # what attention_varlen calls them
+OF_VARLEN = {*RENAMED, "q", "cu_seqlens_q", "cache_seqlens", "page_table", "mask", "causal", "scale", "softcap", "alibi_slopes", "sink", "k_scale",
+             "v_scale", "shared_prefix"}  # fmt: skip
 INDEX_WORDS = {"seqlens": "cache_seqlens"} | {name: name for name in INDICES[1:]}
 
 
@@ -65,7 +78,11 @@ def kind(seed: int, kernels: bool) -> Kind:
         per = None, "all", "head", "token", *([] if box or entries else ["sequence"])
         scales = r.choice(per), r.choice(per)
     if r.random() < 0.3 and not (kernels and (latent or prefix)):
-        rotary = r.choice((4, 8, 16, 24, dims[0] // 2)) if not kernels else r.choice((8, 16, 32)), r.random() < 0.5, r.choice((*SIXTEEN, torch.float32))
+        rotary = (
+            r.choice((4, 8, 16, 24, dims[0] // 2)) if not kernels else r.choice((8, 16, 32)),
+            r.random() < 0.5,
+            r.choice((*SIXTEEN, torch.float32)),
+        )
     ragged = r.random() < 0.5
     new = r.choice(("", "", "each", "packed" if ragged else "each"))
     return Kind(
@@ -122,7 +139,7 @@ def problem(kind: Kind, seed: int, device: str = "cpu", most: int = 300) -> Prob
         given, call = with_rotary(call, min(half, case.dims[0] // 2), interleaved, dtype)
         tables = {"rotary_cos": given.rotary.cos, "rotary_sin": given.rotary.sin, "interleaved": interleaved}
         tolerance.check("q", call.q, turned(given, torch.float64), turned(given, call.q.dtype))
-        call, raw = call, given.q
+        raw = given.q
     else:
         raw = call.q
     counts = new_tokens(kind, case, r)
@@ -292,9 +309,10 @@ def words_of(call: DecodeCall, q: Tensor, counts: list[int] | None, r: Random) -
     if call.mask != CAUSAL:
         dense = isinstance(call.mask, Combined) and isinstance(call.mask.left, Dense)
         words |= {"mask": call.mask.left, "causal": True} if dense else {"mask": call.mask, "causal": False}
-    alike = len(set(call.seqlens.tolist())) == 1
-    if alike and counts is None and r.random() < 0.5:
-        words["cache_seqlens"] = int(call.seqlens[0])
+    lengths = set(call.seqlens.tolist())
+    if len(lengths) == 1 and counts is None and r.random() < 0.5:
+        full = lengths == {call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])}
+        words["cache_seqlens"] = None if full else lengths.pop()
     for name, x in words.items():
         if name in INDEX_WORDS.values() and isinstance(x, Tensor) and r.random() < 0.2:
             words[name] = torch.stack((x, x.flip(0)), -1)[..., 0]
@@ -329,7 +347,11 @@ def checked(problem: Problem, alone: bool, run=tw.decode) -> None:
     held(_exact(wrote), o, lse)
     out = torch.full_like(o, math.nan)
     assert run(**given, out=out) is out and torch.equal(out, o), "out= has other bits"
-    if alone and call.seqlens.shape[0]:
+    if not given.keys() - OF_VARLEN and given.keys() >= {"cu_seqlens_q", "page_table"}:
+        words = {name: x for name, x in given.items() if name in OF_VARLEN and name not in ("shared_prefix", "cache_seqlens", *RENAMED)}
+        words |= {new: given[name] for name, new in RENAMED.items()} | {"causal": given.get("causal", True), "seqused_k": call.seqlens}
+        assert torch.equal(tw.attention_varlen(**words), o), "attention_varlen has other bits"
+    if alone:
         _held_alone(wrote, given, o, lse, run)
 
 
@@ -387,8 +409,8 @@ def _held_alone(call: DecodeCall, given: dict, o: Tensor, lse: Tensor, run) -> N
         if not places:
             words |= {name: given[name][entry] for name in ("k_cache", "v_cache")}
             words |= {name: given[name][entry] for name in ("k_scale", "v_scale") if name in given and given[name].dim() == 3}
-        if isinstance(call.mask, Mask) and call.mask.extent[0] > 1:
-            continue
+        if isinstance(mask := given.get("mask"), Dense) and mask.extent[0] > 1:
+            words["mask"] = Dense(mask.tensor[entry])
         if call.cu_seqlens_q is None:
             rows, of_lse = entry, lse[entry]
             words["q"] = given["q"][entry]
