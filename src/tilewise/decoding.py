@@ -167,6 +167,7 @@ def decode(
         seqlens = _as_tensor(seqlens, length, batch, k_cache)
         cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
         if cu_seqlens is not None:
+            check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
             check_size("k", "total_q", k.shape[0], q.shape[0], "q")
         places, turn = Places(page_table, cache_batch_idx, cu_seqlens), Turn(rotary_cos, rotary_sin, None, interleaved)
         ends = _append(*caches, k, v, seqlens, places, turn, check)

@@ -75,9 +75,16 @@ def run(given: Operands) -> Tensor | None:
 
 
 def _kernel(*operands) -> None:
+    _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
     _append(given)
+
+
+def _refuse_tangents(*operands) -> None:
+    for name, x in zip(Operands._fields, operands[:TENSORS], strict=False):
+        if x is not None:
+            errors.check_no_tangent(name, x, NO_GRADIENT)
 
 
 @torch.no_grad()
