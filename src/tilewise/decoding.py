@@ -89,7 +89,8 @@ def decode(
             Positions are places in the cache, for masks, ALiBi and rotary alike: with rotary tables that follow the tree's depth, rotate before.
         shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once.
             Results do not hang on it.
-        split: keys of one piece. With it a sequence's bits do not depend on what else is in the batch; on the CPU they never do.
+        split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
+            never do.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
@@ -292,7 +293,6 @@ def _append(
         if x is not None:
             _check_indices(name, x, batch, k_cache, other)
     _check_rotary(rotary_cos, rotary_sin, k, append_operator.NO_GRADIENT)
-    _check_memory_of_new({"k": k, "v": v}, k_cache, v_cache)
     if rotary_cos is not None and k.dtype in EIGHT_BITS:
         raise UnsupportedError(f"rotary_cos cannot turn a k of {k.dtype}; rotate k before it is quantised")
     if cache_seqlens is None:
@@ -307,26 +307,6 @@ def _check_own_memory(name: str, cache: Tensor) -> None:
             f"{name} has strides {tuple(cache.stride())} for shape {tuple(cache.shape)}: tokens share memory there, and would overwrite each other; "
             f"pass {name}.contiguous(), or choose entries with cache_batch_idx"
         )
-
-
-def _check_memory_of_new(new: dict[str, Tensor], k_cache: Tensor, v_cache: Tensor) -> None:
-    """Refuse new tokens that lie where they may be written to, and caches that overlap, unless values are the first columns of their keys."""
-    if traced() or watched((*new.values(), k_cache, v_cache)):
-        return
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    for name, x in new.items():
-        check_apart(name, x, {other: y for other, y in caches.items() if _one_storage(x, y)}, "written while it is read")
-    if _one_storage(k_cache, v_cache) and not _latent(k_cache, v_cache):
-        check_apart("v_cache", v_cache, {"k_cache": k_cache}, "written, too")
-
-
-def _one_storage(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
-def _latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    steps = zip(k_cache.stride(), v_cache.stride(), v_cache.shape, strict=True)
-    return k_cache.data_ptr() == v_cache.data_ptr() and all(ours == theirs or size == 1 for ours, theirs, size in steps)
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:

@@ -92,6 +92,7 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
+    _check_apart(given)
     if given.rotary_cos is not None and _one_memory(given):
         raise errors.ShapeError(
             "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
@@ -142,6 +143,27 @@ operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k
 @operator.register_fake
 def _(*operands):
     return None
+
+
+def _check_apart(given: Operands) -> None:
+    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys."""
+    k, v, k_cache, v_cache = map(_bytes, (given.k, given.v, given.k_cache, given.v_cache))
+    for other, y, written in (("k_cache", given.k_cache, k_cache), ("v_cache", given.v_cache, v_cache)):
+        for name, x, read in (("k", given.k, k), ("v", given.v, v)):
+            if read[0] < written[1] and written[0] < read[1]:
+                errors.check_apart(name, x, {other: y}, "written while it is read")
+    if k_cache[0] < v_cache[1] and v_cache[0] < k_cache[1]:
+        steps = zip(given.k_cache.stride(), given.v_cache.stride(), given.v_cache.shape, strict=True)
+        if k_cache[0] != v_cache[0] or any(ours != theirs and size > 1 for ours, theirs, size in steps):
+            errors.check_apart("v_cache", given.v_cache, {"k_cache": given.k_cache}, "written, too")
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """The addresses of x's first byte and of the one behind its last; nowhere, where it has no memory."""
+    begin = x.data_ptr()
+    if begin == 0 or 0 in x.shape:
+        return 0, 0
+    return begin, begin + x.itemsize * (1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)]))
 
 
 def _one_memory(given: Operands) -> bool:
