@@ -229,17 +229,18 @@ def hide(call: DecodeCall) -> None:
     for b, (alone, _, _) in enumerate(parts(call, call.q, lse.movedim(-1, -2) if call.cu_seqlens_q is None else lse.T)):
         n, queries, keys = int(call.seqlens[b]), alone.q.shape[1], alone.k.shape[1]
         seen = alone.mask.dense(queries, keys).flatten(0, -2).any(0)
-        for j in range(keys):
-            if not seen[j]:
-                for cache in (call.k_cache, call.v_cache):
-                    cache[slot(call, b, n - keys + j)] = math.nan
+        entries, rows = slots(call, b, n - keys, n)
+        for cache in (call.k_cache, call.v_cache):
+            cache[entries[~seen], rows[~seen]] = math.nan
 
 
-def slot(call: DecodeCall, b: int, position: int) -> tuple[int, int]:
+def slots(call: DecodeCall, b: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Where tokens first:last of a sequence lie: pages or entries, and places there."""
+    at = torch.arange(first, last, dtype=torch.int64, device=call.k_cache.device)
     if call.page_table is not None:
-        page, row = divmod(position, call.k_cache.shape[1])
-        return int(call.page_table[b, page]), row
-    return b if call.cache_batch_idx is None else int(call.cache_batch_idx[b]), position
+        size = call.k_cache.shape[1]
+        return call.page_table[b, at // size].long(), at % size
+    return torch.full_like(at, b if call.cache_batch_idx is None else int(call.cache_batch_idx[b])), at
 
 
 LAYOUTS = "as it is", "as it is", "heads first", "behind each other", "wide rows", "every other number", "odd address"
@@ -321,18 +322,17 @@ def words_of(call: DecodeCall, q: Tensor, counts: list[int] | None, r: Random) -
 
 def taken(call: DecodeCall, counts: list[int], packed: bool) -> tuple[Tensor, Tensor]:
     """The newest tokens out of their caches, where NaN is instead; NaN also in rows behind the last sequence."""
-    found = []
+    lengths, found = call.seqlens.tolist(), []
+    where = [slots(call, b, n - new, n) for b, (n, new) in enumerate(zip(lengths, counts, strict=True))]
     for cache in (call.k_cache, call.v_cache):
-        rows = [cache[slot(call, b, int(call.seqlens[b]) - n + i)] for b, n in enumerate(counts) for i in range(n)]
-        behind = call.q.shape[0] - len(rows) if packed else 0
-        rows += [torch.full_like(cache[0, 0].float(), math.nan).to(cache.dtype)] * behind
-        found.append(torch.stack(rows) if packed else torch.stack(rows).unflatten(0, (len(counts), -1)))
+        rows = [cache[each] for each in where]
+        rows.append(_poisoned(cache, call.q.shape[0] - sum(counts) if packed else 0, *cache.shape[2:]))
+        found.append(torch.cat(rows) if packed else torch.cat(rows).unflatten(0, (len(counts), -1)))
     if call.v_cache.data_ptr() == call.k_cache.data_ptr():
         found[1] = found[0][..., : call.v_cache.shape[-1]]
-    for b, n in enumerate(counts):
-        for i in range(n):
-            for cache in (call.k_cache, call.v_cache):
-                cache[slot(call, b, int(call.seqlens[b]) - n + i)] = _poisoned(cache, 1)[0]
+    for cache in (call.k_cache, call.v_cache):
+        for each in where:
+            cache[each] = _poisoned(cache, 1)[0]
     return found[0], found[1]
 
 
@@ -345,6 +345,7 @@ def checked(problem: Problem, alone: bool, run=tw.decode) -> None:
     for name, x in before.items():
         assert name in ("k_cache", "v_cache") or _same(given[name], x), f"{name} was written to"
     held(_exact(wrote), o, lse)
+    assert all(map(torch.equal, run(**given, return_lse=True), (o, lse))), "the call has other bits when it is repeated"
     out = torch.full_like(o, math.nan)
     assert run(**given, out=out) is out and torch.equal(out, o), "out= has other bits"
     if not given.keys() - OF_VARLEN and given.keys() >= {"cu_seqlens_q", "page_table"}:
@@ -358,25 +359,19 @@ def checked(problem: Problem, alone: bool, run=tw.decode) -> None:
 def _only_new_tokens(problem: Problem, before: dict) -> DecodeCall:
     """The call on the caches as they are now, in which new tokens, and nothing else, have been written."""
     call, given = problem.call, problem.given
-    if problem.new is not None:
-        (k, v), counts = problem.new
-        for b, n in enumerate(counts):
-            first = sum(counts[:b])
-            rows = slice(first, first + n)
-            tokens = [(x[rows] if x.dim() == 3 else x[b]) for x in (k, v)]
-            length = int(call.seqlens[b])
-            for i in range(n):
-                where = slot(call, b, length - n + i)
-                turn = [given[name] for name in ("rotary_cos", "rotary_sin", "interleaved")] if "rotary_cos" in given else None
-                got = call.k_cache[where]
-                if turn:
-                    at = torch.tensor(length - n + i, dtype=torch.int64, device=k.device)
-                    exact, naive = (rotated_at(tokens[0][i], at, *turn, dtype) for dtype in (torch.float64, k.dtype))
-                    tolerance.check("k", got, exact, naive)
-                else:
-                    assert _same(got, tokens[0][i]), "a new key is not in its place"
-                assert _same(call.v_cache[where], tokens[1][i]), "a new value is not in its place"
-                before["k_cache"][where], before["v_cache"][where] = got, call.v_cache[where]
+    (k, v), counts = problem.new or ((call.k_cache, call.v_cache), [])
+    turn = [given[name] for name in ("rotary_cos", "rotary_sin", "interleaved")] if "rotary_cos" in given else None
+    for b, n in enumerate(counts):
+        rows, length = slice(sum(counts[:b]), sum(counts[: b + 1])), int(call.seqlens[b])
+        keys, values = (x[rows] if x.dim() == 3 else x[b] for x in (k, v))
+        where = slots(call, b, length - n, length)
+        if turn:
+            at = torch.arange(length - n, length, dtype=torch.int64, device=k.device)
+            tolerance.check("k", call.k_cache[where], *(rotated_at(keys, at, *turn, dtype) for dtype in (torch.float64, k.dtype)))
+        else:
+            assert _same(call.k_cache[where], keys), "a new key is not in its place"
+        assert _same(call.v_cache[where], values), "a new value is not in its place"
+        before["k_cache"][where], before["v_cache"][where] = call.k_cache[where], call.v_cache[where]
     for name in ("k_cache", "v_cache"):
         assert _same(given[name], before[name]), f"{name} was written to elsewhere"
     return call
