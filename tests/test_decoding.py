@@ -643,6 +643,17 @@ def test_masks_of_the_only_head():
         torch.testing.assert_close(tw.decode(q, k, k, mask={(0, 1): tw.SlidingWindow(3, 0)}, causal=causal), expected)
 
 
+@pytest.mark.parametrize("split, prefix", [(None, 5), (64, 0)])
+def test_pieces_of_a_fixed_size_hang_on_no_prefix(split, prefix, monkeypatch):
+    """Whether a backend reads one once hangs on how many sequences there are, and bits would, too."""
+    calls = []
+    monkeypatch.setattr(
+        type(decode_operator.choose(Call(q=Q, k=K, v=V, mask=tw.Causal(), scale=1.0).problem)), "decode", lambda _, x: calls.append(x)
+    )
+    tw.decode(Q, K, V, split=split, shared_prefix=5)
+    assert calls[0].shared_prefix == prefix
+
+
 def test_pieces_longer_than_any_cache():
     expected = tw.decode(Q, K, V)
     assert torch.equal(tw.decode(Q, K, V, split=1 << 70, shared_prefix=1 << 70), expected)

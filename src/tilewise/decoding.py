@@ -87,8 +87,8 @@ def decode(
         leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
         tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.
             Positions are places in the cache, for masks, ALiBi and rotary alike: with rotary tables that follow the tree's depth, rotate before.
-        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once.
-            Results do not hang on it.
+        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once, but with
+            `split` does not. Results do not hang on it.
         split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
             never do.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).

@@ -203,7 +203,7 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
         cache_batch_idx=given.cache_batch_idx,
         leftpad=given.leftpad,
         tree=given.tree,
-        shared_prefix=min(given.shared_prefix, capacity),
+        shared_prefix=min(given.shared_prefix, capacity) if given.split is None else 0,  # for whether to read it once hangs on the batch
         split=None if given.split is None else min(given.split, max(capacity, 1)),
         mask=masks.parse(given.mask, given.mask_tensors),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
