@@ -1,0 +1,40 @@
+"""Random calls (decode_fuzz.py) of the decode kernel, carried out without a GPU: small ones, of kinds that a kernel takes."""
+
+from dataclasses import replace
+
+import pytest
+from decode_fuzz import exact, kind, problem
+from decode_problems import DecodeCase, held, made
+from emulator.backend import NEEDED, Emulated
+
+from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import prefix, workspace
+
+pytestmark = NEEDED
+
+KINDS, LONGEST, WORK = 60, 60, 200_000  # WORK: rows times keys, beyond which the emulator takes minutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KINDS))
+def test_random_calls(number, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    one = replace(kind(number, kernels=True), new="")
+    calls = (problem(one, seed, most=LONGEST).call for seed in range(number, 10_000, KINDS))
+    call = next(call for call in calls if call.q.numel() // call.q.shape[-1] * int(call.seqlens.max()) <= WORK)
+    with Emulated("random", number, slots=4).on_gpu():
+        found = decoding.decode(call)
+    assert found is not None, decoding.why_not(call)
+    held(exact(call), *found)
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="the prefix is read where the first sequence has it, however long that is")
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_prefix_that_the_first_sequence_does_not_have(page, monkeypatch):
+    """As where its request has ended, and its row of the page table names nothing."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(20, 300, 130), prefix=128, page=page))
+    with Emulated().on_gpu():
+        held(call, *decoding.decode(call))
