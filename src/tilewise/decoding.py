@@ -90,7 +90,7 @@ def decode(
         shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once, but with
             `split` does not. Results do not hang on it.
         split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
-            never do.
+            never do, but in fp64.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
