@@ -18,7 +18,8 @@ def poisoned(**words):
 def held(seed: int) -> None:
     made = problem(kind(seed, kernels=False), seed)
     try:
-        checked(made, alone=made.call.q.dtype != torch.float64, run=poisoned)  # torch's products in fp64 may depend on where a tensor begins
+        # torch's products in fp64 may depend on where a tensor begins
+        checked(made, alone=made.call.q.dtype != torch.float64, run=poisoned)
     except Exception as failure:
         failure.add_note(f"seed {seed}: {made}")
         raise
