@@ -30,11 +30,22 @@ def test_random_calls(number, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the prefix is read where the first sequence has it, however long that is")
-@pytest.mark.parametrize("page", [0, 16])
-def test_a_prefix_that_the_first_sequence_does_not_have(page, monkeypatch):
-    """As where its request has ended, and its row of the page table names nothing."""
+@pytest.mark.xfail(
+    strict=True, reason="the prefix is read where the first sequence has it, however long that is, and as if no tree reached into it"
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(20, 300, 130), prefix=128),
+        DecodeCase(
+            lengths=(20, 300, 130), prefix=128, page=16
+        ),  # as where a request has ended, and its row of the page table names nothing
+        DecodeCase(lengths=(128, 300, 130), prefix=128, page=16, tree=7),
+    ],
+    ids=str,
+)
+def test_prefixes_that_sequences_have_in_part(case, monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
-    call = made(DecodeCase(lengths=(20, 300, 130), prefix=128, page=page))
+    call = made(case)
     with Emulated().on_gpu():
         held(call, *decoding.decode(call))
