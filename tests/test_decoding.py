@@ -197,12 +197,36 @@ def test_appending(layout, packed, rotary):
         assert torch.equal(x.nan_to_num(7.0), kept.nan_to_num(7.0))
 
 
+def test_tokens_behind_the_last_sequence_have_no_position():
+    """Rotary tables need not reach them, and what they hold is nobody's."""
+    cache, angles = Cache("pages", lengths=(3, 5)), randn(7, 4)
+    k, v = (randn(9, HEADS[1], dim, seed=dim) for dim in DIMS)
+    k[3:] = v[3:] = math.nan
+    words = cache.words | {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    tw.append(cache.k, cache.v, k, v, cu_seqlens=torch.tensor([0, 1, 3]), **words)
+    torch.testing.assert_close(cache.k[cache.at(1, 5, 7)], turned(k[1:3], torch.tensor([5, 6]), angles.cos(), angles.sin(), False))
+    assert cache.k.isfinite().all(-1).sum() == HEADS[1] * (3 + 5 + 3)
+    longer = torch.tensor([0, 1, 4])
+    with pytest.raises(ShapeError, match="cos and sin have 7 positions, but x reaches position 7"):
+        tw.append(cache.k, cache.v, k, v, cu_seqlens=longer, **words)
+
+
 def test_appending_through_strides_and_int_lengths():
     both = torch.zeros(3, 2, HEADS[1], 9, DIMS[0])
     k_cache, v_cache = (x.transpose(1, 2) for x in both.unbind(1))
     k = randn(3, 2, HEADS[1], DIMS[0])
     assert tw.append(k_cache, v_cache, k, k, cache_seqlens=4) is None
     assert torch.equal(both[:, 0, :, 4:6], k.transpose(1, 2)) and both.count_nonzero() == 2 * k.numel()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_caches_whose_numbers_lie_apart_are_attended_as_they_are_after_appending(dtype):
+    """Backends get a copy of such caches, which has to have the new tokens, too."""
+    apart = [torch.full((2, 9, HEADS[1], dim, 2), math.nan, dtype=dtype)[..., 0] for dim in DIMS]
+    caches = [torch.full((2, 9, HEADS[1], dim), math.nan, dtype=dtype) for dim in DIMS]
+    q, new = randn(2, 3, HEADS[0], DIMS[0], dtype=dtype), [randn(2, 3, HEADS[1], dim, seed=dim, dtype=dtype) for dim in DIMS]
+    found = [tw.decode(q, *x, k=new[0], v=new[1], cache_seqlens=0) for x in (apart, caches)]
+    assert found[1].isfinite().all() and torch.equal(*found)
 
 
 @pytest.mark.parametrize("layout", ["plain", "pages"])
@@ -507,8 +531,8 @@ def test_whose_values_are_checked(monkeypatch):
 
 
 Q, K, V = torch.zeros(2, 1, 4, 8), torch.zeros(2, 7, 2, 8), torch.zeros(2, 7, 2, 6)
-NEW_K, NEW_V, TABLE = K[:, :2], V[:, :2], torch.tensor([[0], [1]])
-CU = torch.tensor([0, 1, 2])
+NEW_K, NEW_V, TABLE = K[:, :2].clone(), V[:, :2].clone(), torch.tensor([[0], [1]])
+CU, BOTH = torch.tensor([0, 1, 2]), torch.zeros(2, 7, 2, 12)
 TURN = {"rotary_cos": torch.zeros(4, 2), "rotary_sin": torch.zeros(4, 2)}
 WRONG = [
     ({"k": NEW_K}, "v is missing: k and v are appended together, or neither"),
@@ -555,7 +579,7 @@ WRONG = [
     ({"leftpad": torch.tensor([0, -1])}, r"leftpad must not be negative, got \[0, -1\]"),
     ({"leftpad": torch.tensor([0.0, 1.0])}, "leftpad must be int32 or int64, got float32"),
     ({"tree": torch.ones(1, 2, 3, dtype=torch.bool)}, "tree has tokens that see 2, but its last dimension has"),
-    ({"tree": torch.ones(3, 2, 2, dtype=torch.bool)}, "tree has batch 3, but q has batch 2; it needs q's, or 1"),
+    ({"tree": torch.ones(3, 2, 2, dtype=torch.bool)}, "tree has batch 3, but q has batch 2; it needs as many, or 1"),
     ({"tree": torch.ones(1, 2, 2)}, "tree must be bool, got float32"),
     ({"shared_prefix": -1}, "shared_prefix must be an integer of at least 0, got -1"),
     ({"shared_prefix": True}, "shared_prefix must be an integer of at least 0, got True"),
@@ -567,6 +591,34 @@ WRONG = [
     ({"out": torch.zeros(2, 1, 4, 6).double()}, r"out must be \(2, 1, 4, 6\) torch.float32 .* got \(2, 1, 4, 6\) torch.float64"),
     ({"out": torch.zeros(1, 1, 4, 6).expand(2, -1, -1, -1)}, "out has strides .* no two numbers may share memory"),
     ({"out": V.flatten(0, 2)[:8].view(2, 1, 4, 6)}, "out shares memory with v_cache"),
+    ({"k": K[:, 3:5], "v": NEW_V, "cache_seqlens": 1}, "k shares memory with k_cache, which is written while it is read; pass a tensor"),
+    ({"k": NEW_K, "v": V[:, 3:5], "cache_seqlens": 1}, "v shares memory with v_cache, which is written while it is read; pass a tensor"),
+    (
+        {"k_cache": BOTH[..., :8], "v_cache": BOTH[..., 6:], "k": NEW_K, "v": NEW_V, "cache_seqlens": 1},
+        "v_cache shares memory with k_cache, which is written, too; pass a tensor of its own",
+    ),
+    (
+        {"v_cache": K[..., :6], "k": NEW_K, "v": NEW_V + 1, "cache_seqlens": 1},
+        r"v must be k\[..., :6\], for v_cache is these columns of k_cache; pass caches that are apart",
+    ),
+    ({"cache_seqlens": 1 << 40}, "cache_seqlens is 1099511627776, which is more than any cache holds; it must fit in 32 bits"),
+    ({"k": NEW_K, "v": NEW_V, "cache_seqlens": -(1 << 31)}, "cache_seqlens is -2147483648, which is more than any cache holds"),
+    ({"k_cache": K[:1], "v_cache": V[:1]}, "k_cache has batch 1, but q has batch 2; they must be equal, or cache_batch_idx or page_table"),
+    ({"q": Q[:, 0], "cu_seqlens_q": CU, "page_table": TABLE[:1]}, "page_table has batch 1, but cu_seqlens_q has batch 2"),
+    (
+        {"q": Q[:, 0], "cu_seqlens_q": CU, "k": NEW_K[0], "v": NEW_V[0], "cache_seqlens": torch.tensor([1])},
+        "cache_seqlens has batch 1, but cu_seqlens_q has batch 2",
+    ),
+    (
+        {"q": Q[:, 0], "cu_seqlens_q": CU, "k": NEW_K[0, :1], "v": NEW_V[0, :1], "cache_seqlens": 1},
+        "k has total_q 1, but q has total_q 2; they must be equal",
+    ),
+    (
+        {"q": Q[:, 0], "cu_seqlens_q": CU + 1, "k": NEW_K[0], "v": NEW_V[0], "cache_seqlens": 1},
+        r"cu_seqlens \(decode's cu_seqlens_q\) must start at 0",
+    ),
+    ({"rotary_cos": TURN["rotary_cos"], "rotary_sin": torch.ones(4, 2, requires_grad=True)}, "rotary_sin requires grad, but decode is for"),
+    ({"mask": {(0, 1): tw.Causal()}}, "PerHead: the head ranges cover 1 heads, the call has heads 4; they must agree"),
     ({"check": 1}, "check must be True or False, got int 1"),
     ({"interleaved": None}, "interleaved must be True or False, got NoneType"),
     (
@@ -582,6 +634,34 @@ def test_refusals(changes, words):
         tw.decode(**({"q": Q, "k_cache": K, "v_cache": V} | changes))
     assert isinstance(caught.value, ShapeError) or "must be" in str(caught.value) or "requires grad" in str(caught.value)
     assert K.count_nonzero() == 0 and V.count_nonzero() == 0
+
+
+def test_masks_of_the_only_head():
+    q, k = randn(2, 3, 1, 8), randn(2, 9, 1, 8, seed=1)
+    expected = tw.decode(q, k, k, mask=tw.SlidingWindow(3, 0))
+    for causal in (False, True):
+        torch.testing.assert_close(tw.decode(q, k, k, mask={(0, 1): tw.SlidingWindow(3, 0)}, causal=causal), expected)
+
+
+@pytest.mark.parametrize("split, prefix", [(None, 5), (64, 0)])
+def test_pieces_of_a_fixed_size_hang_on_no_prefix(split, prefix, monkeypatch):
+    """Whether a backend reads one once hangs on how many sequences there are, and bits would, too."""
+    calls = []
+    monkeypatch.setattr(
+        type(decode_operator.choose(Call(q=Q, k=K, v=V, mask=tw.Causal(), scale=1.0).problem)), "decode", lambda _, x: calls.append(x)
+    )
+    tw.decode(Q, K, V, split=split, shared_prefix=5)
+    assert calls[0].shared_prefix == prefix
+
+
+def test_pieces_longer_than_any_cache():
+    expected = tw.decode(Q, K, V)
+    assert torch.equal(tw.decode(Q, K, V, split=1 << 70, shared_prefix=1 << 70), expected)
+
+
+def test_append_alone_says_which_position_is_wrong():
+    with pytest.raises(ShapeError, match=r"rotary_first must not be negative, got \[0, -1\]"):
+        tw.append(K, V, NEW_K, NEW_V, cache_seqlens=0, rotary_first=torch.tensor([0, -1]), **TURN)
 
 
 def test_append_alone_wants_to_know_where():

@@ -67,6 +67,15 @@ def test_it_has_decodes_bits(paged):
     assert torch.equal(by_place, tw.decode(q, k, v, **same, causal=False))
 
 
+def test_pages_of_8_bits(paged):
+    """With their scales, as decode takes them."""
+    q, k, v, where = paged
+    k, v, scale = (20.0 * k).to(torch.int8), (20.0 * v).to(torch.int8), torch.tensor(0.05)
+    same = {"cu_seqlens_q": where["cu_seqlens_q"], "cache_seqlens": where["seqused_k"], "page_table": where["page_table"]}
+    expected = tw.decode(q, k, v, **same, k_scale=scale, v_scale=scale)
+    assert torch.equal(tw.attention_varlen(q, k, v, **where, causal=True, k_scale=scale, v_scale=scale), expected)
+
+
 def test_a_prompt_in_chunks_is_the_prompt(paged):
     """Chunked prefill of two prompts, each time as many tokens as there is room for."""
     lengths, dim = [13, 6], 8

@@ -197,7 +197,7 @@ def operands(
     if sink is not None:
         errors.check_sink(sink, q, heads_q)
     mask_tensors: list[Tensor] = []
-    q, k, v = (_dense(name, x) if _last_dim_strided(x) else x for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = in_rows("q", q), in_rows("k", k), in_rows("v", v)
     return operator.Operands(
         q=q,
         k=k,
@@ -386,7 +386,10 @@ def _last_dim_strided(x: Tensor) -> bool:
     return x.shape[-1] > 1 and x.stride(-1) != 1
 
 
-def _dense(name: str, x: Tensor) -> Tensor:
+def in_rows(name: str, x: Tensor) -> Tensor:
+    """x, or a copy where numbers of a row lie apart."""
+    if not _last_dim_strided(x):
+        return x
     if not is_compiling():
         errors.check_memory(**{name: x})
     return x.contiguous()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api import INDEX_DTYPES, autocast, combine, operands
+from tilewise.api import INDEX_DTYPES, autocast, combine, in_rows, operands
 from tilewise.errors import (
     DTYPES,
     EIGHT_BITS,
@@ -26,6 +26,7 @@ from tilewise.errors import (
     check_tensor,
 )
 from tilewise.masks import Dense, Mask
+from tilewise.problem import INT32
 from tilewise.runtime import append_operator, decode_operator, decode_repeats
 from tilewise.runtime.operator import traced
 from tilewise.runtime.plain import watched
@@ -79,16 +80,17 @@ def decode(
             Entries that a sequence's tokens do not reach may hold anything.
         k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype: written at positions cache_seqlens onwards, as by `append`, and
             attended (their scales, by token, are the caller's to write before). With cu_seqlens_q also packed, (total_q, heads_k, ...): as many for a
-            sequence as it has queries. cache_seqlens is not advanced.
+            sequence as it has queries. They share no memory with the caches. cache_seqlens is not advanced.
         cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
             speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0 and LSE = -inf, sinks or none.
         cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
         leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
         tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.
             Positions are places in the cache, for masks, ALiBi and rotary alike: with rotary tables that follow the tree's depth, rotate before.
-        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once.
-            Results do not hang on it.
-        split: keys of one piece. With it a sequence's bits do not depend on what else is in the batch; on the CPU they never do.
+        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once, but with
+            `split` does not. Results do not hang on it.
+        split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
+            never do, but in fp64.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
@@ -124,20 +126,20 @@ def decode(
     for name, flag in (("return_lse", return_lse), ("interleaved", interleaved), ("check", check)):
         check_flag(name, flag)
     _check_caches(k_cache, v_cache, paged=page_table is not None)
-    _check_rotary(rotary_cos, rotary_sin, q)
-    batch = _batch_of_queries(q, cu_seqlens_q)
-    capacity = _capacity(k_cache, page_table, cache_batch_idx, batch)
+    _check_rotary(rotary_cos, rotary_sin, q, decode_operator.NO_GRADIENT)
+    batch, other = _batch_of_queries(q, cu_seqlens_q), "cu_seqlens_q" if packed else "q"
+    capacity = _capacity(k_cache, page_table, cache_batch_idx, batch, other)
     for name, x in (("cache_batch_idx", cache_batch_idx), ("leftpad", leftpad)):
         if x is not None:
-            _check_indices(name, x, batch, k_cache)
+            _check_indices(name, x, batch, k_cache, other)
     _check_counts(shared_prefix, split)
     if tree is not None:
-        _check_tree(tree, batch, q)
+        _check_tree(tree, batch, q, other)
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
-    seqlens, length = _lengths(cache_seqlens, batch, k_cache)
-    k_scale = k_scale if k_scale is None else _scale("k", k_scale, k_cache, batch)
-    v_scale = v_scale if v_scale is None else _scale("v", v_scale, v_cache, batch)
+    seqlens, length = _lengths(cache_seqlens, batch, k_cache, other)
+    k_scale = k_scale if k_scale is None else _scale("k", k_scale, k_cache, batch, other)
+    v_scale = v_scale if v_scale is None else _scale("v", v_scale, v_cache, batch, other)
     caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
     _check(q, k_cache, v_cache, alibi_slopes, sink)
@@ -165,12 +167,15 @@ def decode(
             raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
         seqlens = _as_tensor(seqlens, length, batch, k_cache)
         cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
+        if cu_seqlens is not None:
+            check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
+            check_size("k", "total_q", k.shape[0], q.shape[0], "q")
         places, turn = Places(page_table, cache_batch_idx, cu_seqlens), Turn(rotary_cos, rotary_sin, None, interleaved)
         ends = _append(*caches, k, v, seqlens, places, turn, check)
         seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()) if ends is None else ends, None
-        if caches[0].dtype != k_cache.dtype:  # autocast's copies are of the caches as they were
+        if given.k is not caches[0] or given.v is not caches[1]:  # copies, of the caches as they were
             _, k_cache, v_cache, _ = autocast(q, *caches)
-            given = given._replace(k=k_cache, v=v_cache)
+            given = given._replace(k=in_rows("k_cache", k_cache), v=in_rows("v_cache", v_cache))
     asked = decode_operator.Operands(
         q=given.q.squeeze(0) if packed else given.q,
         k_cache=given.k,
@@ -224,7 +229,8 @@ def append(
 
     Args:
         k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page or entry that is written to must be one sequence's alone.
-        k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype, or with cu_seqlens packed, (total_new, heads_k, ...).
+        k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype, or with cu_seqlens packed, (total_new, heads_k, ...). They share no
+            memory with the caches.
         cache_seqlens: tokens in the cache before, (batch,) int32 (best) or int64, or one int for all; it is not advanced.
         cu_seqlens: (batch + 1,) int32 (best) or int64: sequence b owns the new tokens cu_seqlens[b]:cu_seqlens[b + 1].
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): token i of a sequence's new ones is rotated to position cache_seqlens + i.
@@ -281,17 +287,17 @@ def _append(
         check_size("v", axis, got, expected, "k")
     if cu_seqlens is not None:
         _check_cu_seqlens("cu_seqlens", cu_seqlens, k_cache)
-    batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _capacity(k_cache, page_table, cache_batch_idx, batch, other="k")
+    batch, other = (k.shape[0], "k") if cu_seqlens is None else (cu_seqlens.shape[0] - 1, "cu_seqlens")
+    _capacity(k_cache, page_table, cache_batch_idx, batch, other)
     for name, x in (("cache_batch_idx", cache_batch_idx), ("rotary_first", rotary_first)):
         if x is not None:
-            _check_indices(name, x, batch, k_cache, other="k")
-    _check_rotary(rotary_cos, rotary_sin, k)
+            _check_indices(name, x, batch, k_cache, other)
+    _check_rotary(rotary_cos, rotary_sin, k, append_operator.NO_GRADIENT)
     if rotary_cos is not None and k.dtype in EIGHT_BITS:
         raise UnsupportedError(f"rotary_cos cannot turn a k of {k.dtype}; rotate k before it is quantised")
     if cache_seqlens is None:
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
-    seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other="k"), batch, k_cache)
+    seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other), batch, k_cache)
     return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check))
 
 
@@ -326,7 +332,7 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | N
     check_head_dim(q.shape[-1], v_cache.shape[3])
 
 
-def _scale(name: str, scale: Tensor, cache: Tensor, batch: int) -> Tensor:
+def _scale(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) -> Tensor:
     """The checked scale of an 8-bit cache, called `name`, in fp32."""
     name, cache_name = f"{name}_scale", f"{name}_cache"
     if cache.dtype not in EIGHT_BITS:
@@ -343,7 +349,7 @@ def _scale(name: str, scale: Tensor, cache: Tensor, batch: int) -> Tensor:
     check_no_tangent(name, scale, decode_operator.NO_GRADIENT)
     sizes = {1: cache.shape[2:3], 2: (batch, cache.shape[2]), 3: cache.shape[:3]}.get(scale.dim(), ())
     for axis, got, expected in zip(axes, scale.shape, sizes, strict=True):
-        check_size(name, axis, got, expected, "q" if axis == "batch" else cache_name)
+        check_size(name, axis, got, expected, other if axis == "batch" else cache_name)
     return scale.float()
 
 
@@ -379,8 +385,8 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, like: Tensor) -> None:
         raise ShapeError(f"{name} must have batch + 1 entries, of which the first is 0, got none")
 
 
-def _check_indices(name: str, x: Tensor, batch: int, like: Tensor, other: str = "q") -> None:
-    """(batch,) integers."""
+def _check_indices(name: str, x: Tensor, batch: int, like: Tensor, other: str) -> None:
+    """(batch,) integers, as many as `other` says."""
     check_tensor(name, x, ("batch",), INDEX_DTYPES)
     check_size(name, "batch", x.shape[0], batch, other)
     _check_device(name, x, like)
@@ -391,11 +397,11 @@ def _check_device(name: str, x: Tensor, like: Tensor) -> None:
     check_like(name, x, like, same_dtype=False, other="k_cache")
 
 
-def _check_tree(tree: Tensor, batch: int, q: Tensor) -> None:
+def _check_tree(tree: Tensor, batch: int, q: Tensor, other: str) -> None:
     check_tensor("tree", tree, ("batch or 1", "new", "new"), (torch.bool,))
     check_like("tree", tree, q, same_dtype=False)
     if tree.shape[0] != 1 and tree.shape[0] != batch:
-        raise ShapeError(f"tree has batch {tree.shape[0]}, but q has batch {batch}; it needs q's, or 1 for all sequences alike")
+        raise ShapeError(f"tree has batch {tree.shape[0]}, but {other} has batch {batch}; it needs as many, or 1 for all sequences alike")
     check_size("tree", "tokens that see", tree.shape[1], tree.shape[2], "its last dimension")
 
 
@@ -405,7 +411,7 @@ def _check_counts(shared_prefix: int, split: int | None) -> None:
             raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {x!r}")
 
 
-def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor) -> None:
+def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor, no_gradient: str) -> None:
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -413,6 +419,8 @@ def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor) -> None:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_tensor(name, table, ("seqlen_rotary", "rotary_dim / 2"))
         check_like(name, table, x, same_dtype=False)
+        check_no_grad(name, table, no_gradient)
+        check_no_tangent(name, table, no_gradient)
     check_size("rotary_sin", "shape", sin.shape, cos.shape, "rotary_cos")
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ShapeError(f"rotary_cos has rotary_dim / 2 = {cos.shape[1]}, but head_dim is {x.shape[-1]}; rotary_dim must not be larger")
@@ -437,11 +445,14 @@ def _check_out(out: Tensor, q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
         check_apart("out", out, dict(zip(("k_cache", "v_cache"), caches, strict=True)))
 
 
-def _capacity(k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Tensor | None, batch: int, other: str = "q") -> int:
+def _capacity(k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Tensor | None, batch: int, other: str) -> int:
     """Tokens that one sequence's cache can hold."""
     if page_table is None:
-        if cache_batch_idx is None:
-            check_size("k_cache", "batch", k_cache.shape[0], batch, other)
+        if cache_batch_idx is None and k_cache.shape[0] != batch:
+            raise ShapeError(
+                f"k_cache has batch {k_cache.shape[0]}, but {other} has batch {batch}; they must be equal, or cache_batch_idx or page_table has to "
+                "say where each sequence is"
+            )
         return k_cache.shape[1]
     if cache_batch_idx is not None:
         raise ShapeError("cache_batch_idx and page_table exclude each other; choose the table's rows: page_table[cache_batch_idx]")
@@ -451,13 +462,15 @@ def _capacity(k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Tenso
     return page_table.shape[1] * k_cache.shape[1]
 
 
-def _lengths(cache_seqlens: Tensor | int | None, batch: int, like: Tensor, other: str = "q") -> tuple[Tensor | None, int | None]:
+def _lengths(cache_seqlens: Tensor | int | None, batch: int, like: Tensor, other: str) -> tuple[Tensor | None, int | None]:
     """cache_seqlens as the operator takes it: as a tensor, or as one number for all."""
     if isinstance(cache_seqlens, Tensor):
         _check_indices("cache_seqlens", cache_seqlens, batch, like, other)
         return cache_seqlens, None
     if cache_seqlens is not None and (isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt)):
         raise ShapeError(f"cache_seqlens must be an integer tensor (batch,), an int or None, got {type(cache_seqlens).__name__}")
+    if isinstance(cache_seqlens, int) and abs(cache_seqlens) > INT32:
+        raise ShapeError(f"cache_seqlens is {cache_seqlens}, which is more than any cache holds; it must fit in 32 bits")
     return None, cache_seqlens
 
 

@@ -222,11 +222,11 @@ def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dt
         )
 
 
-def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor]) -> None:
-    """Refuse a tensor that is written to while it shares memory with one that is read; tensors that take turns in one buffer are apart."""
+def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor], what: str = "read while it is written") -> None:
+    """Refuse a tensor that shares memory with others, which are `what`; tensors that take turns in one buffer are apart."""
     for other, y in others.items():
         if x.device == y.device and _meet(x, y):
-            raise ShapeError(f"{name} shares memory with {other}, which is read while it is written; pass a tensor of its own")
+            raise ShapeError(f"{name} shares memory with {other}, which is {what}; pass a tensor of its own")
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from tilewise import errors
 from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combine, documents, eight_bits, largest_of_documents, operands
-from tilewise.decoding import decode
+from tilewise.decoding import OF_CACHES, decode
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Full, Mask
 from tilewise.runtime import operator, repeats
 
+PACKED = ("total_q", "heads_q", "head_dim")
 PAGES = ("pages", "page_size", "heads_k", "head_dim")
 SPLIT = 256  # keys of one piece of decode, where a document's bits are to be its own
 NO_GRADIENT = "keys in pages are for inference and have no gradient"
@@ -160,8 +161,9 @@ def _check_paged(
     if seqused_k is None:
         raise ShapeError("seqused_k must be given with page_table: how many tokens each document has")
     q, k, v = qkv
-    for name, x, axes in (("q", q, ("total_q", "heads_q", "head_dim")), ("k", k, PAGES), ("v", v, (*PAGES[:3], "head_dim_v"))):
-        errors.check_tensor(name, x, axes)
+    of_values = *PAGES[:3], "head_dim_v"
+    for name, x, axes, dtypes in (("q", q, PACKED, errors.DTYPES), ("k", k, PAGES, OF_CACHES), ("v", v, of_values, OF_CACHES)):
+        errors.check_tensor(name, x, axes, dtypes)
         errors.check_no_grad(name, x, NO_GRADIENT)
     for name, x, axes in (("cu_seqlens_q", cu_seqlens_q, ("documents + 1",)), ("seqused_k", seqused_k, ("documents",))):
         errors.check_tensor(name, x, axes, INDEX_DTYPES)

@@ -161,6 +161,16 @@ def _append(k_cache, v_cache, k, v, cu, lengths, pages, cos, sin) -> tuple[Tenso
     return k_cache, v_cache
 
 
+def _queries_and_new() -> dict[str, Tensor]:
+    """One and two queries, as many as there are new tokens."""
+    return _new() | {"q": normal(3, 4, 8), "out": torch.empty(3, 4, 8, dtype=torch.float32, device="cpu")}
+
+
+def _decode_appending(k_cache, v_cache, k, v, cu, lengths, pages, cos, sin, q, out) -> tuple[Tensor, ...]:
+    words = {"cu_seqlens_q": cu, "cache_seqlens": lengths, "page_table": pages, "rotary_cos": cos, "rotary_sin": sin, "out": out}
+    return *tw.decode(q, k_cache, v_cache, k=k, v=v, return_lse=True, **words), k_cache, v_cache
+
+
 def _parts() -> dict[str, Tensor]:
     return {"o": normal(2, 5, 4, 8), "other": normal(2, 5, 4, 8, seed=1), "lse": normal(2, 4, 5, seed=2), "more": normal(2, 4, 5, seed=3)}
 
@@ -207,6 +217,7 @@ def _quantise(x) -> tuple[Tensor, ...]:
     return *tw.quantise(x, "int8", per="tile", hadamard=True, centre=True), *tw.quantise(x, "fp8", per="token")
 
 
+WRITING = "append", "decode, appending"  # which write caches
 QKV = ("q", "k", "v")
 FUNCTIONS = {
     "attention": Function(qkv, lambda q, k, v: (tw.attention(q, k, v, causal=True),), QKV),
@@ -222,6 +233,7 @@ FUNCTIONS = {
     "decode, every operand": Function(_pages, _paged),
     "decode, packed": Function(_entries, _packed_decode),
     "append": Function(_new, _append),
+    "decode, appending": Function(_queries_and_new, _decode_appending),
     "attention, quantised inside": Function(_halves, _quantised_inside, (*QKV, "sink")),
     "attention, 8 bits": Function(_in_eight_bits, _eight_bits),
     "decode, 8 bits": Function(_eight_bit_cache, _decode_eight_bits),

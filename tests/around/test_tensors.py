@@ -113,9 +113,11 @@ for (name, operand), x in OPERANDS.items():
     if x.is_floating_point():
         if operand.endswith("_cache"):  # which is written
             CELLS[f"negated; {where}"] = partial(refused, name, operand, negated, f"append to {operand}.resolve_neg()")
-            CELLS[f"zeros; {where}"] = partial(refused, name, operand, zeros, "ZeroTensors are immutable")
         else:
             CELLS[f"negated; {where}"] = partial(like_the_plain_one, name, operand, negated)
+        if operand.endswith("_cache") or operand == "out":
+            CELLS[f"zeros; {where}"] = partial(refused, name, operand, zeros, "ZeroTensors are immutable")
+        else:
             CELLS[f"zeros; {where}"] = partial(like_the_plain_one, name, operand, zeros)
         CELLS[f"mkldnn; {where}"] = partial(refused, name, operand, lambda x: x.to_mkldnn(), "layout")
     for kind, (make, *words) in WORDS.items():

@@ -28,6 +28,7 @@ QUICK = [
     DecodeCase(lengths=(0, 1, 63, 64, 65, 300)),
     DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, mask=WINDOW, dtype=torch.float16, **CHANGES),
     DecodeCase(lengths=(70, 0, 140), queries=5, page=4),
+    DecodeCase(lengths=(70, 0, 140), queries=(0, 0, 0), page=16),
 ]
 CHUNKS = [  # several units a key head, of which later ones see later keys; two warpgroups, but for the last two
     DecodeCase(lengths=(170, 20, 100), queries=(100, 1, 40), heads=(4, 1), page=16),

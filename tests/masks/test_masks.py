@@ -195,6 +195,15 @@ def test_planes_of_empty_batches_and_heads():
     assert (PerHead({(0, 1): Causal(), (1, 2): Full()}) & Causal()).planes(4, 4, 0, 2) == ()
 
 
+@pytest.mark.parametrize("combined", [lambda one: one & Full(), lambda one: ~~one, lambda one: one.transpose().transpose() | Causal()])
+def test_the_only_head_is_no_sign_of_masks_that_are_alike(combined):
+    mask = combined(PerHead({(0, 1): Causal()}))
+    assert mask.extent == (1, 1) and not mask.alike and torch.equal(mask.dense(3, 5).view(3, 5), Causal().dense(3, 5))
+    for wrong in (lambda: mask.planes(3, 5, heads=2), lambda: mask.resolve(3, 5), lambda: Documents([0, 3], inner=mask)):
+        with pytest.raises(ValueError, match="cover 1 heads, the call has heads 2|differs by batch entry or head|the same for every head"):
+            wrong()
+
+
 def test_a_written_tensor_is_read_again():
     given = torch.zeros(3, 3, dtype=torch.bool)
     assert Dense(given).pairs(3, 3) == 0

@@ -178,7 +178,7 @@ class Documents(Mask):
 def check_inner(inner: Mask) -> None:
     if not isinstance(inner, Mask):
         raise ValueError(f"Documents: inner must be a mask, got {type(inner).__name__} {inner!r}")
-    if inner.kind == "bitmap" or inner.extent != (1, 1) or inner.source is None:
+    if inner.kind == "bitmap" or not inner.alike or inner.source is None:
         raise ValueError(
             f"Documents: inner must be made of bands and be the same for every head, got {inner}; "
             "write Documents(...) & Dense(...), or PerHead({heads: Documents(...)})"
@@ -370,7 +370,8 @@ class PerHead(Mask):
         object.__setattr__(self, "masks", masks)
         held = any(mask.source is None for _, mask in masks)
         kind = "bitmap" if any(mask.kind == "bitmap" for _, mask in masks) else "runs"
-        self._set(kind, None if held else self._write([]), (joint_extent("batch", *(mask.extent[0] for _, mask in masks)), end))
+        extent = joint_extent("batch", *(mask.extent[0] for _, mask in masks)), end
+        self._set(kind, None if held else self._write([]), extent, alike=False)
 
     def _write(self, tensors: list[Tensor]) -> str:
         return "PerHead({" + ",".join(f"({first},{last}):{mask.text(tensors)}" for (first, last), mask in self.masks) + "})"

@@ -57,15 +57,17 @@ class Mask:
 
     kind: "full", "band" (one closed-form band), "runs" (any union of bands, or masks that differ by head) or "bitmap" (contains a Dense).
     source: the mask as text, or None where it holds a tensor (then see `text`).
-    extent: (batch, heads) that the mask tells apart; (1, 1) is the same everywhere.
+    extent: (batch, heads) that the mask tells apart, 1 where it does not, or where there is one.
+    alike: whether it is the same for every batch entry and head, however many there are.
     """
 
     kind: str
     source: str | None
     extent: tuple[int, int]
+    alike: bool
 
-    def _set(self, kind: str, source: str | None, extent: tuple[int, int] = (1, 1)) -> None:
-        for name, value in (("kind", kind), ("source", source), ("extent", extent)):
+    def _set(self, kind: str, source: str | None, extent: tuple[int, int] = (1, 1), alike: bool = True) -> None:
+        for name, value in (("kind", kind), ("source", source), ("extent", extent), ("alike", alike and extent == (1, 1))):
             object.__setattr__(self, name, value)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -112,7 +114,7 @@ class Mask:
 
     def resolve(self, seqlen_q: int, seqlen_k: int) -> Bands | Bitmap:
         """The region of a mask that is the same for every batch entry and head; else ShapeError."""
-        if self.extent != (1, 1):
+        if not self.alike:
             raise ShapeError(f"mask {self} differs by batch entry or head {self.extent}; use planes() in place of resolve()")
         return self.planes(seqlen_q, seqlen_k)[0].region
 
@@ -191,7 +193,7 @@ class Combined(Mask):
         kind = "bitmap" if "bitmap" in kinds else "runs"
         if self.operation == "&" and kinds <= {"full", "band"}:
             kind = "band" if "band" in kinds else "full"
-        self._set(kind, None if held else self._write([]), extent)
+        self._set(kind, None if held else self._write([]), extent, self.left.alike and self.right.alike)
 
     def __reduce__(self):
         return _combined, self._chain()
@@ -223,7 +225,7 @@ class Combined(Mask):
         return placed
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
-        if self.kind != "bitmap" and self.extent == (1, 1):
+        if self.kind != "bitmap" and self.alike:
             return super()._planes(seqlen_q, seqlen_k, batch, heads)
         first, steps = self._chain()
         planes = first.planes(seqlen_q, seqlen_k, batch, heads)
@@ -241,7 +243,7 @@ class Transpose(Mask):
     mask: Mask
 
     def __post_init__(self) -> None:
-        self._set(self.mask.kind, None if self.mask.source is None else self._write([]), self.mask.extent)
+        self._set(self.mask.kind, None if self.mask.source is None else self._write([]), self.mask.extent, self.mask.alike)
 
     def _write(self, tensors: list[Tensor]) -> str:
         return f"Transpose({self.mask.text(tensors)})"

@@ -43,7 +43,7 @@ class Padding(Mask):
         if self.inner is None:
             object.__setattr__(self, "inner", Full())  # not a default value: torch.compile traces its construction only
         inner = self.inner
-        if not isinstance(inner, Mask) or inner.kind == "bitmap" or inner.extent != (1, 1) or inner.source is None:
+        if not isinstance(inner, Mask) or inner.kind == "bitmap" or not inner.alike or inner.source is None:
             raise ValueError(f"Padding: inner must be a mask of bands that is the same for every batch entry and head, got {inner!r:.100}")
         held = isinstance(self.lengths, Tensor) or isinstance(self.start, Tensor)
         self._set("runs", None if held else self._write([]), (joint_extent("batch", *sizes.values()), 1))

@@ -75,9 +75,16 @@ def run(given: Operands) -> Tensor | None:
 
 
 def _kernel(*operands) -> None:
+    _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
     _append(given)
+
+
+def _refuse_tangents(*operands) -> None:
+    for name, x in zip(Operands._fields, operands[:TENSORS], strict=False):
+        if x is not None:
+            errors.check_no_tangent(name, x, NO_GRADIENT)
 
 
 @torch.no_grad()
@@ -85,7 +92,8 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
-    if given.rotary_cos is not None and given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0:  # which it is where there is no memory
+    _check_apart(given)
+    if given.rotary_cos is not None and _one_memory(given):
         raise errors.ShapeError(
             "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
         )
@@ -100,7 +108,8 @@ def _append(given: Operands) -> Tensor | None:
     position = lengths[owner] + place
     if given.rotary_cos is not None and given.rotary_sin is not None:
         first = lengths if given.rotary_first is None else given.rotary_first.to(torch.int64)
-        k = rotated(k, given.rotary_cos, given.rotary_sin, first[owner] + place, interleaved=given.interleaved)
+        turned_to = (first[owner] + place).where(_of_a_sequence(given, owner), 0)
+        k = rotated(k, given.rotary_cos, given.rotary_sin, turned_to, interleaved=given.interleaved)
     if check and given.cu_seqlens is None:
         slots = _slots(given, owner, position)
     else:
@@ -136,13 +145,39 @@ def _(*operands):
     return None
 
 
+def _check_apart(given: Operands) -> None:
+    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys."""
+    k, v, k_cache, v_cache = map(_bytes, (given.k, given.v, given.k_cache, given.v_cache))
+    for other, y, written in (("k_cache", given.k_cache, k_cache), ("v_cache", given.v_cache, v_cache)):
+        for name, x, read in (("k", given.k, k), ("v", given.v, v)):
+            if read[0] < written[1] and written[0] < read[1]:
+                errors.check_apart(name, x, {other: y}, "written while it is read")
+    if k_cache[0] < v_cache[1] and v_cache[0] < k_cache[1]:
+        steps = zip(given.k_cache.stride(), given.v_cache.stride(), given.v_cache.shape, strict=True)
+        if k_cache[0] != v_cache[0] or any(ours != theirs and size > 1 for ours, theirs, size in steps):
+            errors.check_apart("v_cache", given.v_cache, {"k_cache": given.k_cache}, "written, too")
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """The addresses of x's first byte and of the one behind its last; nowhere, where it has no memory."""
+    begin = x.data_ptr()
+    if begin == 0 or 0 in x.shape:
+        return 0, 0
+    return begin, begin + x.itemsize * (1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)]))
+
+
+def _one_memory(given: Operands) -> bool:
+    """Whether values are the first columns of their keys."""
+    return given.k_cache.data_ptr() == given.v_cache.data_ptr() != 0  # which it is where there is no memory
+
+
 def _check(given: Operands) -> None:
     """ShapeError for tokens that have no place."""
     lengths, n_pages, page_size = given.cache_seqlens.tolist(), *given.k_cache.shape[:2]
     if given.cu_seqlens is None:
         new = [given.k.shape[1]] * len(lengths)
     else:
-        bounds = values.check_cu_seqlens("cu_seqlens", given.cu_seqlens, given.k.shape[0])
+        bounds = values.check_cu_seqlens("cu_seqlens (decode's cu_seqlens_q)", given.cu_seqlens, given.k.shape[0])
         new = [b - a for a, b in pairwise(bounds)]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
     values.check_lengths(ends, given.k_cache, given.page_table, new)
@@ -150,6 +185,14 @@ def _check(given: Operands) -> None:
         values.check_pages(given.page_table, ends, n_pages, page_size, lengths)
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, n_pages)
+    if given.rotary_first is not None and (given.rotary_first < 0).any():
+        raise errors.ShapeError(f"rotary_first must not be negative, got {given.rotary_first.tolist()}")
+    if _one_memory(given) and given.v.data_ptr() != given.k.data_ptr():
+        columns = given.k[..., : given.v.shape[-1]]
+        if not ((columns == given.v) | columns.isnan()).all():
+            raise errors.ShapeError(
+                f"v must be k[..., :{given.v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
+            )
 
 
 def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
@@ -160,6 +203,13 @@ def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
         return torch.arange(batch, **on)[:, None].expand(batch, new), torch.arange(new, **on).expand(batch, new)
     owner = values.sequence_of(given.cu_seqlens, given.k.shape[0])
     return owner, torch.arange(given.k.shape[0], **on) - given.cu_seqlens.to(torch.int64)[owner]
+
+
+def _of_a_sequence(given: Operands, owner: Tensor) -> Tensor:
+    """Which of the new tokens are somebody's: not those behind the last packed sequence."""
+    if given.cu_seqlens is None:
+        return torch.ones((), dtype=torch.bool, device=owner.device)
+    return torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) < given.cu_seqlens[-1]
 
 
 def _slots(given: Operands, owner: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,8 +230,7 @@ def _with_a_place(given: Operands, owner: Tensor, position: Tensor, k: Tensor, v
     entry, place = (x.flatten() for x in _slots(given, owner, position))
     owner, position = owner.flatten(), position.flatten()
     fits = (position >= 0) & (position < values.capacity_of(given.k_cache, given.page_table)) & (entry >= 0) & (entry < entries)
-    if given.cu_seqlens is not None:  # tokens behind the last sequence are none
-        fits &= torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device) < given.cu_seqlens[-1]
+    fits &= _of_a_sequence(given, owner)
     first = fits.to(torch.uint8).argmax()
     token = torch.where(fits, torch.arange(owner.shape[0], dtype=torch.int64, device=owner.device), first)
     slots = entry[token].clamp(0, entries - 1), place[token].clamp(0, places - 1)

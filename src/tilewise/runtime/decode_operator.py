@@ -178,7 +178,7 @@ def backend_of(call: DecodeCall, name: str | None) -> Backend:
 
 def goes_whole(call: DecodeCall) -> bool:
     """Whether a backend may take the call whole: one mask for all sequences and heads, which holds no tensor."""
-    return call.mask.kind != "bitmap" and call.mask.extent == (1, 1)
+    return call.mask.kind != "bitmap" and call.mask.alike
 
 
 def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
@@ -203,8 +203,8 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
         cache_batch_idx=given.cache_batch_idx,
         leftpad=given.leftpad,
         tree=given.tree,
-        shared_prefix=min(given.shared_prefix, capacity),
-        split=given.split,
+        shared_prefix=min(given.shared_prefix, capacity) if given.split is None else 0,  # for whether to read it once hangs on the batch
+        split=None if given.split is None else min(given.split, max(capacity, 1)),
         mask=masks.parse(given.mask, given.mask_tensors),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         softcap=given.softcap,

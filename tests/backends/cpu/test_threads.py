@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends.cpu import Cpu
 from tilewise.backends.cpu.native import library
-from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PerHead, SlidingWindow
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
 CASES = [
@@ -20,6 +20,7 @@ CASES = [
     Case(batch=2, seqlen_q=300, seqlen_k=410, heads_q=4, heads_k=2, bias="q", sink=True, dropout=0.2, lse_grad=True),
     Case(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_k=1, mask=random_mask(400, 400), head_dim=40),
     Case(batch=2, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_k=4, mask=Full()),
+    Case(batch=1, seqlen_q=1, seqlen_k=224, heads_q=64, heads_k=8, mask=PerHead({(0, 1): Causal(), (1, 64): SlidingWindow(38, 0)})),
 ]
 
 

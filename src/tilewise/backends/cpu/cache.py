@@ -29,7 +29,7 @@ def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call
     Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values:
     what lies beyond a sequence's length, or on a page that it does not reach, is never read.
     """
-    if call.mask.kind == "bitmap" or call.mask.extent != (1, 1) or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
+    if call.mask.kind == "bitmap" or not call.mask.alike or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
         return None
     call = call.in_int32()
     q, k_cache, v_cache = rows(call.q), rows(call.k_cache), rows(call.v_cache)

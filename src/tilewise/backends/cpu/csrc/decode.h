@@ -209,7 +209,14 @@ static void start_rows(const DecodePlan& plan, float* q, int64_t batch, int64_t 
   memset(plan.o + at * dim_v, 0, (size_t)(rows * dim_v) * 4);
 }
 
-// One split of the keys, for some heads.
+// Whether all heads see the same keys.
+static bool heads_alike(const tw_args& a, int64_t batch) {
+  for (int64_t h = 1; h < a.heads_q; h++)
+    if (&plane_of(a, batch, h) != &plane_of(a, batch, 0)) return false;
+  return true;
+}
+
+// One split of the keys, for some heads. Where heads see other keys, blocks begin in fixed places: which heads share an item depends on the threads.
 template <int DT>
 static void decode_split(const void* context, int64_t number, char* memory) {
   const DecodePlan& plan = *(const DecodePlan*)context;
@@ -224,6 +231,7 @@ static void decode_split(const void* context, int64_t number, char* memory) {
   KeyRange range = {item.keys.end, item.keys.begin};
   for (int64_t h = 0; h < item.heads; h++)
     start_rows<DT>(plan, scratch.q + h * rows_of_head * dim, item.batch, item.head + h, first_row(h), item.keys, range);
+  if (range.begin < range.end && !heads_alike(a, item.batch)) range.begin -= (range.begin - item.keys.begin) % kDecodeKeys;
   KeyRows block[2];
   if (range.begin < range.end) block[0].locate(a, item.batch, range.begin, min_of(kDecodeKeys, range.end - range.begin));
   for (int64_t key = range.begin, turn = 0; key < range.end; key += kDecodeKeys, turn ^= 1) {

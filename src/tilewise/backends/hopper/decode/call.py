@@ -267,7 +267,7 @@ def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
 
 
 def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
-    queries = call.max_seqlen_q if config.ragged else call.q.shape[1]
+    queries = max(call.max_seqlen_q, 1) if config.ragged else call.q.shape[1]
     dim, heads_k = call.v_cache.shape[3], call.k_cache.shape[2]
     group = call.q.shape[-2] // heads_k
     rows, abreast = queries * group, heads_k

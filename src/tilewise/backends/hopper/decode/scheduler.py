@@ -160,7 +160,8 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
         left = min(max(number(lengths.leftpad, b), 0), length)
     joins = Boolean(False)
     if const_expr(config.onto):  # where not every row sees the whole prefix, all is computed here
-        joins = length - queries + window.hi + 1 >= shape.prefix
+        seen = length - lengths.tree.shape[2] if const_expr(config.tree) else length  # by each row, as far as its place allows
+        joins = min(seen, length - queries + window.hi + 1) >= shape.prefix
         left = shape.prefix if joins else left
     begin = max(left, length - queries + window.lo)
     end = max(min(length, length + window.hi), 0)

@@ -15,7 +15,7 @@ def window_of(mask: Mask) -> Window | None:
     """None where the mask is none of one band on the bottom right diagonal, the same for all heads and at every length."""
     if isinstance(mask, Full):
         return Window(-FAR, FAR)
-    if mask.kind not in ("full", "band") or mask.extent != (1, 1):
+    if mask.kind not in ("full", "band") or not mask.alike:
         return None
     found = {_on(mask, seqlen_k) for seqlen_k in KEYS}
     return found.pop() if len(found) == 1 else None

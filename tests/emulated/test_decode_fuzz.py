@@ -1,0 +1,54 @@
+"""Random calls (decode_fuzz.py) of the decode kernel, carried out without a GPU: small ones, of kinds that a kernel takes."""
+
+from dataclasses import replace
+
+import pytest
+from decode_fuzz import exact, kind, problem
+from decode_problems import DecodeCase, held, made
+from emulator.backend import NEEDED, Emulated
+
+from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import prefix, workspace
+from tilewise.masks import Full, SlidingWindow
+
+pytestmark = NEEDED
+
+KINDS, LONGEST, WORK = 60, 60, 200_000  # WORK: rows times keys, beyond which the emulator takes minutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KINDS))
+def test_random_calls(number, monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    one = replace(kind(number, kernels=True), new="")
+    calls = (problem(one, seed, most=LONGEST).call for seed in range(number, 10_000, KINDS))
+    call = next(call for call in calls if call.q.numel() // call.q.shape[-1] * int(call.seqlens.max()) <= WORK)
+    with Emulated("random", number, slots=4).on_gpu():
+        found = decoding.decode(call)
+    assert found is not None, decoding.why_not(call)
+    held(exact(call), *found)
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
+
+
+LACKING = pytest.mark.xfail(strict=True, reason="the prefix is read where the first sequence has it, however long that is")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(300, 20, 130, 128), prefix=128, page=16, mask=Full(), queries=3),
+        DecodeCase(lengths=(300, 125, 130), prefix=128, mask=SlidingWindow(None, 9)),
+        DecodeCase(lengths=(300, 128, 130), prefix=128, page=16, tree=7),
+        pytest.param(DecodeCase(lengths=(20, 300, 130), prefix=128), marks=LACKING),
+        # As where a request has ended, and its row of the page table names nothing.
+        pytest.param(DecodeCase(lengths=(20, 300, 130), prefix=128, page=16), marks=LACKING),
+    ],
+    ids=str,
+)
+def test_prefixes_that_sequences_have_in_part(case, monkeypatch):
+    """Who has not all of it, or sees not all of it, computes alone."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(case)
+    with Emulated().on_gpu():
+        held(call, *decoding.decode(call))
