@@ -30,9 +30,6 @@ def test_random_calls(number, monkeypatch):
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
-LACKING = pytest.mark.xfail(strict=True, reason="the prefix is read where the first sequence has it, however long that is")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -40,9 +37,9 @@ LACKING = pytest.mark.xfail(strict=True, reason="the prefix is read where the fi
         DecodeCase(lengths=(300, 20, 130, 128), prefix=128, page=16, mask=Full(), queries=3),
         DecodeCase(lengths=(300, 125, 130), prefix=128, mask=SlidingWindow(None, 9)),
         DecodeCase(lengths=(300, 128, 130), prefix=128, page=16, tree=7),
-        pytest.param(DecodeCase(lengths=(20, 300, 130), prefix=128), marks=LACKING),
+        DecodeCase(lengths=(20, 300, 130), prefix=128),
         # As where a request has ended, and its row of the page table names nothing.
-        pytest.param(DecodeCase(lengths=(20, 300, 130), prefix=128, page=16), marks=LACKING),
+        DecodeCase(lengths=(20, 300, 130), prefix=128, page=16),
     ],
     ids=str,
 )

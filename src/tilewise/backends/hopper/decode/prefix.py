@@ -31,16 +31,18 @@ def pays(call: DecodeCall) -> bool:
 
 
 def of(call: DecodeCall) -> DecodeCall:
-    """All queries as those of one sequence, which has the prefix alone: the first sequence's pages, or entry. Scales of V, but for those of
-    tokens, are for the call's own launch, which multiplies all of O.
+    """All queries as those of one sequence, which has the prefix alone: the longest one's pages, or entry, as others may have ended. Scales of V, but
+    for those of tokens, are for the call's own launch, which multiplies all of O.
     """
     q = call.q.reshape(1, -1, *call.q.shape[-2:])
     changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
     if call.v_scale is not None and call.v_scale.dim() < 2:
         changed["v_scale"] = None
-    for name in ("page_table", "cache_batch_idx"):
-        if (x := getattr(call, name)) is not None:
-            changed[name] = x[:1]
+    longest = call.seqlens.argmax(dim=0, keepdim=True)
+    if call.page_table is not None:
+        changed["page_table"] = call.page_table.index_select(0, longest)
+    else:
+        changed["cache_batch_idx"] = longest if call.cache_batch_idx is None else call.cache_batch_idx.index_select(0, longest)
     return replace(call, seqlens=_length(call.shared_prefix, q.device), **changed)
 
 
