@@ -213,20 +213,27 @@ def make_mask(
         bounds = _bounds(mask_function, local_size, config) if plain else None
         if bounds is None:
             step = None
-            if q_length == 1 and padding is None and isinstance(q_offset, Tensor) and (bounds := _bounds(mask_function, local_size, config)):
+            if (
+                q_length == 1
+                and padding is None
+                and isinstance(q_offset, Tensor)
+                and (bounds := _bounds(mask_function, local_size, config))
+            ):
                 step = _step(bounds, batch_size, q_offset - kv_offset, None)
             return Pairs(None, shape, kv_length, False, bits(), step)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
         return Pairs(hf_masks.between(lo, frame.diagonal, frame), shape, kv_length, False, bits)
-    if q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1):
-        # A step with a static cache, of which a compiled model may come next: for a mask that is another at each step, it would be compiled anew.
+    static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
+    whole = padding is None or (not static and bool(padding.all()))
+    if q_length == 1 and (static or not whole):
+        # A compiled model may come next: for a mask that is another at each step, it would be compiled anew.
         step, bounds, seen = None, hf_masks.bounds(mask_function, _understood()), bits()
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(seen.device)
             step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=seen.device), present)
         return Pairs(None, shape, kv_length, False, seen, step)
-    seen = None if padding is None or bool(padding.all()) else padding.cpu().numpy()
+    seen = None if whole else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, _understood())
     if tree is None:
         return Pairs(None, shape, kv_length, False, bits())
@@ -317,7 +324,13 @@ def attention(
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if isinstance(attention_mask, Pairs) and attention_mask.step is not None and position_bias is None and not dropout and _decodes(q, k, v):
+    if (
+        isinstance(attention_mask, Pairs)
+        and attention_mask.step is not None
+        and position_bias is None
+        and not dropout
+        and _decodes(q, k, v)
+    ):
         _check_lengths(attention_mask, q, k)
         return _decoded(attention_mask.step, q, k, v, scaling, softcap, s_aux), None
     if q.shape[0] != k.shape[0]:  # one of them is the same for all

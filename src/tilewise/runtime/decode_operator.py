@@ -18,8 +18,8 @@ from tilewise.backends.sequences import one_by_one
 from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
-from tilewise.runtime import operator as ops
 from tilewise.runtime import graphs, plain, vmaps
+from tilewise.runtime import operator as ops
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "decode is for inference and has no gradient"
