@@ -1,5 +1,7 @@
 """Which calls torch.compile leaves out of CUDA graphs (runtime/graphs.py), told of fake tensors on a GPU that need not be there."""
 
+import threading
+
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -87,3 +89,36 @@ def test_what_was_read_before_is_read_again():
     assert torch.equal(operator.forward_reading(*given)[0], q)
     seen.numpy()[:] = True  # which torch does not count
     torch.testing.assert_close(operator.forward_reading(*given)[0], tw.attention(q, q, q))
+
+
+def test_the_run_before_a_capture_is_another_threads(monkeypatch):
+    """It has no gradients of its own, and its errors are the caller's."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 16, generator=draw, dtype=torch.float32, device="cpu").requires_grad_() for _ in range(3))
+
+    def results() -> list[torch.Tensor]:
+        o = torch.compile(lambda *x: tw.attention(*x, causal=True), fullgraph=True, backend="aot_eager")(q, k, v)
+        caches = [torch.zeros(2, 12, 2, 16, dtype=torch.float32, device="cpu") for _ in range(2)]
+        lengths = torch.tensor([1, 2], dtype=torch.int32, device="cpu")
+        with torch.no_grad():
+            step = torch.compile(lambda *x: tw.decode(*x, cache_seqlens=lengths, k=k, v=v), fullgraph=True, backend="aot_eager")(q, *caches)
+        return [o, step, *caches, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+
+    want, threads = results(), set()
+    kernel = operator.choose
+
+    def noted(*given, **more):
+        threads.add(threading.current_thread().name)
+        return kernel(*given, **more)
+
+    monkeypatch.setattr(graphs, "preparing", lambda device: True)
+    for module in (operator, decode_operator):
+        monkeypatch.setattr(module, "choose", noted)
+    assert all(map(torch.equal, results(), want))
+    assert len(threads) == 1 and threads.pop().startswith("tilewise")
+
+    def fails(x: torch.Tensor):
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        graphs.apart(fails, q)

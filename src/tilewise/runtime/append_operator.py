@@ -18,8 +18,8 @@ from tilewise.masks import Full
 from tilewise.problem import AppendCall, Call
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
+from tilewise.runtime import graphs, plain
 from tilewise.runtime import operator as ops
-from tilewise.runtime import plain
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "append is for inference and has no gradient"
@@ -77,7 +77,7 @@ def run(given: Operands) -> Tensor | None:
 def _kernel(*operands) -> None:
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
-    _append(given)
+    graphs.apart(lambda *each: _append(Operands(*each)), *given)
 
 
 @torch.no_grad()

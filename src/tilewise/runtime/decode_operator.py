@@ -85,7 +85,7 @@ def _kernel(*operands) -> tuple[Tensor, Tensor]:
     _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**ops.named(given))
-    return _compute(given)
+    return graphs.apart(lambda *each: _compute(Operands(*each)), *given)
 
 
 def _refuse_tangents(*operands) -> None:

@@ -1,13 +1,20 @@
 """What a CUDA graph can hold. A call that reads values on the host, such as a dense mask's, cannot be captured, and a graph would go on with the
 values of its capture. So each operator has a twin, called `..._reading`, which torch.compile leaves out of its graphs (mode="reduce-overhead").
+
+Before torch.compile captures a call it runs it once, with all memory of the thread from the pool of its graphs, where nothing may stay that is no
+output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's (`apart`).
 """
 
+import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -43,3 +50,31 @@ def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Ca
         return kernel(*given[:at], [x.clone() for x in given[at]], *given[at + 1 :])
 
     return run
+
+
+def apart(run: Callable[..., Result], *operands) -> Result:
+    """`run(*operands)`, whose first one is a tensor, without gradients: by another thread where torch.compile prepares a CUDA graph."""
+    device = operands[0].device
+    if not preparing(device):
+        return run(*operands)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def there() -> Result:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
+            return run(*operands)
+
+    return _thread().submit(there).result()
+
+
+def preparing(device: torch.device) -> bool:
+    """Whether the run may be one of which torch.compile then makes a CUDA graph."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if device.type != "cuda" or trees is None or torch.cuda.is_current_stream_capturing():
+        return False
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and manager.in_warmup
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "tilewise")

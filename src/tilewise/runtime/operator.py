@@ -123,7 +123,7 @@ def _forward_kernel(*operands) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at; the largest scores empty where they are not wanted."""
     _refuse_tangents_forward(*operands)
     errors.check_memory(**named(Operands(*operands)))
-    o, lse, row_max = _forward(*operands)
+    o, lse, row_max = graphs.apart(_forward, *operands)
     return o, lse, lse.new_empty(0) if row_max is None else row_max
 
 
@@ -131,7 +131,7 @@ def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, 
     """`_backward` of tensors that nobody has looked at."""
     _refuse_tangents_backward(o, lse, d_o, d_lse, bias_grad, *operands)
     errors.check_memory(o=o, lse=lse, dO=d_o, dLSE=d_lse, **named(Operands(*operands)))
-    return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+    return graphs.apart(_backward, o, lse, d_o, d_lse, bias_grad, *operands)
 
 
 def _refuse_tangents_forward(*operands) -> None:
