@@ -117,7 +117,7 @@ def test_the_run_before_a_capture_is_another_threads(monkeypatch):
     assert all(map(torch.equal, results(), want))
     assert len(threads) == 1 and threads.pop().startswith("tilewise")
 
-    def fails(x: torch.Tensor):
+    def fails(x: torch.Tensor) -> None:
         raise ValueError("as it is")
 
     with pytest.raises(ValueError, match="as it is"):

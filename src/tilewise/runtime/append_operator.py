@@ -77,7 +77,7 @@ def run(given: Operands) -> Tensor | None:
 def _kernel(*operands) -> None:
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
-    graphs.apart(lambda *each: _append(Operands(*each)), *given)
+    graphs.apart(lambda *each: _append(Operands(*each)) and None, *given)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-Result = TypeVar("Result")
+Results = TypeVar("Results", bound="tuple[Tensor | None, ...] | None")
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -52,18 +52,21 @@ def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Ca
     return run
 
 
-def apart(run: Callable[..., Result], *operands) -> Result:
-    """`run(*operands)`, whose first one is a tensor, without gradients: by another thread where torch.compile prepares a CUDA graph."""
+def apart(run: Callable[..., Results], *operands) -> Results:
+    """`run(*operands)`, whose first one is a tensor, a tuple of tensors or None, without gradients. Where torch.compile prepares a CUDA graph it is
+    another thread's, and the results are copied to where they belong.
+    """
     device = operands[0].device
     if not preparing(device):
         return run(*operands)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def there() -> Result:
+    def there() -> Results:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
             return run(*operands)
 
-    return _thread().submit(there).result()
+    found = _thread().submit(there).result()
+    return found and tuple(x if x is None else x.clone() for x in found)
 
 
 def preparing(device: torch.device) -> bool:
