@@ -64,6 +64,12 @@ def check_memory(**tensors: Tensor | None) -> None:
             )
 
 
+def check_capture(x: Tensor, what: str, way_out: str) -> None:
+    """Refuse what reads x or such tensors on the host, where a CUDA graph is being captured."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(f"{what} reads values on the host, which a CUDA graph that is being captured cannot hold; {way_out}")
+
+
 def _freed(x: Tensor) -> bool:
     try:
         return (

@@ -167,6 +167,41 @@ GENERATED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "mask", "layers"), [("llama", "left", 2), ("gemma3", "left", 2), ("gpt_oss", "none", 1), ("llama4", "none", 1)]
+)
+def test_steps_with_a_static_cache_are_decode(name, mask, layers, monkeypatch):
+    """One token after the prompt, with as many keys as there are; but for masks in chunks, and windows that are full of tokens."""
+    calls, decode = [], tw.decode
+
+    def counted(q, *args, **options):
+        calls.append((q.shape[1], options["cache_seqlens"].tolist(), None if options["leftpad"] is None else options["leftpad"].tolist()))
+        return decode(q, *args, **options)
+
+    monkeypatch.setattr(tw, "decode", counted)
+    logits = generated(name, "tilewise", mask, CACHES["static"])[1]
+    monkeypatch.setattr(tw, "decode", decode)
+    close(logits, generated(name, "eager", mask, CACHES["static"])[1])
+    assert len(calls) == (STEPS - 1) * layers
+    assert calls[0] == (1, [LENGTH + 1] * 2, [3, 0] if mask == "left" else None) or name == "gemma3"  # whose first layers keep a window
+
+
+@pytest.mark.parametrize("holes", (False, True))
+def test_a_step_whose_padding_is_in_the_middle(holes):
+    """Tokens that do not lie side by side are seen by a tensor."""
+    net, eager = (model("llama", each) for each in ("tilewise", "eager"))
+    tokens = inputs("llama")["input_ids"]
+    padding = torch.ones_like(tokens)
+    padding[0, : (0 if holes else 4)], padding[1, 5:8] = 0, int(not holes)
+    with torch.no_grad():
+        results = []
+        for each in (net, eager):
+            kept = hf.StaticCache(config=each.config, max_cache_len=LENGTH + 3)
+            each(tokens[:, :-1], attention_mask=padding[:, :-1], cache=kept)
+            results.append(each(tokens[:, -1:], attention_mask=padding, cache=kept).logits)
+    close(*results)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mask", "kept"), GENERATED)
 def test_every_generate(name, mask, kept):

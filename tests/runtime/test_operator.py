@@ -44,7 +44,9 @@ OPCHECKS = {
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("extra", OPCHECKS.values(), ids=OPCHECKS)
 def test_opcheck(extra, backend):
-    torch.library.opcheck(operator.forward, operands(*qkv(), **extra, backend=backend))
+    given = operands(*qkv(), **extra, backend=backend)
+    for op in (operator.forward, operator.forward_reading):
+        torch.library.opcheck(op, given)
 
 
 FEATURES = {

@@ -8,7 +8,7 @@ of the difference over that of the fp32 numbers. `theirs` is SDPA's, or eager's 
 models whose experts are not chosen by rounding errors.
 interface: microseconds of `compat.transformers.attention` and of `tilewise.attention` on the same q, k, v, in turns; at most 3 % or 15 us more is
 asked. steps: milliseconds of a training step of layers with Llama's shapes. generate: with a dynamic cache, and with a static one, for which
-transformers compiles the model on GPUs.
+transformers compiles the model on GPUs. static: the steps of the latter one by one, compiled into CUDA graphs and not.
 """
 
 import argparse
@@ -59,16 +59,17 @@ def numbers(name: str, mask: str, implementation: str, dtype: torch.dtype, devic
 
 
 def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> tuple[float, float]:
-    """Of the output, and of all gradients together: root mean square of the difference, relative to the exact numbers."""
-
-    def relative(xs, ys) -> float:
-        off, size = (
-            sum(f(x.double(), y.double()) for x, y in zip(xs, ys, strict=True))
-            for f in (lambda x, y: (x - y).square().sum(), lambda x, y: y.square().sum())
-        )
-        return (off / size).sqrt().item()
-
+    """Of the output, and of all gradients together."""
     return relative(got[:1], want[:1]), relative(got[1:], want[1:])
+
+
+def relative(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> float:
+    """Root mean square of the difference, relative to the exact numbers."""
+    off, size = (
+        sum(f(x.double(), y.double()) for x, y in zip(xs, ys, strict=True))
+        for f in (lambda x, y: (x - y).square().sum(), lambda x, y: y.square().sum())
+    )
+    return (off / size).sqrt().item()
 
 
 def errors(device: str, length: int) -> list[dict]:
@@ -201,13 +202,61 @@ def generate(device: str) -> list[dict]:
     return rows
 
 
+STEPS = 12  # of one token each
+
+
+def steps_of(net, tokens: torch.Tensor, padding: torch.Tensor | None, compiled: bool) -> torch.Tensor:
+    """Logits of the last STEPS tokens, each of them a step with a static cache."""
+    first = tokens.shape[1] - STEPS
+    cache = hf.StaticCache(config=net.config, max_cache_len=tokens.shape[1] + 20)
+    run, found = (torch.compile(net, mode="reduce-overhead") if compiled else net), []
+    with torch.no_grad():
+        net(tokens[:, :first], attention_mask=None if padding is None else padding[:, :first], past_key_values=cache)
+        for n in range(first, tokens.shape[1]):
+            mask = None if padding is None else padding[:, : n + 1]
+            step = net.prepare_inputs_for_generation(tokens[:, : n + 1], past_key_values=cache, next_sequence_length=1, attention_mask=mask)
+            found.append(run(**step).logits.clone())
+    return torch.cat(found, dim=1).float()
+
+
+def static(device: str) -> list[dict]:
+    """Steps with a static cache, compiled into CUDA graphs and not: their logits' error beside fp32's, in bf16 beside eager's own error."""
+    rows = []
+    for name in ("llama", "gemma3", "gpt_oss"):
+        for mask in ("none", "left"):
+            given = hf_models.inputs(name, mask)
+            tokens, padding = given["input_ids"].to(device), given.get("attention_mask")
+            padding = None if padding is None else padding.to(device)
+            nets = {
+                (implementation, dtype): hf_models.built(name, implementation).to(torch.bfloat16).to(device, dtype)
+                for implementation in ("tilewise", "eager")
+                for dtype in (torch.float32, torch.bfloat16)
+            }
+            want = steps_of(nets["eager", torch.float32], tokens, padding, False)
+            theirs = relative([steps_of(nets["eager", torch.bfloat16], tokens, padding, False)], [want])
+            for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2 * theirs)):
+                for compiled in (False, True):
+                    row = {"model": name, "mask": mask, "dtype": str(dtype), "compiled": compiled, "most": most}
+                    row["experts"] = hf_models.MODELS[name].chooses
+                    try:
+                        torch.compiler.reset()
+                        row["error"] = relative([steps_of(nets["tilewise", dtype], tokens, padding, compiled)], [want])
+                        row["ok"] = row["error"] <= most
+                    except Exception as failure:
+                        row |= {"ok": False, "failure": f"{type(failure).__name__}: {failure}"[:500]}
+                        traceback.print_exc()
+                    rows.append(row)
+                    print(row, flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument(
-        "--part", action="append", choices=("errors", "interface", "steps", "generate"), help="only this; may be given again"
+        "--part", action="append", choices=("errors", "interface", "steps", "generate", "static"), help="only this; may be given again"
     )
     given = parser.parse_args()
     ours.register()
@@ -222,6 +271,7 @@ def main() -> int:
         "interface": lambda: interface(given.device, (64,) if given.small else (512, 2048, 8192, 16384)),
         "steps": lambda: steps(given.device, given.small),
         "generate": lambda: generate(given.device),
+        "static": lambda: static(given.device),
     }
     for name in given.part or parts:
         found[name] = parts[name]()

@@ -7,7 +7,7 @@ What is not understood is None: the caller then asks the closures pair by pair.
 Positions are transformers' own: query i stands at i + q_offset, key j at j + k_offset.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +90,15 @@ def read(function: Callable, known: Iterable[str] = CAPTURED) -> Node | None:
         parts = [each for part in parts for each in (part.parts if part.kind == kind else (part,))]
     values = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in captured.items()}
     return Node(kind, tuple(parts), values)
+
+
+def bounds(function: Callable, known: Iterable[str]) -> tuple[int | None, int | None] | None:
+    """What `function` allows of key - query, as positions; None where that is not all that it looks at."""
+    tree = read(function, {"and_masks", *_DIAGONALS} & set(known))
+    if tree is None:
+        return None
+    parts = tree.parts if tree.kind == "and_masks" else (tree,)
+    return _bounds(parts, 0) if all(part.kind in _DIAGONALS for part in parts) else None
 
 
 def keys_seen(tree: Node, padding: ndarray | None, frame: Frame) -> int:
@@ -214,7 +223,7 @@ _DIAGONALS: dict[str, Callable[[dict], tuple[int | None, int | None]]] = {
 }
 
 
-def _bounds(nodes: list[Node], diagonal: int) -> tuple[int | None, int | None]:
+def _bounds(nodes: Sequence[Node], diagonal: int) -> tuple[int | None, int | None]:
     lows, highs = zip(*(_DIAGONALS[node.kind](node.captured) for node in nodes), strict=True)
     lo, hi = max((lo for lo in lows if lo is not None), default=None), min((hi for hi in highs if hi is not None), default=None)
     return None if lo is None else lo + diagonal, None if hi is None else hi + diagonal

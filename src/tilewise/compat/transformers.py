@@ -7,7 +7,7 @@ calls `tilewise.attention`.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from tilewise.compat import hf_masks
 from tilewise.compat._refusals import answers
 from tilewise.compat.hf_masks import Frame
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.masks import Causal, Dense, Mask
-from tilewise.runtime import repeats
+from tilewise.masks import Causal, Dense, Mask, SlidingWindow
+from tilewise.runtime import graphs, repeats
 
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
@@ -35,6 +35,7 @@ UNKNOWN = {  # options of some models' own attention functions, which must not b
 }
 FRONT = object()  # by which repeats.py knows our options
 CAUSAL = Causal()
+MULTIPLE = 8  # of head_dim, which kernels for decoding take
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
 _registered: set[str] = set()
@@ -77,6 +78,18 @@ def _check_name(name: str) -> None:
         raise ValueError(f"name {name!r} is transformers' own or registered by another package; choose another, such as 'tilewise'")
 
 
+class Step(NamedTuple):
+    """What one query of each entry sees, in tensors, so that the next step is the same program, and a CUDA graph can hold it."""
+
+    lengths: Tensor  # (batch,) int32: keys up to the query's own
+    leftpad: Tensor | None  # (batch,) int32: keys before the first token
+    left: int | None  # keys before the query, at most
+
+    @property
+    def mask(self) -> Mask:
+        return CAUSAL if self.left is None else SlidingWindow(self.left, 0)
+
+
 class Pairs(BlockMask):
     """The visible pairs of a call, as transformers hands masks on: shape (batch, 1, seqlen_q, seqlen_k), but no tensor.
 
@@ -84,11 +97,19 @@ class Pairs(BlockMask):
     the attention interface, and gets an error in place of a wrong result.
 
     mask: the structure, or None where `bits` say all. Its frame has the first `keys` keys only, which are all that anybody sees; where `folded`,
-    those of all entries end to end.
+    those of all entries end to end. step: where that says the same as `bits`.
     """
 
-    def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int], keys: int, folded: bool, bits: Tensor | Callable[[], Tensor]):
-        self.mask, self.pairs_shape, self.keys, self.folded, self._bits = mask, shape, keys, folded, bits
+    def __init__(
+        self,
+        mask: Mask | None,
+        shape: tuple[int, int, int, int],
+        keys: int,
+        folded: bool,
+        bits: Tensor | Callable[[], Tensor],
+        step: Step | None = None,
+    ):
+        self.mask, self.pairs_shape, self.keys, self.folded, self._bits, self.step = mask, shape, keys, folded, bits, step
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -191,14 +212,28 @@ def make_mask(
         plain = allow_is_causal_skip and padding is None and isinstance(q_offset, int)
         bounds = _bounds(mask_function, local_size, config) if plain else None
         if bounds is None:
-            return Pairs(None, shape, kv_length, False, bits())
+            step = None
+            if (
+                q_length == 1
+                and padding is None
+                and isinstance(q_offset, Tensor)
+                and (bounds := _bounds(mask_function, local_size, config))
+            ):
+                step = _step(bounds, batch_size, q_offset - kv_offset, None)
+            return Pairs(None, shape, kv_length, False, bits(), step)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
         return Pairs(hf_masks.between(lo, frame.diagonal, frame), shape, kv_length, False, bits)
-    if q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1):
-        # A step with a static cache, of which a compiled model may come next: for a mask that is another at each step, it would be compiled anew.
-        return Pairs(None, shape, kv_length, False, bits())
-    seen = None if padding is None or bool(padding.all()) else padding.cpu().numpy()
+    static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
+    whole = padding is None or (not static and bool(padding.all()))
+    if q_length == 1 and (static or not whole):
+        # A compiled model may come next: for a mask that is another at each step, it would be compiled anew.
+        step, bounds, seen = None, hf_masks.bounds(mask_function, _understood()), bits()
+        if bounds is not None and bounds[1] == 0:
+            present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(seen.device)
+            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=seen.device), present)
+        return Pairs(None, shape, kv_length, False, seen, step)
+    seen = None if whole else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, _understood())
     if tree is None:
         return Pairs(None, shape, kv_length, False, bits())
@@ -223,6 +258,21 @@ def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tup
     if local_size is not None and local_size == window and local_size != chunk and mask_function.__code__ is _AND:
         return 1 - local_size, 0
     return None
+
+
+def _step(bounds: tuple[int | None, int | None], batch: int, at: Tensor, present: Tensor | None) -> Step | None:
+    """Of queries at key `at`, () or (1,), that see a band up to it; present: (batch, keys), true where a key is a token. None where tokens are not
+    side by side up to the query.
+    """
+    lengths = (at + 1).to(torch.int32).reshape(-1).expand(batch).contiguous()
+    leftpad = None
+    if present is not None:
+        present = present.to(torch.bool)
+        leftpad = present.to(torch.int32).argmax(dim=1).to(torch.int32)
+        key = torch.arange(present.shape[1], dtype=torch.int32, device=present.device)
+        if not bool(((present == (key >= leftpad[:, None])) | (key >= lengths[:, None])).all()):
+            return None
+    return Step(lengths, leftpad, None if bounds[0] is None else -bounds[0])
 
 
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
@@ -274,6 +324,15 @@ def attention(
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if (
+        isinstance(attention_mask, Pairs)
+        and attention_mask.step is not None
+        and position_bias is None
+        and not dropout
+        and _decodes(q, k, v)
+    ):
+        _check_lengths(attention_mask, q, k)
+        return _decoded(attention_mask.step, q, k, v, scaling, softcap, s_aux), None
     if q.shape[0] != k.shape[0]:  # one of them is the same for all
         batch = max(q.shape[0], k.shape[0])
         q, k, v = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (q, k, v))
@@ -318,6 +377,20 @@ def _structure(module, query: Tensor, key: Tensor, attention_mask: Any, is_causa
         return None
     fits = attention_mask.pairs_shape[2:] == (query.shape[2], key.shape[2]) and attention_mask.keys == key.shape[2]
     return (False, attention_mask.mask) if fits else None
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `tilewise.decode` takes them, with lengths that nobody reads; it has no gradient."""
+    if q.shape[:2] != (k.shape[0], 1) or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return False
+    whole = not q.is_cuda or (q.shape[3] % MULTIPLE == 0 and v.shape[3] % MULTIPLE == 0)
+    return q.dtype == k.dtype == v.dtype and whole and not graphs.reads(q, v, "", [], None)
+
+
+def _decoded(step: Step, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> Tensor:
+    sink = None if s_aux is None else s_aux.reshape(-1)
+    options = {"scale": scaling, "softcap": softcap or 0.0, "sink": sink, "mask": step.mask}
+    return tw.decode(q, k, v, cache_seqlens=step.lengths, leftpad=step.leftpad, **options)
 
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:

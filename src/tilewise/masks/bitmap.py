@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import ShapeError, UnsupportedError, check_capture
 from tilewise.masks.bands import Bands
 
 MAX_PAIRS = 1 << 32  # 64k x 64k, half a GiB of bits
@@ -152,6 +152,9 @@ def _once(tensor: Tensor, read: Callable[[], Any]) -> Any:
     version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
     seen, found = _READ.get(tensor, (None, None))
     if version is None or seen != version:
+        check_capture(
+            tensor, "a mask that holds a tensor", "call once before the capture, which then keeps the tensor's values of that time"
+        )
         found = read()
         if version is not None:
             _READ[tensor] = (version, found)

@@ -35,7 +35,8 @@ class Dense(_PairByPair):
 
     It is read when it is first needed (a copy of one bit a pair is kept), again after torch's operators wrote to it, and compared by
     content. A tensor made under torch.inference_mode() counts no writes, so each call reads it. Writes that torch does not count, through
-    `.data`, a numpy array or DLPack, are not seen: give a new tensor after them, such as a clone.
+    `.data`, a numpy array or DLPack, are not seen: give a new tensor after them, such as a clone. A CUDA graph keeps what the tensor held when a
+    call before the capture read it; torch.compile leaves such calls out of its graphs.
     """
 
     tensor: Tensor

@@ -18,8 +18,8 @@ from tilewise.masks import Full
 from tilewise.problem import AppendCall, Call
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
+from tilewise.runtime import graphs, plain
 from tilewise.runtime import operator as ops
-from tilewise.runtime import plain
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "append is for inference and has no gradient"
@@ -78,7 +78,7 @@ def _kernel(*operands) -> None:
     _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
-    _append(given)
+    graphs.apart(lambda *each: _append(Operands(*each)) and None, *given)
 
 
 def _refuse_tangents(*operands) -> None:

@@ -5,6 +5,7 @@ whose values are never read when it is traced. When it runs they are checked on 
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from tilewise.backends.sequences import one_by_one
 from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
+from tilewise.runtime import graphs, plain, vmaps
 from tilewise.runtime import operator as ops
-from tilewise.runtime import plain, vmaps
 from tilewise.runtime.dispatch import choose
 
 NO_GRADIENT = "decode is for inference and has no gradient"
@@ -71,7 +72,8 @@ TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single 
 def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
     if ops.traced():
-        return operator(*given)
+        reads = graphs.reads(given.q, given.v_cache, given.mask, given.mask_tensors, given.backend)
+        return (operator_reading if reads else operator)(*given)
     if plain.watched((*given[:TENSORS], *given.mask_tensors)):
         errors.check_local(ops.named(given), function="decode")
         return operator(*given)
@@ -83,7 +85,7 @@ def _kernel(*operands) -> tuple[Tensor, Tensor]:
     _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**ops.named(given))
-    return _compute(given)
+    return graphs.apart(lambda *each: _compute(Operands(*each)), *given)
 
 
 def _refuse_tangents(*operands) -> None:
@@ -109,29 +111,29 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
-operator = torch.library.custom_op("tilewise::decode", _kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+def _operator(name: str, kernel, **options) -> torch.library.CustomOpDef:
+    op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)", **options)
+    op.register_fake(lambda q, k_cache, v_cache, *_args: _empty(q, v_cache))
+    vmaps.register(op, name, partial(_vmap, op))
+    op.register_autograd(_refuse_gradient)
+    tangents.watch(op, name, _refuse_tangents)
+    return op
 
 
-@operator.register_fake
-def _(q, k_cache, v_cache, *_args):
-    return _empty(q, v_cache)
-
-
-def _vmap(size: int, in_dims: tuple, operands: tuple):
+def _vmap(op: torch.library.CustomOpDef, size: int, in_dims: tuple, operands: tuple):
     """A call for each entry. What the mapped dimension could be folded into, the batch, a paged cache and a mask do not have."""
     if size == 0:
         q, _, v_cache = (x if dim is None else x.movedim(dim, 0).sum(0) for x, dim in zip(operands[:3], in_dims[:3], strict=True))
         return tuple(x.new_empty((0, *x.shape)) for x in _empty(q, v_cache)), (0, 0)
-    return vmaps.one_by_one(operator, size, in_dims, operands)
+    return vmaps.one_by_one(op, size, in_dims, operands)
 
 
 def _refuse_gradient(ctx, *grads):
     raise RuntimeError(f"{NO_GRADIENT}; call attention where one is wanted")
 
 
-vmaps.register(operator, "decode", _vmap)
-operator.register_autograd(_refuse_gradient)
-tangents.watch(operator, "decode", _refuse_tangents)
+operator = _operator("decode", _kernel)
+operator_reading = _operator("decode_reading", graphs.afresh(_kernel, Operands), **graphs.LEFT_OUT)
 
 
 def _like(cache: Tensor, q: Tensor) -> Tensor:

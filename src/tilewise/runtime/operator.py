@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 
 from tilewise import errors, masks
 from tilewise.problem import Call, Dropout
-from tilewise.runtime import by_document, saved
+from tilewise.runtime import by_document, graphs, saved
 from tilewise.runtime.dispatch import choose
 from tilewise.runtime.plain import mapped, watched
 from tilewise.tangents import has_tangent, watch
@@ -123,7 +123,7 @@ def _forward_kernel(*operands) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` of tensors that nobody has looked at; the largest scores empty where they are not wanted."""
     _refuse_tangents_forward(*operands)
     errors.check_memory(**named(Operands(*operands)))
-    o, lse, row_max = _forward(*operands)
+    o, lse, row_max = graphs.apart(_forward, *operands)
     return o, lse, lse.new_empty(0) if row_max is None else row_max
 
 
@@ -131,7 +131,7 @@ def _backward_kernel(o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, 
     """`_backward` of tensors that nobody has looked at."""
     _refuse_tangents_backward(o, lse, d_o, d_lse, bias_grad, *operands)
     errors.check_memory(o=o, lse=lse, dO=d_o, dLSE=d_lse, **named(Operands(*operands)))
-    return _backward(o, lse, d_o, d_lse, bias_grad, *operands)
+    return graphs.apart(_backward, o, lse, d_o, d_lse, bias_grad, *operands)
 
 
 def _refuse_tangents_forward(*operands) -> None:
@@ -142,17 +142,24 @@ def _refuse_tangents_backward(*operands) -> None:
     refuse_tangents(_tensors(operands))
 
 
-forward = torch.library.custom_op("tilewise::forward", _forward_kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor)")
-backward = torch.library.custom_op(
-    "tilewise::backward",
-    _backward_kernel,
-    mutates_args=(),
-    schema=f"(Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, bool bias_grad, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+GRADIENTS = "Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, bool bias_grad"  # what `backward` takes before the operands
 
 
-@forward.register_fake
-def _(*operands):
+def _forward_operator(name: str, kernel, **options) -> torch.library.CustomOpDef:
+    schema = f"({SCHEMA}) -> (Tensor, Tensor, Tensor)"
+    op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=schema, **options)
+    op.register_fake(_fake_forward)
+    return op
+
+
+def _backward_operator(name: str, kernel, **options) -> torch.library.CustomOpDef:
+    schema = f"({GRADIENTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=schema, **options)
+    op.register_fake(_fake_backward)
+    return op
+
+
+def _fake_forward(*operands):
     given = Operands(*operands)
     q, (batch, seqlen_q, heads_q, _) = given.q, given.q.shape
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -160,8 +167,7 @@ def _(*operands):
     return o, lse, torch.empty_like(lse) if given.row_max else lse.new_empty(0)
 
 
-@backward.register_fake
-def _(o, lse, d_o, d_lse, bias_grad, *operands):
+def _fake_backward(o, lse, d_o, d_lse, bias_grad, *operands):
     given = Operands(*operands)
     inputs = (given.q, given.k, given.v, given.bias if bias_grad else None, given.sink)
     return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
@@ -189,10 +195,13 @@ def _differentiate(ctx, d_o, d_lse, choose_way):
     return tuple(grads)
 
 
-def _differentiate_operator(ctx, d_o, d_lse, _):
-    grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: backward))
-    grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
-    return tuple(grads)
+def _differentiate_by(op: torch.library.CustomOpDef):
+    def differentiate(ctx, d_o, d_lse, _):
+        grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: op))
+        grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
+        return tuple(grads)
+
+    return differentiate
 
 
 def _tensors(operands: tuple) -> list[Tensor | None]:
@@ -225,10 +234,16 @@ def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
         refuse_forward_mode()
 
 
-forward.register_autograd(_differentiate_operator, setup_context=_setup_context)
-backward.register_autograd(_refuse_second_derivative)
-watch(forward, "forward", _refuse_tangents_forward)
-watch(backward, "backward", _refuse_tangents_backward)
+forward, backward = _forward_operator("forward", _forward_kernel), _backward_operator("backward", _backward_kernel)
+forward_reading = _forward_operator("forward_reading", graphs.afresh(_forward_kernel, Operands), **graphs.LEFT_OUT)
+backward_reading = _backward_operator(
+    "backward_reading", graphs.afresh(_backward_kernel, Operands, GRADIENTS.count(",") + 1), **graphs.LEFT_OUT
+)
+for op, name, back in ((forward, "forward", backward), (forward_reading, "forward_reading", backward_reading)):
+    op.register_autograd(_differentiate_by(back), setup_context=_setup_context)
+    back.register_autograd(_refuse_second_derivative)
+    watch(op, name, _refuse_tangents_forward)
+    watch(back, name.replace("forward", "backward"), _refuse_tangents_backward)
 
 
 class _Forward(torch.autograd.Function):
@@ -334,7 +349,9 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
         return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
-        return forward(*operands)
+        drawn = operands.rng is not None
+        reads = graphs.reads(operands.q, operands.v, operands.mask, operands.mask_tensors, operands.backend, drawn or operands.by_document)
+        return (forward_reading if reads else forward)(*operands)
     if watched(tensors):
         errors.check_local(named(operands))
         if TransformType.Functionalize in (active := transforms()):

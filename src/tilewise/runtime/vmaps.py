@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise.runtime.operator import backward, forward
+from tilewise.runtime.operator import backward, backward_reading, forward, forward_reading
 from tilewise.runtime.plain import MAPPED, mapped
 
 FORWARD = (0, 1, 2)  # the operands of `forward` that have a batch dimension
@@ -90,3 +90,5 @@ def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
 
 register(forward, "forward", partial(_vmap, forward, FORWARD))
 register(backward, "backward", partial(_vmap, backward, BACKWARD))
+register(forward_reading, "forward_reading", partial(_vmap, forward_reading, FORWARD))
+register(backward_reading, "backward_reading", partial(_vmap, backward_reading, BACKWARD))

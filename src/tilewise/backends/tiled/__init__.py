@@ -16,10 +16,11 @@ from tilewise.backends.tiled import eight_bits
 from tilewise.backends.tiled.parts import ALL, Block, Predicate, cut, default_tile, parts
 from tilewise.backends.tiled.products import accumulate, care
 from tilewise.backends.tiled.scores import Scores
-from tilewise.errors import EIGHT_BITS
+from tilewise.errors import EIGHT_BITS, check_capture
 from tilewise.problem import Call, Gradients, Problem
 
 _EXCESS = 1e-2  # how far s may be above LSE: more than rounding makes of it where |s| < 1e4, so that a clamp changes nothing there
+CAPTURE = "kernels on a Hopper GPU, which take bf16 and fp16, read none"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,6 +51,7 @@ class Tiled(Backend):
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q), fp32 (fp64 for fp64 inputs), and so row_max."""
+        check_capture(call.q, "backend 'tiled'", CAPTURE)
         if call.problem.eight_bits:
             return eight_bits.forward(call, self.tile(call))
         dtype = _compute_dtype(call)
@@ -73,6 +75,7 @@ class Tiled(Backend):
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        check_capture(call.q, "backend 'tiled'", CAPTURE)
         dtype = _compute_dtype(call)
         inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
         dq, dk, dv, d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)

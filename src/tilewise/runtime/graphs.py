@@ -1,0 +1,83 @@
+"""What a CUDA graph can hold. A call that reads values on the host, such as a dense mask's, cannot be captured, and a graph would go on with the
+values of its capture. So each operator has a twin, called `..._reading`, which torch.compile leaves out of its graphs (mode="reduce-overhead").
+
+Before torch.compile captures a call it runs it once, with all memory of the thread from the pool of its graphs, where nothing may stay that is no
+output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's (`apart`).
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Results = TypeVar("Results", bound="tuple[Tensor | None, ...] | None")
+LARGEST_HEAD = 256  # of the kernels
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
+
+
+def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, drawn: bool = False) -> bool:
+    """Whether the call would read values on the host, of tensors that may be fake. drawn: whether it has random numbers, which a graph would repeat.
+
+    Only kernels for Hopper read none; of masks, those read none that hold no tensor, or packed documents' ends alone.
+    """
+    if not q.is_cuda:
+        return False  # there are no such graphs
+    served = q.dtype in SIXTEEN_BITS or q.dtype in EIGHT_BITS
+    kernel = served and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD and backend in (None, "hopper") and is_hopper(q.device.index)
+    return not kernel or drawn or bool(mask_tensors and not mask.startswith("Unread("))
+
+
+@torch._dynamo.assume_constant_result
+def is_hopper(index: int | None) -> bool:
+    """Whether GPU number `index`, or the current one, has kernels of its own."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Callable:
+    """`kernel`, on copies of the mask's tensors: what was read of a tensor is kept until torch's operators write to it, and a graph's replay is none.
+
+    operands: what the kernel takes, after `skipped` others.
+    """
+    at = skipped + operands._fields.index("mask_tensors")
+
+    def run(*given):
+        return kernel(*given[:at], [x.clone() for x in given[at]], *given[at + 1 :])
+
+    return run
+
+
+def apart(run: Callable[..., Results], *operands) -> Results:
+    """`run(*operands)`, whose first one is a tensor, a tuple of tensors or None, without gradients. Where torch.compile prepares a CUDA graph it is
+    another thread's, and the results are copied to where they belong.
+    """
+    device = operands[0].device
+    if not preparing(device):
+        return run(*operands)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def there() -> Results:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
+            return run(*operands)
+
+    found = _thread().submit(there).result()
+    return found and tuple(x if x is None else x.clone() for x in found)
+
+
+def preparing(device: torch.device) -> bool:
+    """Whether the run may be one of which torch.compile then makes a CUDA graph."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if device.type != "cuda" or trees is None or torch.cuda.is_current_stream_capturing():
+        return False
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and manager.in_warmup
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "tilewise")

@@ -1,0 +1,89 @@
+"""torch.compile(mode="reduce-overhead"), which replays CUDA graphs: what reads values on the host is left out of them, and reads them each time."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.errors import UnsupportedError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+STEPS = 5  # the first ones warm up and record
+
+
+def tensors(*shape, dtype, grad=False):
+    return [torch.randn(*shape, dtype=dtype, device="cuda", requires_grad=grad) for _ in range(3)]
+
+
+def close(got, want, dtype):
+    torch.testing.assert_close(got.float(), want.float(), atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", (False, True))
+def test_a_mask_that_changes(dtype, grad):
+    """Made within the program, and given from outside, always in the same memory."""
+
+    def run(q, k, v, allowed, seen):
+        return tw.attention(q * 1, k * 1, v * 1, mask=tw.Dense(seen & (allowed > 0))) * 1
+
+    torch.compiler.reset()
+    compiled, static = torch.compile(run, mode="reduce-overhead", fullgraph=True), torch.zeros(70, 70, dtype=torch.bool, device="cuda")
+    for n in range(STEPS):
+        q, k, v = tensors(2, 70, 4, 64, dtype=dtype, grad=grad)
+        static.copy_(torch.rand(70, 70, device="cuda") < 0.2 + 0.1 * n)
+        static.fill_diagonal_(True)
+        allowed = torch.ones(70, 70, device="cuda").tril(n)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = compiled(q, k, v, allowed, static)
+        want = run(q, k, v, allowed, static.clone())
+        close(got, want, dtype)
+        if grad:
+            for x, y in zip(*(torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (got, want)), strict=True):
+                close(x, y, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lengths_that_change(dtype):
+    def run(q, k, v, lengths):
+        return tw.decode(q * 1, k, v, cache_seqlens=lengths + 1) * 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, mode="reduce-overhead", fullgraph=True)
+    (q, *_), (_, k, v) = tensors(2, 1, 4, 64, dtype=dtype), tensors(2, 90, 2, 64, dtype=dtype)
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for n in range(STEPS):
+        lengths.copy_(torch.tensor([n, 80 - 7 * n]))
+        torch.compiler.cudagraph_mark_step_begin()
+        close(compiled(q, k, v, lengths), run(q, k, v, lengths.clone()), dtype)
+
+
+def test_structure_is_in_the_graph():
+    """And dropout is drawn anew."""
+
+    def run(q, k, v, p=0.0):
+        return tw.attention(q * 1, k * 1, v * 1, causal=True, dropout_p=p) * 1
+
+    torch.compiler.reset()
+    compiled, dropped = (torch.compile(each, mode="reduce-overhead", fullgraph=True) for each in (run, lambda *x: run(*x, 0.5)))
+    before = None
+    for _ in range(STEPS):
+        q, k, v = tensors(2, 70, 4, 64, dtype=torch.bfloat16)
+        torch.compiler.cudagraph_mark_step_begin()
+        close(compiled(q, k, v), run(q, k, v), torch.bfloat16)
+    for _ in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        o = dropped(q, k, v).clone()
+        assert before is None or not torch.equal(o, before)
+        before = o
+
+
+def test_what_a_capture_cannot_hold():
+    q, k, v = tensors(1, 20, 2, 64, dtype=torch.float32)
+    x, y, z = tensors(1, 20, 2, 64, dtype=torch.bfloat16)
+    seen, other = (torch.rand(20, 20, device="cuda") < 0.5 for _ in range(2))
+    tw.attention(x, y, z, mask=tw.Dense(other))  # its kernel is there
+    for call in (lambda: tw.attention(q, k, v), lambda: tw.attention(x, y, z, mask=tw.Dense(seen))):
+        with pytest.raises(UnsupportedError, match="reads values on the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call()
+    torch.cuda.synchronize()

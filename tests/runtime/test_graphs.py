@@ -1,0 +1,124 @@
+"""Which calls torch.compile leaves out of CUDA graphs (runtime/graphs.py), told of fake tensors on a GPU that need not be there."""
+
+import threading
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses import FakeTensorMode
+
+import tilewise as tw
+from tilewise.runtime import decode_operator, graphs, operator
+
+SEEN = torch.ones(4, 4, dtype=torch.bool, device="cpu")
+ENDS = torch.tensor([0, 4], dtype=torch.int32, device="cpu")
+CALLS = {  # dtype, head_dim, mask, its tensors, backend, drawn: whether it reads
+    "plain": (torch.bfloat16, 64, "Causal()", [], None, False, False),
+    "8 bits": (torch.float8_e4m3fn, 128, "Causal()", [], None, False, False),
+    "packed": (torch.float16, 64, "Unread(#0,#1,inner=Full())", [ENDS, ENDS], None, False, False),
+    "by name": (torch.float16, 256, "Full()", [], "hopper", False, False),
+    "fp32": (torch.float32, 64, "Causal()", [], None, False, True),
+    "large heads": (torch.bfloat16, 264, "Causal()", [], None, False, True),
+    "dense": (torch.bfloat16, 64, "Dense(#0)", [SEEN], None, False, True),
+    "lengths": (torch.bfloat16, 64, "Documents(#0,#1,inner=Full())", [ENDS, ENDS], None, False, True),
+    "portable": (torch.bfloat16, 64, "Causal()", [], "tiled", False, True),
+    "dropout": (torch.bfloat16, 64, "Causal()", [], None, True, True),
+}
+
+
+@pytest.mark.parametrize(("dtype", "dim", "mask", "tensors", "backend", "drawn", "reads"), CALLS.values(), ids=CALLS)
+def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatch):
+    for hopper in (True, False):
+        monkeypatch.setattr(graphs, "is_hopper", lambda index, hopper=hopper: hopper)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda")
+        assert graphs.reads(q, q, mask, tensors, backend, drawn) == (reads or not hopper)
+    q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cpu")
+    assert not graphs.reads(q, q, mask, tensors, backend, drawn)
+
+
+def test_what_is_left_out():
+    for op, twin in (
+        (operator.forward, operator.forward_reading),
+        (operator.backward, operator.backward_reading),
+        (decode_operator.operator, decode_operator.operator_reading),
+    ):
+        assert torch.Tag.cudagraph_unsafe in twin._opoverload.tags
+        assert torch.Tag.cudagraph_unsafe not in op._opoverload.tags
+        assert str(twin._opoverload._schema).replace("_reading", "") == str(op._opoverload._schema)
+
+
+def programs(monkeypatch, call, *leaves):
+    """The names of our operators in what torch.compile makes of a call, forward and backward, as if it could not be in a CUDA graph."""
+    monkeypatch.setattr(graphs, "reads", lambda *_, **__: True)
+    names = set()
+
+    def note(graph, _):
+        names.update(str(node.target) for node in graph.graph.nodes if "tilewise" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    out = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=note))(*leaves)
+    return names, out
+
+
+def test_it_is_the_same_but_for_the_name(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 16, generator=draw, dtype=torch.float32, device="cpu").requires_grad_() for _ in range(3))
+    seen = torch.rand(9, 9, generator=draw, device="cpu") < 0.5
+    want = tw.attention(q, k, v, mask=tw.Dense(seen))
+    grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+    names, found = programs(monkeypatch, lambda *x: tw.attention(*x, mask=tw.Dense(seen)), q, k, v)
+    assert torch.equal(found, want)
+    assert all(map(torch.equal, torch.autograd.grad(found.square().sum(), (q, k, v)), grads))
+    assert names == {"tilewise.forward_reading.default", "tilewise.backward_reading.default"}
+    lengths = torch.tensor([5, 9], dtype=torch.int32, device="cpu")
+    names, found = programs(monkeypatch, lambda *x: tw.decode(*x, cache_seqlens=lengths), *(x.detach() for x in (q[:, :1], k, v)))
+    assert torch.equal(found, tw.decode(q[:, :1].detach(), k.detach(), v.detach(), cache_seqlens=lengths))
+    assert names == {"tilewise.decode_reading.default"}
+
+
+def test_what_was_read_before_is_read_again():
+    """A graph that is replayed writes to a tensor without torch's operators."""
+    q = torch.randn(1, 4, 1, 8, dtype=torch.float32, device="cpu")
+    seen = torch.eye(4, dtype=torch.bool, device="cpu")
+    given = operator.Operands(
+        q, q, q, *[None] * 8, [seen], "Dense(#0)", None, 0.0, 0.0, False, False, False, False, None, None, None
+    )  # fmt: skip
+    assert torch.equal(operator.forward_reading(*given)[0], q)
+    seen.numpy()[:] = True  # which torch does not count
+    torch.testing.assert_close(operator.forward_reading(*given)[0], tw.attention(q, q, q))
+
+
+def test_the_run_before_a_capture_is_another_threads(monkeypatch):
+    """It has no gradients of its own, and its errors are the caller's."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 16, generator=draw, dtype=torch.float32, device="cpu").requires_grad_() for _ in range(3))
+
+    def results() -> list[torch.Tensor]:
+        o = torch.compile(lambda *x: tw.attention(*x, causal=True), fullgraph=True, backend="aot_eager")(q, k, v)
+        caches = [torch.zeros(2, 12, 2, 16, dtype=torch.float32, device="cpu") for _ in range(2)]
+        lengths = torch.tensor([1, 2], dtype=torch.int32, device="cpu")
+        with torch.no_grad():
+            step = torch.compile(lambda *x: tw.decode(*x, cache_seqlens=lengths, k=k, v=v), fullgraph=True, backend="aot_eager")(q, *caches)
+        return [o, step, *caches, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+
+    want, threads = results(), set()
+    kernel = operator.choose
+
+    def noted(*given, **more):
+        threads.add(threading.current_thread().name)
+        return kernel(*given, **more)
+
+    monkeypatch.setattr(graphs, "preparing", lambda device: True)
+    for module in (operator, decode_operator):
+        monkeypatch.setattr(module, "choose", noted)
+    assert all(map(torch.equal, results(), want))
+    assert len(threads) == 1 and threads.pop().startswith("tilewise")
+
+    def fails(x: torch.Tensor) -> None:
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        graphs.apart(fails, q)
