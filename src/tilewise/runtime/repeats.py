@@ -47,6 +47,8 @@ PACKED = "packed"  # (total, heads, head_dim): no batch
 TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
 OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
+AS_BACKEND = "", TURNED_INPUTS  # whose O is as the backend has it
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that take what is saved, or None
 
 
 @dataclass(slots=True)
@@ -62,16 +64,16 @@ class Known:
     check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of the tensors, as `_layout` gives them
-    check_back: dict[bool, Callable] = field(
+    check_back: dict[tuple, tuple] = field(
         default_factory=dict
-    )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
-    check_whole: Callable | None = None  # of q, k, v, O, LSE and dO as the caller has them, once `gradients` went the short way
+    )  # by what there is beside: the check of what `_may_go_back` has, and how dO lies for the backend, once it went the short way
+    check_whole: tuple | None = None  # likewise of q, k, v, O, LSE and dO as the caller has them, and how each lies, of `gradients`
     draws: bool = False  # there is dropout
     heads_first: bool = (
         False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
     )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
-    inside: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
+    places: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
@@ -94,22 +96,28 @@ class Known:
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
-        if not self.inside:
-            self.inside = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
-        of_q, of_k, of_v, of_o = self.inside
-        o, lse = self.short.forward(part(q, *of_q), part(k, *of_k), part(v, *of_v), beside, self.return_lse, self.heads_first)
-        if of_o is None:
-            of_o = _place(self.outside(o, None)[0])
-            self.inside = *self.inside[:3], of_o
-        o = part(o, *of_o)
-        return (o, self.outside(o, lse)[1]) if self.return_lse else o
+        *_, o, lse = self.compute(q, k, v, beside, self.return_lse)
+        return self.outside(o, lse)
 
-    def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.arrangement == TURNED:
-            return o.transpose(1, 2), lse
-        if self.arrangement == PACKED:
-            return o.squeeze(0), lse if lse is None else lse.squeeze(0)
-        return o, lse
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, O and LSE as the backend has them: parts of the caller's tensors, of which autograd knows nothing."""
+        if not self.places:
+            self.places = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
+        of_q, of_k, of_v, _ = self.places
+        q, k, v = part(q, *of_q), part(k, *of_k), part(v, *of_v)
+        return q, k, v, *self.short.forward(q, k, v, beside, with_lse, self.heads_first)
+
+    def outside(self, o: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """What the caller gets, of what `compute` gave."""
+        if self.arrangement != TURNED_INPUTS:
+            *of_inputs, of_o = self.places
+            if of_o is None:
+                of_o = _place(OUTSIDE[self.arrangement](o))
+                self.places = *of_inputs, of_o
+            o = part(o, *of_o)
+            if self.return_lse and self.arrangement == PACKED:
+                lse = part(lse, lse.shape[1:], lse.stride()[1:], 0)
+        return (o, lse) if self.return_lse else o
 
     def backward(self, *operands) -> tuple[Tensor | None, ...]:
         """The short way's, but gradients of q, k and v are arranged as the caller has these: in place, for they are nobody's yet."""
@@ -124,37 +132,48 @@ _recent: tuple[Known, ...] = ()
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient. It saves what the long way saves (`saved.in_order`)."""
+    """The short way with a gradient. Where hooks take what is saved, that is what the long way saves (`saved.in_order`)."""
 
     @staticmethod
     def forward(ctx, known, q, k, v, *beside):
-        ctx.known = known
-        if known.arrangement:
-            inside = INSIDE[known.arrangement]
-            q, k, v = inside(q), inside(k), inside(v)
-        o, lse = known.short.forward(q, k, v, beside or ALONE, True)
-        ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
-        return_lse = known.return_lse
-        if known.arrangement in (PACKED, TURNED):
-            o, lse = known.outside(o, lse if return_lse else None)
-            o, lse = o.detach(), lse if lse is None else lse.detach()  # for autograd, views of nothing: so they may be changed in place
+        ctx.known, ctx.inside, ctx.kept = known, True, None
+        arrangement, return_lse, more = known.arrangement, known.return_lse, beside or ALONE
+        if not arrangement:
+            o, lse = results = known.short.forward(q, k, v, more, True)
+            ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        else:
+            ctx.kept = found = known.compute(q, k, v, more, True)
+            results = known.outside(found[3], found[4])
+            if _hooks(False) is None:  # autograd's own eye is on the caller's tensors: whether they are changed in place
+                ctx.inside = False
+                ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], *(results if return_lse else (results, found[4]))))
+            else:
+                ctx.kept, inside = None, INSIDE[arrangement]
+                o, lse = results if return_lse else (results, None)
+                o = o if arrangement == TURNED_INPUTS else inside(o)
+                lse = found[4] if lse is None else lse.unsqueeze(0) if arrangement == PACKED else lse
+                ctx.save_for_backward(*saved.in_order((inside(q), inside(k), inside(v), *beside), [], o, lse))
         if return_lse:
             ctx.set_materialize_grads(False)
-            return o, lse
-        return o
+            return results
+        return results[0] if not arrangement else results
 
     @staticmethod
     def backward(ctx, d_o, d_lse=None):
         known, (q, k, v, o, lse, *beside) = ctx.known, ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # as what is saved, they are gone behind this
         arrangement, beside = known.arrangement, beside or ALONE
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
+        if kept is not None:
+            q, k, v, o, lse = kept
+        elif not ctx.inside:
+            q, k, v, o, lse = _inside(arrangement, q, k, v, o, lse)
         if arrangement == PACKED and d_lse is not None:
             d_lse = d_lse.unsqueeze(0)
         if d_o is None:
-            d_o = torch.zeros_like(o)
-        elif arrangement in (PACKED, TURNED):
-            d_o = INSIDE[arrangement](d_o)
-        if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
+            d_o = torch.zeros_like(o) if arrangement in AS_BACKEND else OUTSIDE[arrangement](torch.zeros_like(o))
+        d_o, short = _way_back(known, q, k, v, o, lse, d_o, d_lse, beside)
+        if short:
             d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
         else:
             bias, slopes, sink, rng, *lengths = beside
@@ -216,25 +235,26 @@ def gradients(
     All are arranged as the call was, which had no bias, slopes, sink or dropout.
     """
     whole = q, k, v, o, lse, d_o
-    found = _went_back(whole, options) if beside[4] is None else None
-    known = found or find(q, k, v, options, beside)
+    known = _went_back(whole, options) if beside[4] is None else None
+    if known is not None:
+        whole = map(part, whole, *known.check_whole[1]) if known.arrangement else whole
+        return known.backward(*whole, None, beside, False)[:3]
+    known = find(q, k, v, options, beside)
     if known is None:
         return None
-    if known.arrangement:
-        inside = INSIDE[known.arrangement]
-        q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
-        if known.arrangement == PACKED:
-            lse = lse.unsqueeze(0)
-    if found is None:
-        if known.goes_back is None:
-            lengths = [x for x in beside[4:] if x is not None]
-            problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
-            known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
-                problem, known.given.backend
-            )
-        if not known.goes_back or not _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
-            return None
-        known.check_whole = guard(*whole)
+    q, k, v, o, lse = _inside(known.arrangement, q, k, v, o, lse)
+    if known.goes_back is None:
+        lengths = [x for x in beside[4:] if x is not None]
+        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+            problem, known.given.backend
+        )
+    if not known.goes_back:
+        return None
+    d_o, short = _way_back(known, q, k, v, o, lse, d_o, None, beside)
+    if not short:
+        return None
+    known.check_whole = guard(*whole), (*zip(*map(_place, (q, k, v, o, lse, d_o)), strict=True),)
     return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
 
 
@@ -246,7 +266,7 @@ def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
         if x.is_nested:
             return None
     for known in _recent:
-        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole(*whole):
+        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole[0](*whole):
             return known
     return None
 
@@ -294,7 +314,7 @@ def remember_as(
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
-        mine |= {"arrangement": arrangement, "heads_first": heads_first, "inside": ()}
+        mine |= {"arrangement": arrangement, "heads_first": heads_first, "places": ()}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -356,35 +376,46 @@ def _same(options: tuple, others: tuple) -> bool:
     )
 
 
-def _may_go_back(
+def _way_back(
     known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, beside: tuple
-) -> bool:
-    """Whether the short way may be taken back: the tensors lie as those of the forward did, and nothing beside autograd looks on.
+) -> tuple[Tensor, bool]:
+    """dO, which comes as the caller has it, as the backend has it; and whether the short way may be taken back: the tensors lie as those of the
+    forward did, and nothing beside autograd looks on.
 
     Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """
+    inside = INSIDE[""] if known.arrangement in AS_BACKEND else INSIDE[known.arrangement]
     if torch.is_grad_enabled():
-        return False
+        return inside(d_o), False
     tensors, there = _tensors(q, k, v, beside)
     tensors = (*tensors, o, lse, d_o) if d_lse is None else (*tensors, o, lse, d_o, d_lse)
     for x in tensors:
         if x.is_nested:
-            return False
+            return inside(d_o), False
     kind = there, d_lse is None
-    check = known.check_back.get(kind)
+    check, place = known.check_back.get(kind, (None, None))
     if check is not None and check(*tensors) and torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0:
-        return True
+        return d_o if place is None else part(d_o, *place), True
     others = (x for x in (*beside[:3], *beside[4:]) if x is not None)
+    d_o, outside = inside(d_o), d_o
     if plain.watched(tensors) or tuple(map(_layout, (q, k, v, *others))) != known.layouts:
-        return False
+        return d_o, False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)
     for x, shape, dtype in results if d_lse is not None else results[:3]:
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
-            return False
+            return d_o, False
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
-        known.check_back[kind] = check
-    return True
+        known.check_back[kind] = check, None if d_o is outside else _place(d_o)
+    return d_o, True
+
+
+def _inside(arrangement: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The caller's tensors as the backend has them."""
+    inside = INSIDE[arrangement]
+    if arrangement == PACKED and lse.dim() == 2:
+        lse = lse.unsqueeze(0)
+    return inside(q), inside(k), inside(v), o if arrangement in AS_BACKEND else inside(o), lse
 
 
 def _place(x: Tensor) -> tuple:
