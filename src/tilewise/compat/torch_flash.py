@@ -20,9 +20,12 @@ from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, repeats
 from tilewise.varlen import attention_varlen
+from tilewise.views import allocator
 
 LAYER = "tilewise.compat.torch_flash"
 FRONT = object()  # by which repeats.py knows our options
+_allocator = functools.cache(allocator)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # only a torch with CUDA has it
 
 
 class Handle:
@@ -256,7 +259,11 @@ def _check_forward(dropout_p: float, return_debug_mask: bool) -> None:
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and debug_mask, which nobody reads where there is no dropout."""
-    return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+    dtype, device = torch.uint64, query.device
+    if query.is_cuda and device.index != _current_device():
+        return query.new_empty(2, dtype=dtype), query.new_empty((), dtype=dtype), query.new_empty(0)
+    empty = _allocator(device)
+    return empty((2,), (1,), dtype), empty((), (), dtype), empty((0,), (1,), query.dtype)
 
 
 @functools.lru_cache(256)

@@ -47,7 +47,6 @@ PACKED = "packed"  # (total, heads, head_dim): no batch
 TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
 OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
-AS_BACKEND = "", TURNED_INPUTS  # whose O is as the backend has it
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that take what is saved, or None
 
 
@@ -66,7 +65,7 @@ class Known:
     layouts: tuple  # of the tensors, as `_layout` gives them
     check_back: dict[tuple, tuple] = field(
         default_factory=dict
-    )  # by what there is beside: the check of what `_may_go_back` has, and how dO lies for the backend, once it went the short way
+    )  # by what there is beside: the check of what `_way_back` has, and how dO lies for the backend, once it went the short way
     check_whole: tuple | None = None  # likewise of q, k, v, O, LSE and dO as the caller has them, and how each lies, of `gradients`
     draws: bool = False  # there is dropout
     heads_first: bool = (
@@ -74,9 +73,15 @@ class Known:
     )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     places: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
+    gradients: tuple = ()  # likewise how dQ, dK and dV lie for the caller
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
+
+    of_outputs: str = field(default="", init=False)  # how O and dO are arranged: a key of INSIDE
+
+    def __post_init__(self) -> None:
+        self.of_outputs = "" if self.arrangement == TURNED_INPUTS else self.arrangement
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
         """O, and LSE where the call returns it, arranged as q, k and v are. With dropout and no `Beside.rng`, the seed is drawn here."""
@@ -97,7 +102,8 @@ class Known:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         *_, o, lse = self.compute(q, k, v, beside, self.return_lse)
-        return self.outside(o, lse)
+        o, lse = self.outside(o, lse)
+        return (o, lse) if self.return_lse else o
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, O and LSE as the backend has them: parts of the caller's tensors, of which autograd knows nothing."""
@@ -107,24 +113,31 @@ class Known:
         q, k, v = part(q, *of_q), part(k, *of_k), part(v, *of_v)
         return q, k, v, *self.short.forward(q, k, v, beside, with_lse, self.heads_first)
 
-    def outside(self, o: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """What the caller gets, of what `compute` gave."""
-        if self.arrangement != TURNED_INPUTS:
-            *of_inputs, of_o = self.places
-            if of_o is None:
-                of_o = _place(OUTSIDE[self.arrangement](o))
-                self.places = *of_inputs, of_o
-            o = part(o, *of_o)
-            if self.return_lse and self.arrangement == PACKED:
-                lse = part(lse, lse.shape[1:], lse.stride()[1:], 0)
-        return (o, lse) if self.return_lse else o
+    def outside(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """O as the caller has it, and LSE if it is returned."""
+        if self.of_outputs:
+            if self.places[3] is None:
+                self.places = *self.places[:3], _place(OUTSIDE[self.of_outputs](o))
+            o = part(o, *self.places[3])
+        if self.return_lse and self.arrangement == PACKED:
+            lse = part(lse, lse.shape[1:], lse.stride()[1:], 0)
+        return o, lse
+
+    def inputs_and_o(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The caller's tensors as the backend has them, as views."""
+        inside = INSIDE[self.arrangement]
+        return inside(q), inside(k), inside(v), INSIDE[self.of_outputs](o)
 
     def backward(self, *operands) -> tuple[Tensor | None, ...]:
-        """The short way's, but gradients of q, k and v are arranged as the caller has these: in place, for they are nobody's yet."""
+        """The short way's, but gradients of q, k and v are arranged as the caller has these: by parts, for they are nobody's yet."""
         found = self.short.backward(*operands)
-        for x in found[:3] if self.arrangement else ():
-            x.squeeze_(0) if self.arrangement == PACKED else x.transpose_(1, 2)
-        return found
+        if not self.arrangement:
+            return found
+        d_q, d_k, d_v, d_bias, d_sink = found
+        if not self.gradients:
+            self.gradients = tuple(_place(OUTSIDE[self.arrangement](x)) for x in (d_q, d_k, d_v))
+        of_q, of_k, of_v = self.gradients
+        return part(d_q, *of_q), part(d_k, *of_k), part(d_v, *of_v), d_bias, d_sink
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -132,46 +145,53 @@ _recent: tuple[Known, ...] = ()
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient. Where hooks take what is saved, that is what the long way saves (`saved.in_order`)."""
+    """The short way with a gradient. To hooks it gives what the long way saves (`saved.in_order`); autograd itself has an eye on the caller's
+    tensors, whether they are changed in place, while `ctx.parts` are these as the backend has them.
+    """
 
     @staticmethod
     def forward(ctx, known, q, k, v, *beside):
-        ctx.known, ctx.inside, ctx.kept = known, True, None
-        arrangement, return_lse, more = known.arrangement, known.return_lse, beside or ALONE
+        ctx.known, ctx.arrangement, ctx.parts = known, "", None  # that of the tensors that are saved
+        arrangement, more = known.arrangement, beside or ALONE
         if not arrangement:
-            o, lse = results = known.short.forward(q, k, v, more, True)
+            o, lse = known.short.forward(q, k, v, more, True)
             ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
         else:
-            ctx.kept = found = known.compute(q, k, v, more, True)
-            results = known.outside(found[3], found[4])
-            if _hooks(False) is None:  # autograd's own eye is on the caller's tensors: whether they are changed in place
-                ctx.inside = False
-                ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], *(results if return_lse else (results, found[4]))))
-            else:
-                ctx.kept, inside = None, INSIDE[arrangement]
-                o, lse = results if return_lse else (results, None)
-                o = o if arrangement == TURNED_INPUTS else inside(o)
-                lse = found[4] if lse is None else lse.unsqueeze(0) if arrangement == PACKED else lse
+            *parts, o, lse = known.compute(q, k, v, more, True)
+            if _hooks(False) is not None:
+                inside, outside = INSIDE[arrangement], OUTSIDE[known.of_outputs]
                 ctx.save_for_backward(*saved.in_order((inside(q), inside(k), inside(v), *beside), [], o, lse))
-        if return_lse:
+                o, lse = outside(o).detach(), lse.squeeze(0).detach() if arrangement == PACKED else lse  # for autograd, views of nothing
+            else:
+                if known.of_outputs:  # O itself is none of the parts: it holds the graph that holds them
+                    parts.append(o)
+                ctx.arrangement, ctx.parts = arrangement, parts
+                o, lse = known.outside(o, lse)
+                ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        if known.return_lse:
             ctx.set_materialize_grads(False)
-            return results
-        return results[0] if not arrangement else results
+            return o, lse
+        return o
 
     @staticmethod
     def backward(ctx, d_o, d_lse=None):
         known, (q, k, v, o, lse, *beside) = ctx.known, ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # as what is saved, they are gone behind this
+        parts, ctx.parts = ctx.parts, None  # they are gone behind this as what is saved is
         arrangement, beside = known.arrangement, beside or ALONE
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
-        if kept is not None:
-            q, k, v, o, lse = kept
-        elif not ctx.inside:
-            q, k, v, o, lse = _inside(arrangement, q, k, v, o, lse)
+        if ctx.arrangement:
+            if parts is None or torch.is_grad_enabled():
+                q, k, v, o = known.inputs_and_o(q, k, v, o)
+            elif known.of_outputs:
+                q, k, v, o = parts
+            else:
+                q, k, v = parts
+            if known.return_lse and arrangement == PACKED:
+                lse = lse.unsqueeze(0)
         if arrangement == PACKED and d_lse is not None:
             d_lse = d_lse.unsqueeze(0)
         if d_o is None:
-            d_o = torch.zeros_like(o) if arrangement in AS_BACKEND else OUTSIDE[arrangement](torch.zeros_like(o))
+            d_o = OUTSIDE[known.of_outputs](torch.zeros_like(o))
         d_o, short = _way_back(known, q, k, v, o, lse, d_o, d_lse, beside)
         if short:
             d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
@@ -237,12 +257,17 @@ def gradients(
     whole = q, k, v, o, lse, d_o
     known = _went_back(whole, options) if beside[4] is None else None
     if known is not None:
-        whole = map(part, whole, *known.check_whole[1]) if known.arrangement else whole
-        return known.backward(*whole, None, beside, False)[:3]
+        if known.arrangement:
+            of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
+            q, k, v, o, d_o = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o), part(d_o, *of_d_o)
+            lse = lse if of_lse is None else part(lse, *of_lse)
+        return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
     known = find(q, k, v, options, beside)
     if known is None:
         return None
-    q, k, v, o, lse = _inside(known.arrangement, q, k, v, o, lse)
+    q, k, v, o = known.inputs_and_o(q, k, v, o)
+    if known.arrangement == PACKED:
+        lse = lse.unsqueeze(0)
     if known.goes_back is None:
         lengths = [x for x in beside[4:] if x is not None]
         problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
@@ -254,7 +279,7 @@ def gradients(
     d_o, short = _way_back(known, q, k, v, o, lse, d_o, None, beside)
     if not short:
         return None
-    known.check_whole = guard(*whole), (*zip(*map(_place, (q, k, v, o, lse, d_o)), strict=True),)
+    known.check_whole = guard(*whole), [_place(x) if x is not lse or known.arrangement == PACKED else None for x in (q, k, v, o, lse, d_o)]
     return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
 
 
@@ -314,7 +339,7 @@ def remember_as(
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
-        mine |= {"arrangement": arrangement, "heads_first": heads_first, "places": ()}
+        mine |= {"arrangement": arrangement, "heads_first": heads_first, "places": (), "gradients": ()}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -384,7 +409,7 @@ def _way_back(
 
     Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """
-    inside = INSIDE[""] if known.arrangement in AS_BACKEND else INSIDE[known.arrangement]
+    inside = INSIDE[known.of_outputs]
     if torch.is_grad_enabled():
         return inside(d_o), False
     tensors, there = _tensors(q, k, v, beside)
@@ -408,14 +433,6 @@ def _way_back(
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
         known.check_back[kind] = check, None if d_o is outside else _place(d_o)
     return d_o, True
-
-
-def _inside(arrangement: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The caller's tensors as the backend has them."""
-    inside = INSIDE[arrangement]
-    if arrangement == PACKED and lse.dim() == 2:
-        lse = lse.unsqueeze(0)
-    return inside(q), inside(k), inside(v), o if arrangement in AS_BACKEND else inside(o), lse
 
 
 def _place(x: Tensor) -> tuple:

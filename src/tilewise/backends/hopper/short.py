@@ -7,11 +7,12 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from tilewise.views import allocator
+
 # torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 DEFAULT_STREAM = 0  # which cannot be captured
 ALIGNED = 64  # numbers, at whose multiples shared tensors begin
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
@@ -29,12 +30,6 @@ def as_operand(bundle: tuple, on_gpu: bool) -> object:
         return tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
 
     return tvm_ffi.convert(converted(bundle))
-
-
-def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
-    fast = getattr(_guards, f"_empty_strided_{device.type}", None)
-    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
 def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:
