@@ -60,8 +60,7 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """Attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, heads_k, head_dim)."""
-    bounded, mask = translate.visible(causal, window_size)
-    options = bounded, softmax_scale, softcap, dropout_p, deterministic, FRONT, None, mask, False
+    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     beside, usual = (None, alibi_slopes, None, None, None, None), return_attn_probs is False
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
@@ -133,8 +132,7 @@ def flash_attn_varlen_func(
 
     block_table: (batch, max_blocks); k, v are then (blocks, page_size, heads_k, head_dim), and cu_seqlens_k says the lengths.
     """
-    bounded, mask = translate.visible(causal, window_size)
-    options = bounded, softmax_scale, softcap, dropout_p, deterministic, FRONT, None, mask, False
+    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     beside, usual = (None, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k), return_attn_probs is False and block_table is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
         return known(q, k, v, beside)
@@ -248,6 +246,14 @@ def paged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> _kv
     """Pages (pages, page_size, heads_k, head_dim) with sequences as long as cu_seqlens_k says."""
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",), _kvcache.INDEX_DTYPES)
     return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table)
+
+
+def _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic) -> tuple:
+    """The options of a call that returns O alone, by which repeats.py knows it."""
+    causal, mask = translate.visible(causal, window_size)
+    if isinstance(softmax_scale, Tensor):  # whose value may change
+        softmax_scale = float(softmax_scale)
+    return causal, softmax_scale, softcap, dropout_p, bool(deterministic), FRONT, None, mask, False
 
 
 def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:

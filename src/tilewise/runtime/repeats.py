@@ -180,7 +180,7 @@ class _Repeated(torch.autograd.Function):
         arrangement, beside = known.arrangement, beside or ALONE
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
         if ctx.arrangement:
-            if parts is None or torch.is_grad_enabled():
+            if parts is None or torch.is_grad_enabled() or is_compiling():
                 q, k, v, o = known.inputs_and_o(q, k, v, o)
             elif known.of_outputs:
                 q, k, v, o = parts
