@@ -118,7 +118,6 @@ def _scaled_dot_product_flash_attention(
     return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
-@_below_autograd
 def _scaled_dot_product_flash_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -141,10 +140,8 @@ def _scaled_dot_product_flash_attention_backward(
     options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
     grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
-        d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
-        grads = (grad.transpose(1, 2) for grad in grads)
-    return tuple(map(laid_out_as, grads, (query, key, value)))
+        grads = _turned_gradients(grad_out, query, key, value, out, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+    return _laid_out(grads, query, key, value)
 
 
 @_below_autograd
@@ -234,8 +231,8 @@ def _flash_attention_backward(
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
         _check_starts(cum_seq_k)
         mask = Unread(cum_seq_q, cum_seq_k, mask)
-        grads = (x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
-    return tuple(map(laid_out_as, grads, (query, key, value)))
+        grads = tuple(x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
+    return _laid_out(grads, query, key, value)
 
 
 KERNELS = (
@@ -294,6 +291,31 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
     return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
+
+
+@_below_autograd
+def _turned_gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Mask,
+    dropout_p: float,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    """`_gradients` of (batch, heads, seqlen, head_dim)."""
+    d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    return tuple(grad.transpose(1, 2) for grad in _gradients(d_o, q, k, v, o, logsumexp, mask, dropout_p, scale))
+
+
+def _laid_out(grads: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Gradients that lie as torch's fake kernels say: those of the short way do already."""
+    d_q, d_k, d_v = grads
+    if d_q.stride() == query.stride() and d_k.stride() == key.stride() and d_v.stride() == value.stride():
+        return grads
+    return tuple(map(laid_out_as, grads, (query, key, value)))
 
 
 def _paged(
