@@ -66,7 +66,7 @@ def launch_pieces(found: cute.Tensor, tensors: Tensors, lengths: Lengths, work: 
 def kernel_of_pieces(found: cute.Tensor, shape: Shape, config: Constexpr):
     """found: (columns, blocks, pieces, 10): the pieces of each thread block of a decode launch, as its warpgroups go through them."""
     begin = scheduler.start_of(shape, config)
-    decode.consume(record, Recorder(shape, found, begin.shares.size), begin, config)
+    decode.consume(record, Recorder(shape, found, Int32(begin.shares.whole)), begin, config)
 
 
 class Recorder(NamedTuple):
@@ -74,7 +74,7 @@ class Recorder(NamedTuple):
 
     shape: Shape
     found: cute.Tensor
-    size: Int32
+    whole: Int32
 
 
 @cute.jit
@@ -82,7 +82,7 @@ def record(recorder: Recorder, state: pipeline.PipelineState, b: Int32, piece: P
     """A piece, at the place of which the state is."""
     column, g, _ = arch.block_idx()
     slot = scheduler.slot_of(piece.number, piece, recorder.shape, config)
-    numbers = b, piece.head_k, piece.row0, piece.first, piece.last, piece.number, piece.count, piece.origin, slot, recorder.size
+    numbers = b, piece.head_k, piece.row0, piece.first, piece.last, piece.number, piece.count, piece.origin, slot, recorder.whole
     for n in range_constexpr(len(numbers)):
         recorder.found[column, g, state.count, n] = numbers[n]
     state.advance()

@@ -53,7 +53,7 @@ def _llama4() -> hf.PreTrainedConfig:
 def _whisper() -> hf.PreTrainedConfig:
     d = SCALE["head_dim"]
     sizes = dict(d_model=HEADS * d, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
-    more = dict(encoder_ffn_dim=6 * d, decoder_ffn_dim=6 * d, max_source_positions=20, max_target_positions=64, num_mel_bins=8)
+    more = dict(encoder_ffn_dim=6 * d, decoder_ffn_dim=6 * d, max_source_positions=20, max_target_positions=1024, num_mel_bins=8)
     ids = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
     return hf.WhisperConfig(**sizes, **more, **ids)
 

@@ -204,11 +204,11 @@ SHARED += [
 
 
 def shares() -> dict[str, dict]:
-    """The usual, equal shares, and fitted ones by how much faster a block is taken to be alone; and likewise with other rows of a unit."""
+    """The usual, equal shares, and what is chosen by how much faster a block is taken to be alone; and likewise with other rows of a unit."""
     found: dict[str, dict] = {"usual": {}, "equal": {"cut": decoding.Cut(alone=0)}}
-    found |= {f"fitted, {n} quarters": {"cut": decoding.Cut(alone=n)} for n in (4, 5, 6, 8)}
+    found |= {f"{n} quarters": {"cut": decoding.Cut(alone=n)} for n in (4, 5, 6, 8)}
     for rows in (64, 128):
-        found |= {f"{name}, {rows} rows": {"cut": decoding.Cut(alone=n, rows=rows)} for name, n in (("equal", 0), ("fitted", None))}
+        found |= {f"{name}, {rows} rows": {"cut": decoding.Cut(alone=n, rows=rows)} for name, n in (("equal", 0), ("chosen", None))}
     return found
 
 

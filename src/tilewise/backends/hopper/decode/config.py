@@ -120,8 +120,8 @@ class Config(ScoreChanges):
         return (224, 224, 56) if self.overlap else (208, 208, 88)
 
     @property
-    def fits(self) -> bool:
-        """Whether shares may be fitted to units, all of a sequence's being of one length."""
+    def alike(self) -> bool:
+        """Whether all units of a sequence have the same tiles, so that a block may have whole ones."""
         return not (self.rising or self.split)
 
     @property

@@ -1,13 +1,11 @@
-"""Which thread block computes what: shares of all key tiles, equal or fitted, found by every warp for itself from lengths in global memory.
+"""Which thread block computes what: shares of all key tiles, equal or of whole units, found by every warp for itself from lengths in global memory.
 
 A unit is a sequence, a key head and a tile of rows (query tokens times heads of a group). All units' tiles of keys lie in one row, sequence after
 sequence; where units are many, each has `fixed` places before its tiles that stand for what it costs beside them. Block g of G takes the g-th part
 of the row. A unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one
 that goes on in a later one in slot 2 g + 1.
 
-Where it is done sooner, shares are fitted to units instead: the row then consists of pieces, of which a unit has as few as do not exceed so many
-tiles, alike but for one tile, and each block takes the next one, or if pieces are whole units the next few. What is said of places holds for pieces
-then.
+Where it is done sooner, shares are whole units instead: then a unit has one place in the row, and each block takes the next one or the next few.
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
@@ -24,7 +22,7 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
+from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, Uint32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP, FAR = 32, 2**31 - 1
 
@@ -44,7 +42,7 @@ class Shape(NamedTuple):
     by_group: object  # divisor
     by_rows: object  # divisor: rows of a unit, at most
     least: Int32  # tiles of a block's share
-    alone: Int32  # quarters: how much faster a block without others goes through tiles than memory brings them to all; 0: shares are equal
+    alone: Int32  # quarters: how much faster a block without others goes through tiles than memory brings them to all; 0: shares are always equal
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
@@ -102,7 +100,7 @@ class Sequence(NamedTuple):
 class Shares(NamedTuple):
     """The row of tiles, and this block's part of it."""
 
-    size: Int32  # tiles of a place, at most: 1 but where shares are fitted
+    whole: Boolean  # a place is a unit, else a tile of one
     fixed: Int32
     share: Int32  # places of a block, and one more for the first `more`
     more: Int32
@@ -177,6 +175,18 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
 
 
 @cute.jit
+def quotient(a: Int32, b: Int32) -> Int32:
+    """a // b of numbers that are not negative: half the instructions that signs take."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
+@cute.jit
+def quotient_up(a: Int32, b: Int32) -> Int32:
+    """Likewise ceil(a / b)."""
+    return quotient(a + b - 1, b)
+
+
+@cute.jit
 def units_of(queries: Int32, shape: Shape) -> Int32:
     """Of so many queries and a key head."""
     return (queries * shape.group + shape.by_rows.divisor - 1) // shape.by_rows
@@ -185,7 +195,7 @@ def units_of(queries: Int32, shape: Shape) -> Int32:
 @cute.jit
 def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     tiles, units, longest = Int32(0), Int32(0), Int32(0)
-    for first in cutlass.range(0, shape.batch, WARP, unroll=4):
+    for first in cutlass.range(0, shape.batch, WARP, unroll=1):
         b = first + arch.lane_idx()
         found = sequence_of(min(b, shape.batch - 1), shape, config)
         mine = found.row_tiles * shape.heads if b < shape.batch else Int32(0)
@@ -196,66 +206,40 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
     _, g, _ = arch.block_idx()
     few = units < shape.by_blocks.divisor  # then most are cut, and a unit costs no more than a piece
     fixed = Int32(0) if few else min((tiles >> 2) // shape.by_blocks, config.fixed)
-    size, places = Int32(1), tiles + fixed * units
+    places, whole = tiles + fixed * units, Boolean(False)
     share, more = divmod(places, shape.by_blocks)
     if share < shape.least:  # then fewer blocks have any
-        blocks = max(places // shape.least, 1)
-        share, more = places // blocks, places % blocks
-    if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        blocks = max(quotient(places, shape.least), 1)
+        share = quotient(places, blocks)
+        more = places - share * blocks
+    if const_expr(config.alike):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
         if shape.alone > 0 and units > 1:
-            large = more * (share + 1)
-            fit = fitted(
-                tiles, units, arch.warp_redux_sync(longest, "max"), share + min(more, 1), tiles - large if more > 0 else 0, shape, config
-            )
-            if fit.share > 0:
-                size, fixed, places, share, more = fit.size, Int32(0), fit.places, fit.share, Int32(0)
+            turns = (units + shape.by_blocks.divisor - 1) // shape.by_blocks
+            whole = sooner_whole(turns, tiles, units, arch.warp_redux_sync(longest, "max"), shape, config)
+            if whole:
+                fixed, places, share, more = Int32(0), units, turns, Int32(0)
     begin = g * share + min(g, more)
-    return Shares(size, fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
-
-
-class Fit(NamedTuple):
-    """A row of pieces."""
-
-    size: Int32  # tiles of a piece, at most
-    share: Int32  # pieces of a block; 0: equal shares are done as soon
-    places: Int32  # pieces of all units
+    return Shares(whole, fixed, share, more, min(begin, places), min(begin + share + (1 if g < more else 0), places))
 
 
 @cute.jit
-def fitted(
-    tiles: Int32, units: Int32, longest: Int32, largest: Int32, rest: Int32, shape: Shape, config: Constexpr[Config]
-) -> Fit:  # fmt: skip
-    """The row that is done sooner than equal shares: of whole units, or else of the smallest pieces of which a block has one. largest: equal share,
-    and what is left behind those.
+def sooner_whole(
+    turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]
+) -> Boolean:  # fmt: skip
+    """Whether whole units are done sooner than equal shares, so many of them a block.
 
-    Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. One more unit to
-    begin and end, which a block has under equal shares unless they happen to end with units, counts as `fixed` tiles, that pieces are added up as
-    that and `least`, and looking for their size as one.
+    Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. Equal shares have
+    a block begin and end one unit more, which counts as `fixed` tiles, and add pieces up, which counts as that and `least`; unless they end with
+    units anyway.
     """
     blocks, readers = shape.by_blocks.divisor, max(units_of(shape.queries, shape), 1)
     even = max((tiles + blocks - 1) // shape.by_blocks, shape.least)
-    memory = max(((shape.alone * tiles) >> 2) // shape.by_blocks // readers, even)
-    added = config.fixed + shape.least
-    soonest, size, share, places = memory + config.fixed + added, longest, Int32(0), units
-    turns = (units + blocks - 1) // shape.by_blocks
-    time = time_of(turns * longest, cute.ceil_div(units, turns), tiles, even, memory, shape)
-    if time < soonest:
-        soonest, share = time, turns
-    fits = longest * units == tiles and longest % largest == 0 and rest <= longest
-    if time > memory + added and units < blocks and not fits:
-        enough = min(cute.ceil_div(longest, blocks // units), cute.ceil_div(tiles - units, blocks - units))
-        high = min(longest, max(shape.least, enough))
-        low = min(even, high)
-        while low < high:
-            middle = (low + high) >> 1
-            if pieces_of(middle, shape, config) > blocks:
-                low = middle + 1
-            else:
-                high = middle
-        pieces = pieces_of(high, shape, config)
-        if time_of(high, pieces, tiles, even, memory, shape) + added + 1 < soonest:
-            size, share, places = high, Int32(1), pieces
-    return Fit(size, share, places)
+    memory = max(quotient(((shape.alone * tiles) >> 2) // shape.by_blocks, readers), even)
+    soonest, most = memory + 2 * config.fixed + shape.least, turns * longest
+    sooner = most < soonest and not (units == turns * blocks and units * longest == tiles and longest >= shape.least)
+    if sooner:  # before anything is divided
+        sooner = time_of(most, quotient_up(units, turns), tiles, even, memory, shape) < soonest
+    return sooner
 
 
 @cute.jit
@@ -265,27 +249,17 @@ def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, 
     The fewer are left the less memory is asked for: what that takes longer is bounded by how much more that one has than a block on average. And what
     blocks are idle from the beginning on lose: with half of them memory takes an eighth longer.
     """
-    uneven = max(min(memory - even, most - tiles // busy), 0)
+    uneven = max(min(memory - even, most - quotient(tiles, busy)), 0)
     return max(memory, most) + uneven + (memory >> 2) * (shape.by_blocks.divisor - busy) // shape.by_blocks
-
-
-@cute.jit
-def pieces_of(size: Int32, shape: Shape, config: Constexpr[Config]) -> Int32:
-    """Of all units, none of more tiles than `size`."""
-    pieces = Int32(0)
-    for first in cutlass.range(0, shape.batch, WARP, unroll=1):
-        b = first + arch.lane_idx()
-        found = sequence_of(min(b, shape.batch - 1), shape, config)
-        pieces += shape.heads * found.row_tiles * cute.ceil_div(found.tiles, size) if b < shape.batch else Int32(0)
-    return arch.warp_redux_sync(pieces, "add")
 
 
 @cute.jit
 def block_of(place: Int32, shares: Shares) -> Int32:
     """Whose share a place in the row is: g."""
     large = shares.more * (shares.share + 1)
-    late = shares.more + (place - large) // max(shares.share, 1)
-    return place // (shares.share + 1) if place < large else late
+    early = place < large
+    before, size = (Int32(0), shares.share + 1) if early else (large, max(shares.share, 1))
+    return quotient(place - before, size) + (Int32(0) if early else shares.more)
 
 
 @cute.jit
@@ -332,7 +306,7 @@ def span_of(sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[
 @cute.jit
 def places_of(n: Int32, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Int32:
     """Of the first n units of a key head."""
-    if const_expr(config.fits):
+    if const_expr(config.alike):
         return n * places_of_unit(sequence, shares)
     return tiles_of(n, sequence, shape, config) + n * shares.fixed
 
@@ -340,10 +314,7 @@ def places_of(n: Int32, sequence: Sequence, shares: Shares, shape: Shape, config
 @cute.jit
 def places_of_unit(sequence: Sequence, shares: Shares) -> Int32:
     """Where none of a sequence sees less than another."""
-    places = sequence.tiles
-    if shares.size > 1:  # a division takes time
-        places = cute.ceil_div(sequence.tiles, shares.size)
-    return places + shares.fixed
+    return Int32(1) if shares.whole else sequence.tiles + shares.fixed
 
 
 @cute.jit
@@ -420,7 +391,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     each, of_unit, end_of_unit = places_of_unit(sequence, shares), sequence.first, sequence.first + sequence.tiles
     if const_expr(config.rising):
         of_head = places_of(sequence.row_tiles, sequence, shares, shape, config)
-        head_k = (place.at - place.start) // of_head
+        head_k = quotient(place.at - place.start, of_head)
         begin = place.start + head_k * of_head
         row_tile, before = unit_at(place.at - begin, sequence, shares, shape, config)
         begin += before
@@ -429,18 +400,19 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     else:
         unit = Int32(0)
         if shape.heads * sequence.row_tiles > 1:  # divisions take time, and this is what the first load waits for
-            unit = (place.at - place.start) // each
+            unit = quotient(place.at - place.start, each)
         begin = place.start + unit * each
         head_k, row_tile = unit, Int32(0)
         if sequence.row_tiles > 1:
-            head_k, row_tile = unit // sequence.row_tiles, unit % sequence.row_tiles
+            head_k = quotient(unit, sequence.row_tiles)
+            row_tile = unit - head_k * sequence.row_tiles
     tiles = begin + shares.fixed
     first = max(place.at, tiles)
     last = max(min(shares.end, begin + each), first)
     first, last = first - tiles, last - tiles
-    if const_expr(config.fits):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if shares.size > 1:
-            first, last = (first_tile(x, each, sequence) for x in (first, last))
+    if const_expr(config.alike):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
+        if shares.whole:
+            first, last = Int32(0), sequence.tiles
     first, last = of_unit + first, of_unit + last
     column, g, _ = arch.block_idx()
     if const_expr(config.latent):
@@ -467,13 +439,6 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
     if const_expr(config.split):
         behind = behind if behind < shares.end else Int32(FAR)
     return Piece(head_k, row0, first, last, begin_of_keys, end_of_keys, number, count, most, origin, behind)
-
-
-@cute.jit
-def first_tile(place: Int32, places: Int32, sequence: Sequence) -> Int32:
-    """Among a unit's, of one of its places, which have alike many."""
-    each, more = sequence.tiles // places, sequence.tiles % places
-    return place * each + min(place, more)
 
 
 @cute.jit
