@@ -231,3 +231,66 @@ def test_s_dmask_is_refused():
     ) as caught:
         flash_attn.flash_attn_func(Q, Q, Q, dropout_p=0.1, return_attn_probs=True)
     assert isinstance(caught.value, RuntimeError)
+
+
+REPEATED = {
+    "plain": {},
+    "scale": {"softmax_scale": 0.3, "softcap": 2.0},
+    "no softcap": {"softcap": -1.0, "causal": 1},
+    "window": {"window_size": [3, 2]},
+    "causal window": {"causal": True, "window_size": (3, 5)},
+    "slopes": {"alibi_slopes": SLOPES[0], "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
+def test_calls_like_one_before(options, packed, monkeypatch):
+    """The same bits by whichever way, and other options in between are not mistaken for these."""
+    others = [{}, {"causal": True}, {"window_size": (3, 5)}, {"causal": True, "window_size": (3, 2)}, {"softmax_scale": 0.7}]
+
+    def run(options):
+        leaves = qkv(1, 33, 33)
+        given = [x.squeeze(0) for x in leaves] if packed else leaves
+        attend = flash_attn.flash_attn_varlen_func if packed else flash_attn.flash_attn_func
+        o = attend(*given, *((CU_Q, CU_Q, 13, 13) if packed else ()), **options)
+        return o, *torch.autograd.grad(o, leaves, randn(*o.shape))
+
+    def seeded(options):
+        torch.manual_seed(0)
+        return run(options)
+
+    flash_attn.repeats.forget()
+    for each in (options, *others, options, *others):
+        short = seeded(each)
+        with monkeypatch.context() as patched:
+            patched.setattr(flash_attn.repeats, "find", lambda *_: None)
+            assert all(map(torch.equal, short, seeded(each)))
+    if not packed:
+        monkeypatch.setattr(_translate, "attend", None)
+        assert all(map(torch.equal, seeded(options), seeded(options)))  # indeed without it
+    with pytest.raises(ShapeError, match="window_size"):
+        run(options | {"window_size": 3})
+
+
+def test_repeated_calls_draw_and_return_anew():
+    """Dropout's numbers are others each time, LSE is returned by the call that asks for it, and bad input gets its error behind good."""
+    q, k, v = qkv(1, 9, 9)
+    plain = [flash_attn.flash_attn_func(q, k, v) for _ in range(3)]
+    assert torch.equal(plain[0], plain[2]) and len(flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)) == 3
+    drawn = [flash_attn.flash_attn_func(q, k, v, 0.5) for _ in range(3)]
+    assert not any(torch.equal(a, b) for a, b in ((drawn[0], drawn[1]), (drawn[1], drawn[2])))
+    torch.manual_seed(3)
+    again = flash_attn.flash_attn_func(q, k, v, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(again, flash_attn.flash_attn_func(q, k, v, 0.5))
+    scale = torch.tensor(0.3)
+    for value in (0.3, 0.3, 0.7):
+        scale.fill_(value)
+        right = flash_attn.flash_attn_func(q, k, v, softmax_scale=float(scale))
+        assert torch.equal(flash_attn.flash_attn_func(q, k, v, softmax_scale=scale), right)
+    for bad in ({"softmax_scale": "0.5"}, {"softcap": None, "alibi_slopes": SLOPES[0][:3]}, {"dropout_p": 1.5}):
+        with pytest.raises(ShapeError):
+            flash_attn.flash_attn_func(q, k, v, **bad)
+    with pytest.raises(UnsupportedError, match="return_attn_probs"):
+        flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)

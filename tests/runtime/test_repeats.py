@@ -1,7 +1,11 @@
 """Calls like one before take the short way: the same bits, and nothing that the long way would have seen is lost."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
@@ -427,3 +431,144 @@ def test_without_torchs_check_the_signature_serves(monkeypatch):
 def _autocast(call):
     with torch.autocast("cpu", torch.bfloat16):
         return call()
+
+
+class Front:
+    """A front end's function, whose tensors are arranged in another way than `tw.attention`'s."""
+
+    def __init__(self, arrangement: str, return_lse: bool = False) -> None:
+        self.arrangement, self.return_lse, self.name, self.short = arrangement, return_lse, object(), 0
+        repeats.forget()
+
+    def leaves(self, grads=(True, True, True)) -> list[torch.Tensor]:
+        shape = {repeats.PACKED: (6, 4, 8), "": (1, 6, 4, 8)}.get(self.arrangement, (1, 4, 6, 8))
+        return [torch.randn(shape).requires_grad_(grad) for grad in grads]
+
+    def __call__(self, q, k, v):
+        options = True, None, 0.0, 0.0, False, self.name, None, None, self.return_lse
+        if (known := repeats.find(q, k, v, options)) is not None:
+            self.short += 1
+            return known(q, k, v)
+        inside = [repeats.INSIDE[self.arrangement](x) for x in (q, k, v)]
+        results = tw.attention(*inside, causal=True, return_lse=self.return_lse)
+        call = *inside, (True, None, 0.0, 0.0, False, None, None, None, self.return_lse), repeats.ALONE
+        repeats.remember_as(self.arrangement, q, k, v, options, repeats.ALONE, call)
+        o, *lse = results if self.return_lse else (results,)
+        o = o if self.arrangement == repeats.TURNED_INPUTS else repeats.OUTSIDE[self.arrangement](o)
+        return (o, lse[0].squeeze(0) if self.arrangement == repeats.PACKED else lse[0]) if self.return_lse else o
+
+
+ARRANGEMENTS = repeats.PACKED, repeats.TURNED, repeats.TURNED_INPUTS
+
+
+def arriving(o: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of o that lie in different ways."""
+    x = torch.randn(*o.shape[:-1], 2 * o.shape[-1])
+    return [x[..., : o.shape[-1]].contiguous(), x[..., ::2], torch.ones(()).expand(o.shape), x[..., 1::2].mT.contiguous().mT]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_arranged_calls_have_the_long_ways_gradients(arrangement, return_lse):
+    """Of some leaves or all, twice from one graph, and of whatever arrives."""
+    front = Front(arrangement, return_lse)
+    for grads in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        leaves = front.leaves(grads)
+        wanted = [x for x in leaves if x.requires_grad]
+        repeats.forget()
+        long = front(*leaves)
+        for turn in range(3):
+            short = front(*leaves)
+            o, of = (long[0], short[0]) if return_lse else (long, short)
+            more = [torch.randn(long[1].shape)] if return_lse and turn else []
+            for d_o in arriving(o):
+                right = torch.autograd.grad([o, *long[1:]] if more else o, wanted, [d_o, *more], retain_graph=True)
+                for _ in range(2):
+                    found = torch.autograd.grad([of, *short[1:]] if more else of, wanted, [d_o, *more], retain_graph=True)
+                    assert all(map(torch.equal, found, right)) and torch.equal(o, of)
+                    assert [x.stride() for x in found] == [x.stride() for x in wanted]
+    assert front.short == 12
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_arranged_tensors_that_are_changed_in_place_are_noticed(arrangement):
+    front = Front(arrangement)
+    leaves = front.leaves()
+    front(*leaves)
+    for which in range(4):
+        inputs = [x * 1.0 for x in leaves]
+        o = front(*inputs)
+        (*inputs, o)[which].mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            torch.autograd.grad(o, leaves, torch.ones_like(o))
+    assert front.short >= 3
+    o = front(*leaves)
+    o.detach()[:] = 0.0  # of which autograd knows as well
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_arranged_calls_give_hooks_what_the_long_way_gives(arrangement, return_lse):
+    front = Front(arrangement, return_lse)
+    leaves, seen, grads = front.leaves(), [], []
+
+    def pack(x):
+        seen.append((x.shape, x.dtype))
+        return x.clone()
+
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            found = front(*leaves)
+        o = found[0] if return_lse else found
+        assert o.add_(0.0).requires_grad
+        grads.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
+    assert front.short == 2 and seen[:5] == seen[5:10] == seen[10:] and all(map(torch.equal, grads[0], grads[2]))
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_arranged_calls_are_checkpointed(arrangement):
+    front, plain = Front(arrangement), []
+    leaves = front.leaves()
+    for turn in range(3):
+        o = front(*leaves) if turn == 1 else checkpoint(front, *leaves, use_reentrant=False)
+        plain.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
+    assert front.short == 4 and all(map(torch.equal, plain[0], plain[1])) and all(map(torch.equal, plain[0], plain[2]))
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_arranged_calls_refuse_second_derivatives(arrangement):
+    front = Front(arrangement)
+    leaves = front.leaves()
+    for _ in range(3):
+        o = front(*leaves)
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o), create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(grads[0].sum(), leaves)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("arrangement", ["", *ARRANGEMENTS])
+def test_nothing_of_a_call_is_held(arrangement, return_lse):
+    """Neither by its gradient, once that was computed, nor by what nobody asked the gradient of; and nobody has to collect circles."""
+    front = Front(arrangement, return_lse)
+    front(*front.leaves())
+    gc.disable()
+    try:
+        for backward in (True, False):
+            leaves = front.leaves()
+            inputs = [x * 1.0 for x in leaves]
+            found = front(*inputs)
+            o = found[0] if return_lse else found
+            held = [StorageWeakRef(x.untyped_storage()) for x in (*inputs, o)]
+            if backward:
+                torch.autograd.grad(o, leaves, torch.ones_like(o))
+                del inputs
+                assert [ref.expired() for ref in held] == [True, True, True, False]
+            del found, o, leaves
+            inputs = None
+            assert all(ref.expired() for ref in held)
+    finally:
+        gc.enable()
+    assert front.short == 2

@@ -3,9 +3,12 @@
 python tools/gpu/host_time.py [--json FILE]       on a Hopper GPU, under 60 s with kernels in the cache
 python tools/gpu/host_time.py --device cpu        a rehearsal
 
-Batch 1, 128 tokens, 2 heads of 64, bf16: kernels take less time than the host, so that the time of a call in a row of them is the host's. One JSON
-line a case: `us`, the median of rounds, in each of which every case has its turn; `of` is the case to compare with, `above_us` the median of how much
-it is above that in a round. A drop-in may take 3 % or 15 us more.
+Batch 1, 128 tokens, 2 heads of 64, bf16: kernels take less time than the host, so that the time of a call is the host's. One JSON line a case: `us`,
+the median of calls; `of` is the case to compare with, whose calls alternate with it; `above_us` the mean of the middle half of the differences of
+neighbours, and `spread_us` how far two halves of the measurement are apart in it. A drop-in may take 3 % or 15 us more.
+
+With gradients a call waits twice for another thread, autograd's, to wake up, which takes 100 us of most of the time and is another number each time.
+The third pass has autograd on the caller's thread: what is left is what the host computes.
 """
 
 import argparse
@@ -13,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -25,7 +28,8 @@ import tilewise as tw
 from tilewise.compat import flash_attn, sdpa, torch_flash
 
 SEQLEN, HEADS, HEAD_DIM = 128, 2, 64
-CALLS, ROUNDS = 50, 15
+PAIRS = {"cuda": 600, "cpu": 200}
+PASSES = {"forward": (False, True), "forward and backward": (True, True), "forward and backward, one thread": (True, False)}
 MOST_SHARE, MOST_US = 0.03, 15.0
 
 
@@ -156,12 +160,29 @@ def transformers_attention() -> Callable | None:
     return attention
 
 
-def microseconds(call: Callable, calls: int) -> float:
-    """Of one call in a row of `calls`."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls * 1e6
+def alternating(run: Callable, other: Callable | None, pairs: int) -> dict:
+    """The row's numbers, of calls of `other` and `run` in turns, each the first in half of the turns."""
+    clock, taken = time.perf_counter, ([], [])
+    for turn in range(pairs):
+        for which in (turn % 2, 1 - turn % 2):
+            if (call := (other, run)[which]) is not None:
+                start = clock()
+                call()
+                taken[which].append((clock() - start) * 1e6)
+    row = {"us": round(statistics.median(taken[1]), 2)}
+    if other is not None:
+        above = [b - a for a, b in zip(*taken, strict=True)]
+        halves = middle(above[: pairs // 2]), middle(above[pairs // 2 :])
+        usual = statistics.median(taken[0])
+        row |= {"of_us": round(usual, 2), "above_us": round(middle(above), 2), "spread_us": round(abs(halves[0] - halves[1]), 2)}
+        row["within"] = row["above_us"] <= max(MOST_US, MOST_SHARE * usual)
+    return row
+
+
+def middle(x: list[float]) -> float:
+    """The mean of the middle half."""
+    x = sorted(x)
+    return statistics.fmean(x[len(x) // 4 : len(x) - len(x) // 4])
 
 
 def trained(call: Callable, leaves: list[torch.Tensor]) -> Callable:
@@ -173,55 +194,46 @@ def trained(call: Callable, leaves: list[torch.Tensor]) -> Callable:
     return run
 
 
-def rows(device: str, calls: int, rounds: int) -> Iterator[dict]:
+def rows(device: str, pairs: int, passes: Iterable[str], only: Sequence[str] = ()) -> Iterator[dict]:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for backward in (False, True):
-        of, runs, errors = {}, {}, {}
-        for name, other, call, leaves in cases(device, backward):
-            runs[name], of[name] = trained(call, leaves) if backward else call, other
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(rounds + 1):  # the first is for what is compiled and remembered
-            for name, run in runs.items():
-                if name in errors:
-                    continue
-                wait()
-                try:
-                    with Registry(device) if name.startswith("registry") else nullcontext():
-                        for _ in range(5):
-                            run()
-                        wait()
-                        us = microseconds(run, calls)
-                except Exception as error:
-                    errors[name] = f"{type(error).__name__}: {error}"[:300]
-                    continue
-                taken[name] += [us] if turn else []
-        wait()
-        for name, each in taken.items():
-            row = {"case": name, "pass": "forward and backward" if backward else "forward"}
-            if name in errors:
-                yield row | {"error": errors[name]}
+    for kind in passes:
+        grad, threads = PASSES[kind]
+        found = {}
+        for name, of, call, leaves in cases(device, grad):
+            run = found[name] = trained(call, leaves) if grad else call
+            if only and not any(part in name for part in only):
                 continue
-            row["us"] = round(statistics.median(each), 2)
-            if taken.get(of[name]):
-                above = statistics.median(a - b for a, b in zip(each, taken[of[name]], strict=True))
-                most = max(MOST_US, MOST_SHARE * statistics.median(taken[of[name]]))
-                row |= {"of": of[name], "above_us": round(above, 2), "within": above <= most}
+            row, other = {"case": name, "pass": kind} | ({} if of is None else {"of": of}), found.get(of)
+            try:
+                with torch.autograd.set_multithreading_enabled(threads), Registry(device) if name.startswith("registry") else nullcontext():
+                    for _ in range(20):  # for what is compiled and remembered
+                        run()
+                        if other is not None:
+                            other()
+                    wait()
+                    row |= alternating(run, other, pairs)
+                    wait()
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
             yield row
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--calls", type=int, default=CALLS, help="in a row, timed together")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--pairs", type=int, help=f"turns of each case; {PAIRS}")
+    parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="cases whose names hold one of these")
     parser.add_argument("--json", help="also write the rows to this file, with the machine and torch's version, as JSON lines")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device; --device cpu rehearses", file=sys.stderr)
         return 2
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # which are not waited for
     machine = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     common, wrong, lines = {"machine": machine, "torch": torch.__version__, "tilewise": tw.__version__}, 0, []
-    for row in rows(options.device, options.calls, options.rounds):
+    for row in rows(options.device, options.pairs or PAIRS[options.device], options.passes, options.only):
         print(json.dumps(row), flush=True)
         lines.append(json.dumps(row | common))
         wrong += "error" in row

@@ -40,14 +40,8 @@ class Options(NamedTuple):
 def options(
     causal, window_size, softmax_scale, softcap, *, chunk: int = 0, alibi_slopes: Tensor | None = None, sink: Tensor | None = None
 ) -> Options:
-    """The peers' arguments, checked. `window_size` is (left, right), either negative or None for unbounded, of anything that int() takes."""
-    left, right = FULL_WINDOW
-    if type(window_size) is not tuple or window_size != FULL_WINDOW:
-        try:
-            left, right = (-1 if side is None else int(side) for side in window_size)
-        except (TypeError, ValueError) as error:
-            raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
-    causal, mask = (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
+    """The peers' arguments, checked; causal and window_size as in `visible`."""
+    causal, mask = visible(causal, window_size, chunk)
     if isinstance(softmax_scale, Tensor):
         softmax_scale = float(softmax_scale)
     if softmax_scale is not None:
@@ -57,8 +51,23 @@ def options(
     return Options(causal, mask, softmax_scale, max(softcap, 0.0), alibi_slopes, sink)
 
 
+def visible(causal, window_size, chunk: int = 0) -> tuple[bool, Mask | None]:
+    """`causal` and `mask` of `api.attention`. `window_size` is (left, right), either negative or None for unbounded, of anything that int() takes."""
+    left, right = FULL_WINDOW
+    if type(window_size) is not tuple or window_size != FULL_WINDOW:
+        try:
+            left, right = (-1 if side is None else int(side) for side in window_size)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
+    return (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
+
+
+def core_options(given: Options, *, dropout_p: float, deterministic: bool, with_lse: bool) -> tuple:
+    """The options of `api.attention` or `attention_varlen` in the order in which repeats.py has them."""
+    return given.causal, given.scale, given.softcap, dropout_p, deterministic, None, None, given.mask, with_lse
+
+
 def _visible(causal: bool, left: int, right: int, chunk: int) -> tuple[bool, Mask | None]:
-    """`causal` and `mask` of `api.attention`."""
     right = 0 if causal else right
     causal, mask = causal or (left < 0 and right == 0), None
     if left >= 0 or right > 0 or (right == 0 and not causal):

@@ -25,6 +25,7 @@ from tilewise.compat import _kvcache, bert_padding, rotary
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers
 from tilewise.errors import UnsupportedError, check_tensor
+from tilewise.runtime import repeats
 
 __version__ = "2.8.4+tilewise"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "rotary",
 ]
 
+FRONT = object()  # by which repeats.py knows our options
 SCALE = {"scale": "softmax_scale"}
 PAGES = {**SCALE, "page_table": "block_table"}
 
@@ -58,9 +60,16 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """Attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, heads_k, head_dim)."""
+    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    beside, usual = (None, alibi_slopes, None, None, None, None), return_attn_probs is False
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        return known(q, k, v, beside)
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
-    return _results(translate.attend(q, k, v, given, **how))
+    results = _results(translate.attend(q, k, v, given, **how))
+    if usual:
+        repeats.remember_as("", q, k, v, options, beside, (q, k, v, translate.core_options(given, **how), beside))
+    return results
 
 
 @answers(**SCALE)
@@ -123,6 +132,10 @@ def flash_attn_varlen_func(
 
     block_table: (batch, max_blocks); k, v are then (blocks, page_size, heads_k, head_dim), and cu_seqlens_k says the lengths.
     """
+    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    beside, usual = (None, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k), return_attn_probs is False and block_table is None
+    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+        return known(q, k, v, beside)
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     if block_table is not None:
@@ -131,8 +144,10 @@ def flash_attn_varlen_func(
             return _results(_kvcache.attend(q, cache, None, None, given, cu_seqlens_q=cu_seqlens_q), how["with_lse"])
         k, v, cu_seqlens_k = cache.packed()
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
-    found = translate.attend_packed(q, k, v, *lengths, given, **how)
-    return _results(found)
+    results = _results(translate.attend_packed(q, k, v, *lengths, given, **how))
+    if usual:
+        repeats.remember_as(repeats.PACKED, q, k, v, options, beside, (q, k, v, translate.core_options(given, **how), beside))
+    return results
 
 
 @answers(**SCALE)
@@ -231,6 +246,14 @@ def paged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> _kv
     """Pages (pages, page_size, heads_k, head_dim) with sequences as long as cu_seqlens_k says."""
     check_tensor("cu_seqlens_k", cu_seqlens_k, ("batch + 1",), _kvcache.INDEX_DTYPES)
     return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table)
+
+
+def _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic) -> tuple:
+    """The options of a call that returns O alone, by which repeats.py knows it."""
+    causal, mask = translate.visible(causal, window_size)
+    if isinstance(softmax_scale, Tensor):  # whose value may change
+        softmax_scale = float(softmax_scale)
+    return causal, softmax_scale, softcap, dropout_p, bool(deterministic), FRONT, None, mask, False
 
 
 def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:

@@ -20,9 +20,12 @@ from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, repeats
 from tilewise.varlen import attention_varlen
+from tilewise.views import allocator
 
 LAYER = "tilewise.compat.torch_flash"
 FRONT = object()  # by which repeats.py knows our options
+_allocator = functools.cache(allocator)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # only a torch with CUDA has it
 
 
 class Handle:
@@ -115,7 +118,6 @@ def _scaled_dot_product_flash_attention(
     return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
-@_below_autograd
 def _scaled_dot_product_flash_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -138,10 +140,8 @@ def _scaled_dot_product_flash_attention_backward(
     options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
     grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
-        d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
-        grads = (grad.transpose(1, 2) for grad in grads)
-    return tuple(map(laid_out_as, grads, (query, key, value)))
+        grads = _turned_gradients(grad_out, query, key, value, out, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+    return _laid_out(grads, query, key, value)
 
 
 @_below_autograd
@@ -231,8 +231,8 @@ def _flash_attention_backward(
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
         _check_starts(cum_seq_k)
         mask = Unread(cum_seq_q, cum_seq_k, mask)
-        grads = (x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
-    return tuple(map(laid_out_as, grads, (query, key, value)))
+        grads = tuple(x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
+    return _laid_out(grads, query, key, value)
 
 
 KERNELS = (
@@ -256,7 +256,11 @@ def _check_forward(dropout_p: float, return_debug_mask: bool) -> None:
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and debug_mask, which nobody reads where there is no dropout."""
-    return query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+    dtype, device = torch.uint64, query.device
+    if query.is_cuda and device.index != _current_device():
+        return query.new_empty(2, dtype=dtype), query.new_empty((), dtype=dtype), query.new_empty(0)
+    empty = _allocator(device)
+    return empty((2,), (1,), dtype), empty((), (), dtype), empty((0,), (1,), query.dtype)
 
 
 @functools.lru_cache(256)
@@ -287,6 +291,31 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
     return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
+
+
+@_below_autograd
+def _turned_gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Mask,
+    dropout_p: float,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    """`_gradients` of (batch, heads, seqlen, head_dim)."""
+    d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    return tuple(grad.transpose(1, 2) for grad in _gradients(d_o, q, k, v, o, logsumexp, mask, dropout_p, scale))
+
+
+def _laid_out(grads: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Gradients that lie as torch's fake kernels say: those of the short way do already."""
+    d_q, d_k, d_v = grads
+    if d_q.stride() == query.stride() and d_k.stride() == key.stride() and d_v.stride() == value.stride():
+        return grads
+    return tuple(map(laid_out_as, grads, (query, key, value)))
 
 
 def _paged(

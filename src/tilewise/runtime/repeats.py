@@ -47,6 +47,7 @@ PACKED = "packed"  # (total, heads, head_dim): no batch
 TURNED, TURNED_INPUTS = "turned", "turned inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((TURNED, TURNED_INPUTS), lambda x: x.transpose(1, 2))
 OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that take what is saved, or None
 
 
 @dataclass(slots=True)
@@ -62,19 +63,30 @@ class Known:
     check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of the tensors, as `_layout` gives them
-    check_back: dict[bool, Callable] = field(
+    check_back: dict[tuple, tuple] = field(
         default_factory=dict
-    )  # by whether there is dLSE, of what `_way_back` has, once it went the short way
-    check_whole: Callable | None = None  # of q, k, v, O, LSE and dO as the caller has them, once `gradients` went the short way
+    )  # by what there is beside: the check of what `_way_back` has, and how dO lies for the backend, once it went the short way
+    check_whole: tuple | None = None  # likewise of q, k, v, O, LSE and dO as the caller has them, and how each lies, of `gradients`
     draws: bool = False  # there is dropout
     heads_first: bool = (
         False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
     )
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
-    inside: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
+    places: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
+    gradients: tuple = ()  # likewise how dQ, dK and dV lie for the caller
+    check_at: dict[tuple, tuple] = field(
+        default_factory=dict
+    )  # by what there is beside: the check of what `back_at` has, and how O and dO lie for the backend
+    layout_of_o: tuple | None = None  # of `at`, as the caller has it; () where the backend has no such way
+    layouts_of_gradients: tuple | None = None  # likewise of `back_at`
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
+
+    of_outputs: str = field(default="", init=False)  # how O and dO are arranged: a key of INSIDE
+
+    def __post_init__(self) -> None:
+        self.of_outputs = "" if self.arrangement == TURNED_INPUTS else self.arrangement
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple = ALONE) -> Tensor | tuple[Tensor, Tensor]:
         """O, and LSE where the call returns it, arranged as q, k and v are. With dropout and no `Beside.rng`, the seed is drawn here."""
@@ -91,32 +103,89 @@ class Known:
             beside = bias, slopes, sink, rng, *rest
         if self.grad:
             return _repeated(self, q, k, v, *beside)
+        if (found := self.at(q, k, v, beside, self.return_lse)) is not None:
+            return found if self.return_lse else found[0]
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
-        if not self.inside:
-            self.inside = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
-        of_q, of_k, of_v, of_o = self.inside
-        o, lse = self.short.forward(part(q, *of_q), part(k, *of_k), part(v, *of_v), beside, self.return_lse, self.heads_first)
-        if of_o is None:
-            of_o = _place(self.outside(o, None)[0])
-            self.inside = *self.inside[:3], of_o
-        o = part(o, *of_o)
-        return (o, self.outside(o, lse)[1]) if self.return_lse else o
+        *_, o, lse = self.compute(q, k, v, beside, self.return_lse)
+        o, lse = self.outside(o, lse)
+        return (o, lse) if self.return_lse else o
 
-    def outside(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.arrangement == TURNED:
-            return o.transpose(1, 2), lse
-        if self.arrangement == PACKED:
-            return o.squeeze(0), lse if lse is None else lse.squeeze(0)
+    def at(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor] | None:
+        """O as the caller has it, and LSE, likewise if it is returned: where a backend needs no more of tensors like these than their addresses."""
+        if self.layout_of_o is None:
+            of_o = getattr(self.short, "layout_of_o", None) if self.arrangement else None  # otherwise there is nothing to save
+            self.layout_of_o = () if of_o is None else _outside(self.of_outputs, of_o(self.heads_first))
+        if not self.layout_of_o:
+            return None
+        found = self.short.forward_at(q, k, v, beside, with_lse, self.layout_of_o, self.heads_first)
+        if found is not None and self.return_lse and self.arrangement == PACKED:
+            o, lse = found
+            return o, part(lse, lse.shape[1:], lse.stride()[1:], 0)
+        return found
+
+    def back_at(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, beside: tuple, bias_grad: bool
+    ) -> tuple[Tensor | None, ...] | None:
+        """As the backend's `backward_at`, of what `at` gave and took: None unless such gradients went the short way once."""
+        tensors, there = _tensors(q, k, v, beside)
+        check, of_o, of_d_o = self.check_at.get(there, (None, None, None))
+        if check is None or torch.is_grad_enabled() or is_compiling() or forward_ad._current_level >= 0:
+            return None
+        tensors = *tensors, o, lse, d_o
+        for x in tensors:
+            if x.is_nested:
+                return None
+        if not check(*tensors) or torch._C._len_torch_dispatch_stack() > 0:
+            return None
+        return self.short.backward_at(q, k, v, o, self.lse_inside(lse), d_o, beside, of_o, of_d_o, self.layouts_of_gradients, bias_grad)
+
+    def may_go_back_at(self, outer: tuple, inner: tuple, beside: tuple) -> None:
+        """q, k, v, O, LSE and dO went the short way back, as the caller has them and as the backend does: next time their addresses will do."""
+        found = getattr(self.short, "layouts_of_gradients", lambda: None)()
+        q, k, v, *_ = outer
+        if found is not None and q is not k and k is not v:
+            tensors, there = _tensors(q, k, v, beside)
+            self.layouts_of_gradients = tuple(_outside(self.arrangement, each) for each in found)
+            self.check_at[there] = guard(*tensors, *outer[3:]), _place(inner[3]), _place(inner[5])
+
+    def lse_inside(self, lse: Tensor) -> Tensor:
+        return lse.unsqueeze(0) if lse.dim() == 2 else lse
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, O and LSE as the backend has them: parts of the caller's tensors, of which autograd knows nothing."""
+        if not self.places:
+            self.places = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
+        of_q, of_k, of_v, _ = self.places
+        q, k, v = part(q, *of_q), part(k, *of_k), part(v, *of_v)
+        return q, k, v, *self.short.forward(q, k, v, beside, with_lse, self.heads_first)
+
+    def outside(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """O as the caller has it, and LSE if it is returned."""
+        if self.of_outputs:
+            if self.places[3] is None:
+                self.places = *self.places[:3], _place(OUTSIDE[self.of_outputs](o))
+            o = part(o, *self.places[3])
+        if self.return_lse and self.arrangement == PACKED:
+            lse = part(lse, lse.shape[1:], lse.stride()[1:], 0)
         return o, lse
 
+    def inputs_and_o(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The caller's tensors as the backend has them, as views."""
+        inside = INSIDE[self.arrangement]
+        return inside(q), inside(k), inside(v), INSIDE[self.of_outputs](o)
+
     def backward(self, *operands) -> tuple[Tensor | None, ...]:
-        """The short way's, but gradients of q, k and v are arranged as the caller has these: in place, for they are nobody's yet."""
+        """The short way's, but gradients of q, k and v are arranged as the caller has these: by parts, for they are nobody's yet."""
         found = self.short.backward(*operands)
-        for x in found[:3] if self.arrangement else ():
-            x.squeeze_(0) if self.arrangement == PACKED else x.transpose_(1, 2)
-        return found
+        if not self.arrangement:
+            return found
+        d_q, d_k, d_v, d_bias, d_sink = found
+        if not self.gradients:
+            self.gradients = tuple(_place(OUTSIDE[self.arrangement](x)) for x in (d_q, d_k, d_v))
+        of_q, of_k, of_v = self.gradients
+        return part(d_q, *of_q), part(d_k, *of_k), part(d_v, *of_v), d_bias, d_sink
 
 
 _KNOWN: dict[tuple, Known] = {}
@@ -124,21 +193,33 @@ _recent: tuple[Known, ...] = ()
 
 
 class _Repeated(torch.autograd.Function):
-    """The short way with a gradient. It saves what the long way saves (`saved.in_order`)."""
+    """The short way with a gradient. To hooks it gives what the long way saves (`saved.in_order`); autograd itself has an eye on the caller's
+    tensors, whether they are changed in place, while `ctx.parts` are these as the backend has them.
+    """
 
     @staticmethod
     def forward(ctx, known, q, k, v, *beside):
-        ctx.known = known
-        if known.arrangement:
-            inside = INSIDE[known.arrangement]
-            q, k, v = inside(q), inside(k), inside(v)
-        o, lse = known.short.forward(q, k, v, beside or ALONE, True)
-        ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
-        return_lse = known.return_lse
-        if known.arrangement in (PACKED, TURNED):
-            o, lse = known.outside(o, lse if return_lse else None)
-            o, lse = o.detach(), lse if lse is None else lse.detach()  # for autograd, views of nothing: so they may be changed in place
-        if return_lse:
+        ctx.known, ctx.arrangement, ctx.parts, ctx.at = known, "", None, False  # the arrangement of the tensors that are saved
+        arrangement, more = known.arrangement, beside or ALONE
+        if arrangement and _hooks(False) is None and (found := known.at(q, k, v, more, True)) is not None:
+            ctx.arrangement, ctx.at, (o, lse) = arrangement, True, found
+            ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        elif not arrangement:
+            o, lse = known.short.forward(q, k, v, more, True)
+            ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        else:
+            *parts, o, lse = known.compute(q, k, v, more, True)
+            if _hooks(False) is not None:
+                inside, outside = INSIDE[arrangement], OUTSIDE[known.of_outputs]
+                ctx.save_for_backward(*saved.in_order((inside(q), inside(k), inside(v), *beside), [], o, lse))
+                o, lse = outside(o).detach(), lse.squeeze(0).detach() if arrangement == PACKED else lse  # for autograd, views of nothing
+            else:
+                if known.of_outputs:  # O itself is none of the parts: it holds the graph that holds them
+                    parts.append(o)
+                ctx.arrangement, ctx.parts = arrangement, parts
+                o, lse = known.outside(o, lse)
+                ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
+        if known.return_lse:
             ctx.set_materialize_grads(False)
             return o, lse
         return o
@@ -146,16 +227,31 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_o, d_lse=None):
         known, (q, k, v, o, lse, *beside) = ctx.known, ctx.saved_tensors
+        parts, ctx.parts = ctx.parts, None  # they are gone behind this as what is saved is
         arrangement, beside = known.arrangement, beside or ALONE
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
+        at = ctx.at and d_o is not None and d_lse is None
+        outer = q, k, v, o, lse, d_o
+        if at and (found := known.back_at(*outer, beside, bias_grad)) is not None:
+            d_q, d_k, d_v, d_bias, d_sink = found
+            return (None, d_q, d_k, d_v) if beside is ALONE else (None, d_q, d_k, d_v, d_bias, None, d_sink, None, None, None)
+        if ctx.arrangement:
+            if parts is None or torch.is_grad_enabled() or is_compiling():
+                q, k, v, o = known.inputs_and_o(q, k, v, o)
+            elif known.of_outputs:
+                q, k, v, o = parts
+            else:
+                q, k, v = parts
+            lse = known.lse_inside(lse)
         if arrangement == PACKED and d_lse is not None:
             d_lse = d_lse.unsqueeze(0)
         if d_o is None:
-            d_o = torch.zeros_like(o)
-        elif arrangement in (PACKED, TURNED):
-            d_o = INSIDE[arrangement](d_o)
-        if _may_go_back(known, q, k, v, o, lse, d_o, d_lse, beside):
+            d_o = OUTSIDE[known.of_outputs](torch.zeros_like(o))
+        d_o, short = _way_back(known, q, k, v, o, lse, d_o, d_lse, beside)
+        if short:
             d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+            if at:
+                known.may_go_back_at(outer, (q, k, v, o, lse, d_o), beside)
         else:
             bias, slopes, sink, rng, *lengths = beside
             lengths = [x for x in lengths if x is not None]
@@ -216,26 +312,39 @@ def gradients(
     All are arranged as the call was, which had no bias, slopes, sink or dropout.
     """
     whole = q, k, v, o, lse, d_o
-    found = _went_back(whole, options) if beside[4] is None else None
-    known = found or find(q, k, v, options, beside)
+    known = _went_back(whole, options) if beside[4] is None else None
+    if known is not None:
+        of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
+        if known.layouts_of_gradients is not None:
+            found = known.short.backward_at(q, k, v, o, known.lse_inside(lse), d_o, beside, of_o, of_d_o, known.layouts_of_gradients, False)
+            if found is not None:
+                return found[:3]
+        if known.arrangement:
+            q, k, v, o, d_o = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o), part(d_o, *of_d_o)
+            lse = lse if of_lse is None else part(lse, *of_lse)
+        return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
+    known = find(q, k, v, options, beside)
     if known is None:
         return None
-    if known.arrangement:
-        inside = INSIDE[known.arrangement]
-        q, k, v, o, d_o = inside(q), inside(k), inside(v), inside(o), inside(d_o)
-        if known.arrangement == PACKED:
-            lse = lse.unsqueeze(0)
-    if found is None:
-        if known.goes_back is None:
-            lengths = [x for x in beside[4:] if x is not None]
-            problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
-            known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
-                problem, known.given.backend
-            )
-        if not known.goes_back or not _may_go_back(known, q, k, v, o, lse, d_o, None, beside):
-            return None
-        known.check_whole = guard(*whole)
-    return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
+    q, k, v, o = known.inputs_and_o(q, k, v, o)
+    if known.arrangement == PACKED:
+        lse = lse.unsqueeze(0)
+    if known.goes_back is None:
+        lengths = [x for x in beside[4:] if x is not None]
+        problem = operator.call_of(known.given._replace(q=q, k=k, v=v, mask_tensors=lengths)).problem
+        known.goes_back = choose(replace(problem, grad=True, deterministic=True), known.given.backend) is choose(
+            problem, known.given.backend
+        )
+    if not known.goes_back:
+        return None
+    d_o, short = _way_back(known, q, k, v, o, lse, d_o, None, beside)
+    if not short:
+        return None
+    known.check_whole = guard(*whole), [_place(x) if x is not lse or known.arrangement == PACKED else None for x in (q, k, v, o, lse, d_o)]
+    grads = known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
+    if (found := getattr(known.short, "layouts_of_gradients", lambda: None)()) is not None:
+        known.layouts_of_gradients = tuple(_outside(known.arrangement, each) for each in found)
+    return grads
 
 
 def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
@@ -246,7 +355,7 @@ def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
         if x.is_nested:
             return None
     for known in _recent:
-        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole(*whole):
+        if not known.there and known.check_whole is not None and _same(options, known.options) and known.check_whole[0](*whole):
             return known
     return None
 
@@ -294,7 +403,15 @@ def remember_as(
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
-        mine |= {"arrangement": arrangement, "heads_first": heads_first, "inside": ()}
+        mine |= {
+            "arrangement": arrangement,
+            "heads_first": heads_first,
+            "places": (),
+            "gradients": (),
+            "check_at": {},
+            "layout_of_o": None,
+            "layouts_of_gradients": None,
+        }
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -356,35 +473,49 @@ def _same(options: tuple, others: tuple) -> bool:
     )
 
 
-def _may_go_back(
+def _way_back(
     known: Known, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, beside: tuple
-) -> bool:
-    """Whether the short way may be taken back: the tensors lie as those of the forward did, and nothing beside autograd looks on.
+) -> tuple[Tensor, bool]:
+    """dO, which comes as the caller has it, as the backend has it; and whether the short way may be taken back: the tensors lie as those of the
+    forward did, and nothing beside autograd looks on.
 
     Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """
+    inside = INSIDE[known.of_outputs]
     if torch.is_grad_enabled():
-        return False
+        return inside(d_o), False
     tensors, there = _tensors(q, k, v, beside)
     tensors = (*tensors, o, lse, d_o) if d_lse is None else (*tensors, o, lse, d_o, d_lse)
     for x in tensors:
         if x.is_nested:
-            return False
+            return inside(d_o), False
     kind = there, d_lse is None
-    check = known.check_back.get(kind)
+    check, place = known.check_back.get(kind, (None, None))
     if check is not None and check(*tensors) and torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0:
-        return True
+        return d_o if place is None else part(d_o, *place), True
     others = (x for x in (*beside[:3], *beside[4:]) if x is not None)
+    d_o, outside = inside(d_o), d_o
     if plain.watched(tensors) or tuple(map(_layout, (q, k, v, *others))) != known.layouts:
-        return False
+        return d_o, False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)
     for x, shape, dtype in results if d_lse is not None else results[:3]:
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
-            return False
+            return d_o, False
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
-        known.check_back[kind] = check
-    return True
+        known.check_back[kind] = check, None if d_o is outside else _place(d_o)
+    return d_o, True
+
+
+def _outside(arrangement: str, layout: tuple) -> tuple:
+    """A shape, strides and dtype of the backend's, as the caller has them."""
+    shape, strides, dtype = layout
+    if arrangement == PACKED:
+        return shape[1:], strides[1:], dtype
+    if arrangement:
+        order = 0, 2, 1, 3
+        return tuple(shape[dim] for dim in order), tuple(strides[dim] for dim in order), dtype
+    return layout
 
 
 def _place(x: Tensor) -> tuple:

@@ -84,7 +84,13 @@ def build(launch, arguments, config, options: str = "", *, runs: bool = True):
 
 def strided(x: Tensor) -> bool:
     """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
-    return x.stride(-1) == 1 and not any(step * x.element_size() % BYTES for step in x.stride()[:-1])
+    return steps_fit(x.stride(), x.element_size())
+
+
+@functools.lru_cache(1024)
+def steps_fit(strides: tuple[int, ...], size: int) -> bool:
+    """`strided` of tensors with numbers of `size` bytes."""
+    return strides[-1] == 1 and not any(step * size % BYTES for step in strides[:-1])
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -94,8 +100,15 @@ def aligned(x: Tensor) -> Tensor:
 
 def readable(x: Tensor) -> Tensor:
     """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
-    repeated = 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-    return x.contiguous() if repeated else aligned(x)
+    if repeated(x.stride(), x.shape):
+        return x.contiguous()
+    return aligned(x)
+
+
+@functools.lru_cache(1024)
+def repeated(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether rows lie on top of each other."""
+    return any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True))
 
 
 def rows(x: Tensor) -> Tensor:

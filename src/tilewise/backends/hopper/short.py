@@ -1,5 +1,6 @@
 """What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that are allocated with little ado."""
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -7,11 +8,13 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from tilewise.views import allocator
+
 # torch.cuda's functions of these names, without the objects that they make; only a torch with CUDA has them.
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
 DEFAULT_STREAM = 0  # which cannot be captured
 ALIGNED = 64  # numbers, at whose multiples shared tensors begin
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
@@ -31,10 +34,50 @@ def as_operand(bundle: tuple, on_gpu: bool) -> object:
     return tvm_ffi.convert(converted(bundle))
 
 
-def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """What makes a tensor of a shape, strides and dtype on the current device: for CUDA, 1 us faster than torch.empty, as compiled programs do it."""
-    fast = getattr(_guards, f"_empty_strided_{device.type}", None)
-    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+OBJECT_BYTES = 24  # of the head of tvm-ffi's objects; a tensor's goes on with the address of its numbers
+PLACED_BYTES = 4 << 20  # of a tensor; calls with larger ones take longer than what there is to save
+
+
+class Placed:
+    """Tensors as a kernel's function takes them, of layouts that are known: at each call only the addresses of their numbers are put in, so that
+    it does not matter which views of its memory a caller has. Of one thread at a time, as the function reads them without Python's lock.
+
+    A function that is given nothing of torch's own beside takes its stream from nowhere.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
+        import tvm_ffi
+
+        self.tensors, self._slots = [], []
+        for shape, strides, dtype in layouts:
+            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            tensor = tvm_ffi.from_dlpack(x)
+            slot = ctypes.c_void_p.from_address(tensor.__chandle__() + OBJECT_BYTES)
+            if not x.data_ptr() or slot.value != x.data_ptr():
+                raise TypeError("tvm-ffi has its tensors otherwise")
+            x.untyped_storage().resize_(0)
+            self.tensors.append(tensor)
+            self._slots.append(slot)
+
+    def put(self, *addresses: int) -> None:
+        for slot, address in zip(self._slots, addresses):  # noqa: B905 (takes less long)
+            slot.value = address
+
+    def bundle(self, *tensors: object) -> object:
+        """Some of `tensors` as one operand."""
+        import tvm_ffi
+
+        return tvm_ffi.convert(tensors)
+
+
+def placed(layouts: Sequence[Layout], device: torch.device) -> Placed | None:
+    """`Placed`, where that is possible and pays."""
+    if any(math.prod(shape) * dtype.itemsize > PLACED_BYTES for shape, _, dtype in layouts):
+        return None
+    try:
+        return Placed(layouts, device)
+    except (ImportError, AttributeError, TypeError):  # another version's own business
+        return None
 
 
 def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:
