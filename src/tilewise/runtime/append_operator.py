@@ -78,7 +78,7 @@ def _kernel(*operands) -> None:
     _refuse_tangents(*operands)
     given = Operands(*operands)
     errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
-    graphs.apart(lambda *each: _append(Operands(*each)) and None, *given)
+    graphs.apart(lambda *each: (_append(Operands(*each)),), *given)
 
 
 def _refuse_tangents(*operands) -> None:

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Results = TypeVar("Results", bound="tuple[Tensor | None, ...] | None")
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -52,21 +51,20 @@ def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Ca
     return run
 
 
-def apart(run: Callable[..., Results], *operands) -> Results:
-    """`run(*operands)`, whose first one is a tensor, a tuple of tensors or None, without gradients. Where torch.compile prepares a CUDA graph it is
-    another thread's, and the results are copied to where they belong.
+def apart(run: Callable[..., tuple[Tensor | None, ...]], *operands) -> tuple:
+    """`run(*operands)`, whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and the
+    results are copied to where they belong.
     """
     device = operands[0].device
     if not preparing(device):
         return run(*operands)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def there() -> Results:
+    def there() -> tuple[Tensor | None, ...]:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
             return run(*operands)
 
-    found = _thread().submit(there).result()
-    return found and tuple(x if x is None else x.clone() for x in found)
+    return tuple(x if x is None else x.clone() for x in _thread().submit(there).result())
 
 
 def preparing(device: torch.device) -> bool:
