@@ -126,7 +126,7 @@ class Known:
         return found
 
     def back_at(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, beside: tuple, bias_grad: bool
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, beside: tuple
     ) -> tuple[Tensor | None, ...] | None:
         """As the backend's `backward_at`, of what `at` gave and took: None unless such gradients went the short way once."""
         tensors, there = _tensors(q, k, v, beside)
@@ -139,7 +139,7 @@ class Known:
                 return None
         if not check(*tensors) or torch._C._len_torch_dispatch_stack() > 0:
             return None
-        return self.short.backward_at(q, k, v, o, self.lse_inside(lse), d_o, beside, of_o, of_d_o, self.layouts_of_gradients, bias_grad)
+        return self.short.backward_at(q, k, v, o, self.lse_inside(lse), d_o, beside, of_o, of_d_o, self.layouts_of_gradients)
 
     def may_go_back_at(self, outer: tuple, inner: tuple, beside: tuple) -> None:
         """q, k, v, O, LSE and dO went the short way back, as the caller has them and as the backend does: next time their addresses will do."""
@@ -201,7 +201,8 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx, known, q, k, v, *beside):
         ctx.known, ctx.arrangement, ctx.parts, ctx.at = known, "", None, False  # the arrangement of the tensors that are saved
         arrangement, more = known.arrangement, beside or ALONE
-        if arrangement and _hooks(False) is None and (found := known.at(q, k, v, more, True)) is not None:
+        at = arrangement and _hooks(False) is None and not (beside and ctx.needs_input_grad[4])
+        if at and (found := known.at(q, k, v, more, True)) is not None:
             ctx.arrangement, ctx.at, (o, lse) = arrangement, True, found
             ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
         elif not arrangement:
@@ -232,9 +233,11 @@ class _Repeated(torch.autograd.Function):
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
         at = ctx.at and d_o is not None and d_lse is None
         outer = q, k, v, o, lse, d_o
-        if at and (found := known.back_at(*outer, beside, bias_grad)) is not None:
-            d_q, d_k, d_v, d_bias, d_sink = found
-            return (None, d_q, d_k, d_v) if beside is ALONE else (None, d_q, d_k, d_v, d_bias, None, d_sink, None, None, None)
+        if at and (found := known.back_at(*outer, beside)) is not None:
+            d_q, d_k, d_v, _, d_sink = found
+            if beside is ALONE:
+                return None, d_q, d_k, d_v
+            return None, d_q, d_k, d_v, None, None, None if beside[2] is None else d_sink, None, None, None
         if ctx.arrangement:
             if parts is None or torch.is_grad_enabled() or is_compiling():
                 q, k, v, o = known.inputs_and_o(q, k, v, o)
@@ -316,7 +319,7 @@ def gradients(
     if known is not None:
         of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
         if known.layouts_of_gradients is not None:
-            found = known.short.backward_at(q, k, v, o, known.lse_inside(lse), d_o, beside, of_o, of_d_o, known.layouts_of_gradients, False)
+            found = known.short.backward_at(q, k, v, o, known.lse_inside(lse), d_o, beside, of_o, of_d_o, known.layouts_of_gradients)
             if found is not None:
                 return found[:3]
         if known.arrangement:

@@ -233,9 +233,8 @@ def stub(device, monkeypatch):
         backend.repairs += 1
         given, written, tables, changes = sums.pop("given")
         assert all(x is y for x, y in zip(repaired, (given.Q, given.K, given.V, given.dO, *written), strict=True)) and changed == changes
-        lse, minus_delta, entries = spoiled
-        assert band.tables.queries is tables.queries and band.tables.walks is None and entries.dtype == torch.int32
-        assert (minus_delta.shape, numbers.blocks) == (lse.shape, 132)
+        assert band.tables.queries is tables.queries and band.tables.walks is None and spoiled.spoiled.dtype == torch.int32
+        assert (spoiled.minus_delta.shape, numbers.blocks) == (spoiled.lse.shape, 132)
 
     def of_bias(v, d_o, tensors, band, changed):
         tensors.dB.zero_()[0] = sums["gradients"].bias
@@ -461,9 +460,7 @@ def placed(stub, monkeypatch):
         if isinstance(x, tvm_ffi.Tensor):
             found = torch.from_dlpack(x)
             stub.placed += 1
-            return seen.setdefault((found.data_ptr(), found.shape, found.stride()), found)
-        if isinstance(x, tvm_ffi.Array):
-            return tuple(torchs(each) for each in x)
+            return seen.setdefault((id(x), found.data_ptr()), found)
         return tuple(map(torchs, x)) if type(x) is tuple else x
 
     def wrapped(launch, *rest):
@@ -557,23 +554,6 @@ def test_what_begins_between_two_addresses_goes_another_way(placed):
     assert torch.equal(right, found)
     grads = [torch.autograd.grad(o, y, torch.ones_like(o)) for o, y in ((right, x), (found, late))]
     assert all(map(torch.equal, *grads))
-
-
-def test_a_bias_by_addresses(placed, monkeypatch):
-    """With its gradient, first without."""
-    placed.mask = Full()
-    attend = sdpa.scaled_dot_product_attention
-    for turn in range(6):
-        x, bias = turned(True), torch.randn(2, 3, 5, 5, dtype=BF16, requires_grad=True)
-        leaves, before = [*x, bias][: 3 if turn < 3 else 4], placed.placed
-        o = attend(*x, bias)
-        found = torch.autograd.grad(o, leaves, torch.ones_like(o))
-        assert (placed.placed - before >= 4 + 8 + 7) == (turn > 1)
-        with monkeypatch.context() as patched:
-            patched.setattr(repeats, "find", lambda *_: None)
-            o = attend(*x, bias)
-            for mine, right in zip(found, torch.autograd.grad(o, leaves, torch.ones_like(o)), strict=True):
-                torch.testing.assert_close(mine, right, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

@@ -141,13 +141,12 @@ class Repeat:
         of_o: tuple,
         of_d_o: tuple,
         layouts: Sequence[short.Layout],
-        bias_grad: bool,
     ) -> tuple[Tensor | None, ...] | None:
-        """`backward` without dLSE by addresses alone, as `forward_at`; LSE is as `backward` has it. of_o, of_d_o: how `backward` has O and
+        """`backward` without dLSE and dBias by addresses alone, as `forward_at`; LSE is as `backward` has it. of_o, of_d_o: how `backward` has O and
         dO, (shape, strides, 0). layouts: of dQ, dK and dV.
         """
         again = getattr(self.back, "at", None)
-        return None if again is None else again(q, k, v, o, lse, d_o, beside, of_o, of_d_o, layouts, bias_grad)
+        return None if again is None else again(q, k, v, o, lse, d_o, beside, of_o, of_d_o, layouts)
 
     def layouts_of_gradients(self) -> tuple[short.Layout, ...] | None:
         """dQ, dK and dV as `backward` returns them, once it did."""

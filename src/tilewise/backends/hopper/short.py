@@ -60,14 +60,8 @@ class Placed:
             self._slots.append(slot)
 
     def put(self, *addresses: int) -> None:
-        for slot, address in zip(self._slots, addresses):  # noqa: B905 (takes less long)
+        for slot, address in zip(self._slots, addresses, strict=True):
             slot.value = address
-
-    def bundle(self, *tensors: object) -> object:
-        """Some of `tensors` as one operand."""
-        import tvm_ffi
-
-        return tvm_ffi.convert(tensors)
 
 
 def placed(layouts: Sequence[Layout], device: torch.device) -> Placed | None:

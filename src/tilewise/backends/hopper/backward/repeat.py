@@ -53,7 +53,6 @@ class Repeat:
         if repair is not None:
             self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
-        self.has_d_bias = False  # whether `of_bias` was called, and knows its kernel
         self.empty = short.allocator(call.q.device)
         self.inputs, self.places = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.q, call.k, call.v)], on_gpu
         self.gradients = _layout(call.q, partial is None), _layout(call.k), _layout(call.v)
@@ -102,7 +101,6 @@ class Repeat:
             seen = self.seen if self.made is None else repairs.band(band)
             self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
         d_bias = self.of_bias(given, scratch, rest[-1]) if bias_grad else None
-        self.has_d_bias |= bias_grad
         d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
         if keeps:
             self.kept[stream] = kept
@@ -120,15 +118,9 @@ class Repeat:
         of_o: tuple,
         of_d_o: tuple,
         layouts: Sequence[short.Layout],
-        bias_grad: bool,
     ) -> tuple[Tensor | None, ...] | None:
         """As `hopper.repeat.Repeat.backward_at`."""
-        if (
-            not (self.places and self.keeps)
-            or (bias_grad and not self.has_d_bias)
-            or short.current_device() != self.device
-            or short.capturing()
-        ):
+        if not (self.places and self.keeps) or short.current_device() != self.device or short.capturing():
             return None
         shape, strides, _ = of_d_o
         if repeated(strides, shape) or not steps_fit(strides, d_o.element_size()):
@@ -137,41 +129,30 @@ class Repeat:
         if (kept := self.kept.pop(stream, None)) is None:  # another thread has it, or nobody was here before
             return None
         scratch, operand, _, places = kept
-        placed = places.get((of_o[1], strides))
-        if placed is None:
+        if (lies := (of_o[1], strides)) not in places:
             like_o = (of_o[0], of_o[1], o.dtype), (shape, strides, o.dtype)
-            placed = places[of_o[1], strides] = self._placed([*self.inputs, *like_o, *self.gradients], scratch, q.device)
-        put, of_q, of_k, of_v, of_d_o, of_o, gradients, repaired, spoiled = placed
-        found = None
-        if put is None:
+            places[lies] = short.placed([*self.inputs, *like_o, *self.gradients], q.device)
+        placed, found = places[lies], None
+        if placed is None:
             self.places = False
         else:
             d_q, d_k, d_v = (self.empty(*each) for each in layouts)
-            at_k, at_v, at_d_o = k.data_ptr(), v.data_ptr(), d_o.data_ptr()
-            put(q.data_ptr(), at_k, at_v, o.data_ptr(), at_d_o, d_q.data_ptr(), d_k.data_ptr(), d_v.data_ptr())
-            band, changes = rest = self.rest if self.made is None else self.made(*beside)
+            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), d_o.data_ptr()
+            placed.put(*addresses, d_q.data_ptr(), d_k.data_ptr(), d_v.data_ptr())
+            of_q, of_k, of_v, of_o, of_d_o, *gradients = placed.tensors
+            rest = self.turns, self.scalars[0], *(self.rest if self.made is None else self.made(*beside))
             try:
-                self.kernel((of_q, of_k, of_v, of_o, lse, of_d_o, lse), gradients, operand, self.turns, self.scalars[0], *rest)
+                self.kernel((of_q, of_k, of_v, of_o, lse, of_d_o, lse), tuple(gradients), operand, *rest)
                 if self.repair is not None:
+                    *_, band, changes = rest
                     seen = self.seen if self.made is None else repairs.band(band)
-                    self.repair(repaired, spoiled, self.numbers, seen, changes)
+                    self.repair((of_q, of_k, of_v, of_d_o, *gradients), repairs.spoiled(scratch), self.numbers, seen, changes)
                 d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
-                d_bias = self.of_bias(Given(of_q, of_k, of_v, of_o, lse, of_d_o, lse), scratch, changes) if bias_grad else None
-                found = d_q, d_k, d_v, d_bias, d_sink
+                found = d_q, d_k, d_v, None, d_sink
             except ValueError:  # as above
                 pass
         self.kept[stream] = kept
         return found
-
-    def _placed(self, layouts: list[short.Layout], scratch: Scratch, device: torch.device) -> tuple:
-        """What `at` keeps of tensors of these layouts. LSE and what repairs take of scratch stay torch's, from which functions have the stream."""
-        placed = short.placed(layouts, device)
-        if placed is None:
-            return (None,) * 9
-        of_q, of_k, of_v, of_o, of_d_o, *gradients = placed.tensors
-        repaired = placed.bundle(of_q, of_k, of_v, of_d_o, *gradients)
-        spoiled = None if self.repair is None else tuple(repairs.spoiled(scratch))
-        return placed.put, of_q, of_k, of_v, of_d_o, of_o, placed.bundle(*gradients), repaired, spoiled
 
     def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object, dict]:
         """As torch has it, and as the kernel takes it; what repairs take of it; and what `at` keeps."""
