@@ -74,11 +74,6 @@ class Known:
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     places: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
     gradients: tuple = ()  # likewise how dQ, dK and dV lie for the caller
-    check_at: dict[tuple, tuple] = field(
-        default_factory=dict
-    )  # by what there is beside: the check of what `back_at` has, and how O and dO lie for the backend
-    layout_of_o: tuple | None = None  # of `at`, as the caller has it; () where the backend has no such way
-    layouts_of_gradients: tuple | None = None  # likewise of `back_at`
     goes_back: bool | None = (
         None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
     )
@@ -103,55 +98,12 @@ class Known:
             beside = bias, slopes, sink, rng, *rest
         if self.grad:
             return _repeated(self, q, k, v, *beside)
-        if (found := self.at(q, k, v, beside, self.return_lse)) is not None:
-            return found if self.return_lse else found[0]
         if not self.arrangement:
             results = self.short.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         *_, o, lse = self.compute(q, k, v, beside, self.return_lse)
         o, lse = self.outside(o, lse)
         return (o, lse) if self.return_lse else o
-
-    def at(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor] | None:
-        """O as the caller has it, and LSE, likewise if it is returned: where a backend needs no more of tensors like these than their addresses."""
-        if self.layout_of_o is None:
-            of_o = getattr(self.short, "layout_of_o", None) if self.arrangement else None  # otherwise there is nothing to save
-            self.layout_of_o = () if of_o is None else _outside(self.of_outputs, of_o(self.heads_first))
-        if not self.layout_of_o:
-            return None
-        found = self.short.forward_at(q, k, v, beside, with_lse, self.layout_of_o, self.heads_first)
-        if found is not None and self.return_lse and self.arrangement == PACKED:
-            o, lse = found
-            return o, part(lse, lse.shape[1:], lse.stride()[1:], 0)
-        return found
-
-    def back_at(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, beside: tuple
-    ) -> tuple[Tensor | None, ...] | None:
-        """As the backend's `backward_at`, of what `at` gave and took: None unless such gradients went the short way once."""
-        tensors, there = _tensors(q, k, v, beside)
-        check, of_o, of_d_o = self.check_at.get(there, (None, None, None))
-        if check is None or torch.is_grad_enabled() or is_compiling() or forward_ad._current_level >= 0:
-            return None
-        tensors = *tensors, o, lse, d_o
-        for x in tensors:
-            if x.is_nested:
-                return None
-        if not check(*tensors) or torch._C._len_torch_dispatch_stack() > 0:
-            return None
-        return self.short.backward_at(q, k, v, o, self.lse_inside(lse), d_o, beside, of_o, of_d_o, self.layouts_of_gradients)
-
-    def may_go_back_at(self, outer: tuple, inner: tuple, beside: tuple) -> None:
-        """q, k, v, O, LSE and dO went the short way back, as the caller has them and as the backend does: next time their addresses will do."""
-        found = getattr(self.short, "layouts_of_gradients", lambda: None)()
-        q, k, v, *_ = outer
-        if found is not None and q is not k and k is not v:
-            tensors, there = _tensors(q, k, v, beside)
-            self.layouts_of_gradients = tuple(_outside(self.arrangement, each) for each in found)
-            self.check_at[there] = guard(*tensors, *outer[3:]), _place(inner[3]), _place(inner[5])
-
-    def lse_inside(self, lse: Tensor) -> Tensor:
-        return lse.unsqueeze(0) if lse.dim() == 2 else lse
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, beside: tuple, with_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, O and LSE as the backend has them: parts of the caller's tensors, of which autograd knows nothing."""
@@ -199,13 +151,9 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, known, q, k, v, *beside):
-        ctx.known, ctx.arrangement, ctx.parts, ctx.at = known, "", None, False  # the arrangement of the tensors that are saved
+        ctx.known, ctx.arrangement, ctx.parts = known, "", None  # that of the tensors that are saved
         arrangement, more = known.arrangement, beside or ALONE
-        at = arrangement and _hooks(False) is None and not (beside and ctx.needs_input_grad[4])
-        if at and (found := known.at(q, k, v, more, True)) is not None:
-            ctx.arrangement, ctx.at, (o, lse) = arrangement, True, found
-            ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
-        elif not arrangement:
+        if not arrangement:
             o, lse = known.short.forward(q, k, v, more, True)
             ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
         else:
@@ -231,13 +179,6 @@ class _Repeated(torch.autograd.Function):
         parts, ctx.parts = ctx.parts, None  # they are gone behind this as what is saved is
         arrangement, beside = known.arrangement, beside or ALONE
         bias_grad = beside[0] is not None and ctx.needs_input_grad[4]
-        at = ctx.at and d_o is not None and d_lse is None
-        outer = q, k, v, o, lse, d_o
-        if at and (found := known.back_at(*outer, beside)) is not None:
-            d_q, d_k, d_v, _, d_sink = found
-            if beside is ALONE:
-                return None, d_q, d_k, d_v
-            return None, d_q, d_k, d_v, None, None, None if beside[2] is None else d_sink, None, None, None
         if ctx.arrangement:
             if parts is None or torch.is_grad_enabled() or is_compiling():
                 q, k, v, o = known.inputs_and_o(q, k, v, o)
@@ -245,7 +186,8 @@ class _Repeated(torch.autograd.Function):
                 q, k, v, o = parts
             else:
                 q, k, v = parts
-            lse = known.lse_inside(lse)
+            if known.return_lse and arrangement == PACKED:
+                lse = lse.unsqueeze(0)
         if arrangement == PACKED and d_lse is not None:
             d_lse = d_lse.unsqueeze(0)
         if d_o is None:
@@ -253,8 +195,6 @@ class _Repeated(torch.autograd.Function):
         d_o, short = _way_back(known, q, k, v, o, lse, d_o, d_lse, beside)
         if short:
             d_q, d_k, d_v, d_bias, d_sink = known.backward(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
-            if at:
-                known.may_go_back_at(outer, (q, k, v, o, lse, d_o), beside)
         else:
             bias, slopes, sink, rng, *lengths = beside
             lengths = [x for x in lengths if x is not None]
@@ -317,12 +257,8 @@ def gradients(
     whole = q, k, v, o, lse, d_o
     known = _went_back(whole, options) if beside[4] is None else None
     if known is not None:
-        of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
-        if known.layouts_of_gradients is not None:
-            found = known.short.backward_at(q, k, v, o, known.lse_inside(lse), d_o, beside, of_o, of_d_o, known.layouts_of_gradients)
-            if found is not None:
-                return found[:3]
         if known.arrangement:
+            of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
             q, k, v, o, d_o = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o), part(d_o, *of_d_o)
             lse = lse if of_lse is None else part(lse, *of_lse)
         return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
@@ -344,10 +280,7 @@ def gradients(
     if not short:
         return None
     known.check_whole = guard(*whole), [_place(x) if x is not lse or known.arrangement == PACKED else None for x in (q, k, v, o, lse, d_o)]
-    grads = known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
-    if (found := getattr(known.short, "layouts_of_gradients", lambda: None)()) is not None:
-        known.layouts_of_gradients = tuple(_outside(known.arrangement, each) for each in found)
-    return grads
+    return known.backward(q, k, v, o, lse, d_o, None, beside, False)[:3]
 
 
 def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
@@ -406,15 +339,7 @@ def remember_as(
     if known is not None:
         tensors, there = _tensors(q, k, v, beside)
         mine = {"check": guard(*tensors), "grad_enabled": _grad_enabled(tensors), "check_back": {}, "check_whole": None}
-        mine |= {
-            "arrangement": arrangement,
-            "heads_first": heads_first,
-            "places": (),
-            "gradients": (),
-            "check_at": {},
-            "layout_of_o": None,
-            "layouts_of_gradients": None,
-        }
+        mine |= {"arrangement": arrangement, "heads_first": heads_first, "places": (), "gradients": ()}
         _KNOWN[signature(tensors, there, options)] = replace(known, options=options, there=there, **mine)
 
 
@@ -508,17 +433,6 @@ def _way_back(
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
         known.check_back[kind] = check, None if d_o is outside else _place(d_o)
     return d_o, True
-
-
-def _outside(arrangement: str, layout: tuple) -> tuple:
-    """A shape, strides and dtype of the backend's, as the caller has them."""
-    shape, strides, dtype = layout
-    if arrangement == PACKED:
-        return shape[1:], strides[1:], dtype
-    if arrangement:
-        order = 0, 2, 1, 3
-        return tuple(shape[dim] for dim in order), tuple(strides[dim] for dim in order), dtype
-    return layout
 
 
 def _place(x: Tensor) -> tuple:

@@ -84,12 +84,11 @@ def build(launch, arguments, config, options: str = "", *, runs: bool = True):
 
 def strided(x: Tensor) -> bool:
     """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
-    return steps_fit(x.stride(), x.element_size())
+    return _strided(x.stride(), x.element_size())
 
 
 @functools.lru_cache(1024)
-def steps_fit(strides: tuple[int, ...], size: int) -> bool:
-    """`strided` of tensors with numbers of `size` bytes."""
+def _strided(strides: tuple[int, ...], size: int) -> bool:
     return strides[-1] == 1 and not any(step * size % BYTES for step in strides[:-1])
 
 
@@ -100,14 +99,13 @@ def aligned(x: Tensor) -> Tensor:
 
 def readable(x: Tensor) -> Tensor:
     """x, or a copy where the copy engine could not read it: rows that start between its addresses, or that lie on top of each other."""
-    if repeated(x.stride(), x.shape):
+    if _repeated(x.stride(), x.shape):
         return x.contiguous()
     return aligned(x)
 
 
 @functools.lru_cache(1024)
-def repeated(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether rows lie on top of each other."""
+def _repeated(strides: tuple[int, ...], shape: torch.Size) -> bool:
     return any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True))
 
 

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise import api
 from tilewise.backends.hopper import Hopper, repeat, short
-from tilewise.backends.hopper import operands as operands_of
 from tilewise.backends.hopper.backward import call as backward_call
 from tilewise.backends.hopper.backward import plan as backward_plan
 from tilewise.backends.hopper.backward import repeat as backward_repeat
@@ -448,159 +446,6 @@ def test_a_bias_that_begins_between_two_pairs_is_copied(stub, monkeypatch):
     monkeypatch.setattr(stub, "call", lambda *given: seen.append(given[3].bias) or Stub.call(stub, *given))
     assert torch.equal(tw.attention(*x, bias=shifted, causal=True), tw.attention(*x, bias=bias, causal=True))
     assert all(each.data_ptr() % 4 == 0 for each in seen) and seen[1] is bias
-
-
-@pytest.fixture
-def placed(stub, monkeypatch):
-    """Tensors of the CPU are put in by their addresses, as a GPU's are; kernels get what tvm-ffi makes of these, once a name and an address."""
-    tvm_ffi = pytest.importorskip("tvm_ffi")
-    compiled, seen = forward.jit.compiled, {}
-
-    def torchs(x):
-        if isinstance(x, tvm_ffi.Tensor):
-            found = torch.from_dlpack(x)
-            stub.placed += 1
-            return seen.setdefault((id(x), found.data_ptr()), found)
-        return tuple(map(torchs, x)) if type(x) is tuple else x
-
-    def wrapped(launch, *rest):
-        kernel = compiled(launch, *rest)
-
-        def call(*operands):
-            operands = [*map(torchs, operands)]
-            if launch == backward_call.LAUNCH:
-                operands[:2] = operands_of.Given(*operands[0]), operands_of.Gradients(*operands[1])
-            kernel(*operands)
-
-        return call
-
-    def by_address(kind):
-        made = kind.__init__
-
-        def init(self, *args, **options):
-            made(self, *args, **options)
-            self.places = True
-
-        monkeypatch.setattr(kind, "__init__", init)
-
-    stub.placed = 0
-    monkeypatch.setattr(forward.jit, "compiled", wrapped)
-    by_address(repeat.Repeat)
-    by_address(backward_repeat.Repeat)
-    return stub
-
-
-def turned(heads_first: bool) -> list[torch.Tensor]:
-    x = torch.randn(3, 2, 3, 5, 64, dtype=BF16)
-    return [each.requires_grad_() for each in (x if heads_first else x.transpose(2, 3).contiguous().transpose(2, 3)).unbind()]
-
-
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_calls_by_addresses(placed, monkeypatch, heads_first):
-    """Torch's arrangement, without a view: the bits of the portable backend, of each call's own tensors, whatever gradient arrives."""
-    leaves = turned(heads_first)
-    attend = sdpa.scaled_dot_product_attention
-    for turn in range(4):
-        x = leaves if turn == 3 else turned(heads_first)
-        o = attend(*x, is_causal=True)
-        spread = torch.randn(*o.shape[:-1], 2 * o.shape[-1], dtype=BF16)
-        for d_o in (torch.ones(1, dtype=BF16).expand(o.shape), spread[..., :64].contiguous(), spread[..., ::2], spread[..., 64:]):
-            before = placed.placed
-            found = [torch.autograd.grad(o, x, d_o, retain_graph=True) for _ in range(2)]
-            assert placed.placed - before == (8 + 7 if turn else 0)  # the first of each layout is looked at
-            right = Tiled().backward(
-                Call(**dict(zip("qkv", (y.detach().transpose(1, 2) for y in x), strict=True)), mask=Causal(), scale=0.125),
-                *Tiled().forward(_causal(*(y.detach().transpose(1, 2) for y in x))),
-                d_o.transpose(1, 2),
-                None,
-            )
-            for grads in found:
-                for mine, other, y in zip(grads, right, x, strict=False):
-                    assert torch.equal(mine.transpose(1, 2), other) and (mine.stride() == y.stride() or not turn)
-        with torch.no_grad():
-            assert torch.equal(attend(*x, is_causal=True), o)
-    inputs = [y * 1.0 for y in leaves]
-    for which in range(4):
-        o = attend(*inputs, is_causal=True)
-        (*inputs, o)[which].mul_(2.0)
-        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
-            torch.autograd.grad(o, inputs, torch.ones_like(o))
-
-
-@pytest.mark.parametrize("backward", [True, False])
-def test_calls_by_addresses_hold_nothing(placed, backward):
-    for turn in range(3):
-        leaves = turned(True)
-        inputs = [y * 1.0 for y in leaves]
-        o = sdpa.scaled_dot_product_attention(*inputs, is_causal=True)
-        held = [StorageWeakRef(y.untyped_storage()) for y in (*inputs, o)]
-        if backward:
-            grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
-            held += [StorageWeakRef(y.untyped_storage()) for y in grads]
-            del grads, inputs
-            assert [ref.expired() for ref in held] == [True, True, True, False, True, True, True] or not turn
-        o = inputs = None
-        assert all(ref.expired() for ref in held)
-    assert placed.placed > 0
-
-
-def test_what_begins_between_two_addresses_goes_another_way(placed):
-    """The kernel's function refuses it, and a copy is made."""
-    attend, x = sdpa.scaled_dot_product_attention, turned(True)
-    for _ in range(2):
-        attend(*x, is_causal=True).sum().backward()
-    late = [torch.empty(y.numel() + 1, dtype=BF16)[1:].view(y.shape).copy_(y.detach()).requires_grad_() for y in x]
-    right, found = attend(*x, is_causal=True), attend(*late, is_causal=True)
-    assert torch.equal(right, found)
-    grads = [torch.autograd.grad(o, y, torch.ones_like(o)) for o, y in ((right, x), (found, late))]
-    assert all(map(torch.equal, *grads))
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_documents_by_addresses(placed, monkeypatch, return_lse):
-    cu = lengths(5, 12)
-    for turn in range(4):
-        x, options = packed(), {"sink": torch.randn(3, requires_grad=True)} if turn else {}
-        short = run(lambda *given, **more: tw.attention_varlen(*given, cu, cu, causal=True, **more), x, options, return_lse)
-        with monkeypatch.context() as patched:
-            patched.setattr(repeats, "find", lambda *_: None)
-            long = run(lambda *given, **more: tw.attention_varlen(*given, cu, cu, causal=True, **more), x, options, return_lse)
-        assert short[0].shape == (12, 3, 64) and (not return_lse or short[1].shape == (3, 12))
-        for a, b in zip(short, long, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-2 if options else 0, rtol=1e-2 if options else 0)
-    assert placed.placed > 0
-
-
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_torchs_registry_by_addresses(placed, heads_first):
-    for turn in range(4):
-        q, k, v = x = [y.detach() for y in turned(heads_first)]
-        before = placed.placed
-        d_o = torch.randn(q.shape, dtype=BF16)
-        with torch.no_grad():
-            o, lse, *_, seed, offset, _ = torch_flash._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
-            rest = o, lse, None, None, 5, 5, 0.0, True, seed, offset
-            grads = torch_flash._scaled_dot_product_flash_attention_backward(d_o, q, k, v, *rest)
-        assert placed.placed - before == (4 + 8 + 7 if turn else 0)
-        inside = [y.transpose(1, 2) for y in x]
-        right = Tiled().forward(_causal(*inside))
-        assert torch.equal(o.transpose(1, 2), right[0]) and torch.equal(lse, right[1]) and o.stride() == q.stride()
-        for mine, other, like in zip(grads, Tiled().backward(_causal(*inside), *right, d_o.transpose(1, 2), None), x, strict=False):
-            assert torch.equal(mine.transpose(1, 2), other) and mine.stride() == like.stride()
-
-
-def test_large_tensors_are_not_placed(monkeypatch):
-    pytest.importorskip("tvm_ffi")
-    layout = (2, 5), (5, 1), torch.float32
-    placed = short.placed([layout], torch.device("cpu"))
-    x = torch.arange(10.0)
-    placed.put(x.data_ptr())
-    assert torch.equal(torch.from_dlpack(placed.tensors[0]), x.view(2, 5))
-    monkeypatch.setattr(short, "PLACED_BYTES", 39)
-    assert short.placed([layout], torch.device("cpu")) is None
-    monkeypatch.setattr(short, "PLACED_BYTES", 40)
-    monkeypatch.setattr(short, "OBJECT_BYTES", 32)  # another tvm-ffi
-    assert short.placed([layout], torch.device("cpu")) is None
 
 
 def packed():

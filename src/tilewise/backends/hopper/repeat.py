@@ -56,8 +56,6 @@ class Repeat:
         if packed is None:
             apart, token, head, one = short.strides((batch, heads_q, seqlen_q, call.head_dim_v))
             self.o_heads_first = shape, (apart, head, token, one), dtype
-        self.inputs = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.q, call.k, call.v)]
-        self.places = call.q.is_cuda and packed is None  # whether `forward_at` may be tried
         self.keeps = 4 * math.prod(lse_shape) <= KEPT_BYTES
         self.back: Callable | None = None  # what `gradients` gave, found at the first gradient
         self.at_hand = short.by_stream(self.device, self._begin)
@@ -73,7 +71,7 @@ class Repeat:
                 return self.forward(q, k, v, beside, with_lse, heads_first)
         if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
             check_memory(q=q, k=k, v=v)
-        lse, rest, first, _ = self.at_hand()
+        lse, rest, first = self.at_hand()
         if with_lse or lse is None:
             lse = self.empty(*self.lse)
         o = self.empty(*(self.o_heads_first if heads_first else self.o))
@@ -86,71 +84,6 @@ class Repeat:
         else:
             self._launch((q, k, v, o, lse), rest)
         return o, lse
-
-    def forward_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beside: tuple[Tensor | None, ...],
-        with_lse: bool,
-        layout: short.Layout,
-        heads_first: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:
-        """`forward` by addresses alone: q, k and v may be any views of memory in which the numbers lie as those of the call did, and O is one of that
-        layout. None where that is not to be had.
-        """
-        if not self.places or short.current_device() != self.device:
-            return None
-        lse, rest, first, kept = self.at_hand()
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if kept is None or not (at_q and at_k and at_v):
-            return None
-        if heads_first not in kept:
-            kept[heads_first] = short.placed([*self.inputs, self.layout_of_o(heads_first)], q.device)
-        if (placed := kept[heads_first]) is None:
-            self.places = False
-            return None
-        if with_lse or lse is None:
-            lse = self.empty(*self.lse)
-        o = self.empty(*layout)
-        if first is not None:
-            first(beside[4], beside[5])
-        if self.made is not None:
-            rest = *rest, *self.made(*beside)
-        placed.put(at_q, at_k, at_v, o.data_ptr())
-        try:
-            self.kernel((*placed.tensors, lse), *rest)
-        except ValueError:  # as in `_launch`
-            return None
-        return o, lse
-
-    def layout_of_o(self, heads_first: bool) -> short.Layout:
-        """(batch, seqlen_q, heads_q, head_dim_v) as `forward` returns it."""
-        return self.o_heads_first if heads_first else self.o
-
-    def backward_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        d_o: Tensor,
-        beside: tuple[Tensor | None, ...],
-        of_o: tuple,
-        of_d_o: tuple,
-        layouts: Sequence[short.Layout],
-    ) -> tuple[Tensor | None, ...] | None:
-        """`backward` without dLSE and dBias by addresses alone, as `forward_at`; LSE is as `backward` has it. of_o, of_d_o: how `backward` has O and
-        dO, (shape, strides, 0). layouts: of dQ, dK and dV.
-        """
-        again = getattr(self.back, "at", None)
-        return None if again is None else again(q, k, v, o, lse, d_o, beside, of_o, of_d_o, layouts)
-
-    def layouts_of_gradients(self) -> tuple[short.Layout, ...] | None:
-        """dQ, dK and dV as `backward` returns them, once it did."""
-        return getattr(self.back, "gradients", None)
 
     def _launch(self, tensors: tuple[Tensor, ...], rest: tuple) -> None:
         try:
@@ -178,12 +111,12 @@ class Repeat:
         return self.back(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
 
     def _begin(self, stream: int | None) -> tuple:
-        """LSE, what the kernel takes after the tensors, what runs first, and whatever `forward_at` keeps."""
+        """LSE, what the kernel takes after the tensors, and what runs first."""
         lse, seen, first = self.empty(*self.lse) if self.keeps else None, (), None
         if self.ahead is not None:
             *seen, first = self.ahead(stream)
         rest = self.workspace(), *seen, *self.rest
         if stream is None:
             hold(self.rest)
-            return lse, rest, first, None
-        return lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest), first, {}
+            return lse, rest, first
+        return lse, tuple(short.as_operand(each, any(x.is_cuda for x in tensors_of(each))) for each in rest), first

@@ -1,6 +1,5 @@
 """What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that are allocated with little ado."""
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -14,7 +13,6 @@ from tilewise.views import allocator
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
 DEFAULT_STREAM = 0  # which cannot be captured
 ALIGNED = 64  # numbers, at whose multiples shared tensors begin
 REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
@@ -32,46 +30,6 @@ def as_operand(bundle: tuple, on_gpu: bool) -> object:
         return tvm_ffi.from_dlpack(x) if isinstance(x, Tensor) else x
 
     return tvm_ffi.convert(converted(bundle))
-
-
-OBJECT_BYTES = 24  # of the head of tvm-ffi's objects; a tensor's goes on with the address of its numbers
-PLACED_BYTES = 4 << 20  # of a tensor; calls with larger ones take longer than what there is to save
-
-
-class Placed:
-    """Tensors as a kernel's function takes them, of layouts that are known: at each call only the addresses of their numbers are put in, so that
-    it does not matter which views of its memory a caller has. Of one thread at a time, as the function reads them without Python's lock.
-
-    A function that is given nothing of torch's own beside takes its stream from nowhere.
-    """
-
-    def __init__(self, layouts: Sequence[Layout], device: torch.device) -> None:
-        import tvm_ffi
-
-        self.tensors, self._slots = [], []
-        for shape, strides, dtype in layouts:
-            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            tensor = tvm_ffi.from_dlpack(x)
-            slot = ctypes.c_void_p.from_address(tensor.__chandle__() + OBJECT_BYTES)
-            if not x.data_ptr() or slot.value != x.data_ptr():
-                raise TypeError("tvm-ffi has its tensors otherwise")
-            x.untyped_storage().resize_(0)
-            self.tensors.append(tensor)
-            self._slots.append(slot)
-
-    def put(self, *addresses: int) -> None:
-        for slot, address in zip(self._slots, addresses, strict=True):
-            slot.value = address
-
-
-def placed(layouts: Sequence[Layout], device: torch.device) -> Placed | None:
-    """`Placed`, where that is possible and pays."""
-    if any(math.prod(shape) * dtype.itemsize > PLACED_BYTES for shape, _, dtype in layouts):
-        return None
-    try:
-        return Placed(layouts, device)
-    except (ImportError, AttributeError, TypeError):  # another version's own business
-        return None
 
 
 def by_stream(device: int | None, make: Callable[[int | None], object], keeps: bool = True) -> Callable[[], object]:

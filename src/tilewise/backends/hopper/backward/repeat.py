@@ -1,7 +1,7 @@
 """The gradients of a call like one before: everything but tensors was found once, so that Python only allocates and launches."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import Call, gradient_like
-from tilewise.sm90.jit import aligned, readable, repeated, rows, steps_fit, strided
-from tilewise.views import part
+from tilewise.sm90.jit import aligned, readable, rows, strided
 
 KEPT_BYTES = 1 << 18  # larger scratch is allocated anew; its kernels take longer than that
 
@@ -54,7 +53,6 @@ class Repeat:
             self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
-        self.inputs, self.places = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.q, call.k, call.v)], on_gpu
         self.gradients = _layout(call.q, partial is None), _layout(call.k), _layout(call.v)
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in scratch)
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, scratch))
@@ -87,7 +85,7 @@ class Repeat:
         keeps = self.keeps and not captures  # a graph may be replayed on any stream
         stream = short.current_stream(self.device) if keeps else None
         kept = self.kept.pop(stream, None) if keeps else None
-        scratch, operand, spoiled, _ = kept = kept or self._scratch(d_q, keeps)
+        scratch, operand, spoiled = kept = kept or self._scratch(d_q, keeps)
         rest = self.rest if self.made is None else self.made(*beside)
         rest = self.turns, self.scalars[d_lse is not None], *rest
         given = Given(q, k, v, o, lse, d_o, lse if d_lse is None else rows(d_lse))
@@ -106,61 +104,13 @@ class Repeat:
             self.kept[stream] = kept
         return d_q, d_k, d_v, d_bias, d_sink
 
-    def at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        d_o: Tensor,
-        beside: tuple[Tensor | None, ...],
-        of_o: tuple,
-        of_d_o: tuple,
-        layouts: Sequence[short.Layout],
-    ) -> tuple[Tensor | None, ...] | None:
-        """As `hopper.repeat.Repeat.backward_at`."""
-        if not (self.places and self.keeps) or short.current_device() != self.device or short.capturing():
-            return None
-        shape, strides, _ = of_d_o
-        if repeated(strides, shape) or not steps_fit(strides, d_o.element_size()):
-            d_o, strides = part(d_o, *of_d_o).contiguous(), short.strides(shape)
-        stream = short.current_stream(self.device)
-        if (kept := self.kept.pop(stream, None)) is None:  # another thread has it, or nobody was here before
-            return None
-        scratch, operand, _, places = kept
-        if (lies := (of_o[1], strides)) not in places:
-            like_o = (of_o[0], of_o[1], o.dtype), (shape, strides, o.dtype)
-            places[lies] = short.placed([*self.inputs, *like_o, *self.gradients], q.device)
-        placed, found = places[lies], None
-        if placed is None:
-            self.places = False
-        else:
-            d_q, d_k, d_v = (self.empty(*each) for each in layouts)
-            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), d_o.data_ptr()
-            placed.put(*addresses, d_q.data_ptr(), d_k.data_ptr(), d_v.data_ptr())
-            of_q, of_k, of_v, of_o, of_d_o, *gradients = placed.tensors
-            rest = self.turns, self.scalars[0], *(self.rest if self.made is None else self.made(*beside))
-            try:
-                self.kernel((of_q, of_k, of_v, of_o, lse, of_d_o, lse), tuple(gradients), operand, *rest)
-                if self.repair is not None:
-                    *_, band, changes = rest
-                    seen = self.seen if self.made is None else repairs.band(band)
-                    self.repair((of_q, of_k, of_v, of_d_o, *gradients), repairs.spoiled(scratch), self.numbers, seen, changes)
-                d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
-                found = d_q, d_k, d_v, None, d_sink
-            except ValueError:  # as above
-                pass
-        self.kept[stream] = kept
-        return found
-
-    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object, dict]:
-        """As torch has it, and as the kernel takes it; what repairs take of it; and what `at` keeps."""
+    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
+        """As torch has it, and as the kernel takes it; and what repairs take of it."""
         scratch = Scratch(*(None if each is None else self.empty(*each) for each in self.scratch))
         if self.partial is not None:
             scratch = scratch._replace(partial=self.partial(d_q))
         spoiled = None if self.repair is None else repairs.spoiled(scratch)
-        return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled)), {}
+        return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
 
 
 def _layout(x: Tensor, any_strides: bool = True) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
