@@ -213,12 +213,8 @@ def make_mask(
         bounds = _bounds(mask_function, local_size, config) if plain else None
         if bounds is None:
             step = None
-            if (
-                q_length == 1
-                and padding is None
-                and isinstance(q_offset, Tensor)
-                and (bounds := _bounds(mask_function, local_size, config))
-            ):
+            moves = q_length == 1 and padding is None and isinstance(q_offset, Tensor)
+            if moves and (bounds := _bounds(mask_function, local_size, config)) is not None:
                 step = _step(bounds, batch_size, q_offset - kv_offset, None)
             return Pairs(None, shape, kv_length, False, bits(), step)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
@@ -227,12 +223,12 @@ def make_mask(
     static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
     whole = padding is None or (not static and bool(padding.all()))
     if q_length == 1 and (static or not whole):
-        # A compiled model may come next: for a mask that is another at each step, it would be compiled anew.
-        step, bounds, seen = None, hf_masks.bounds(mask_function, _understood()), bits()
+        step, bounds, pairs = None, hf_masks.bounds(mask_function, _understood()), bits()
         if bounds is not None and bounds[1] == 0:
-            present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(seen.device)
-            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=seen.device), present)
-        return Pairs(None, shape, kv_length, False, seen, step)
+            present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
+            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=pairs.device), present)
+        if static or step is not None:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
+            return Pairs(None, shape, kv_length, False, pairs, step)
     seen = None if whole else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, _understood())
     if tree is None:
