@@ -226,7 +226,7 @@ def make_mask(
         step, bounds, pairs = None, hf_masks.bounds(mask_function, _understood()), bits()
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
-            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=pairs.device), present)
+            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=pairs.device), present)
         if static or step is not None:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
             return Pairs(None, shape, kv_length, False, pairs, step)
     seen = None if whole else padding.cpu().numpy()
