@@ -1,6 +1,8 @@
 """Which calls torch.compile leaves out of CUDA graphs (runtime/graphs.py), told of fake tensors on a GPU that need not be there."""
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +124,32 @@ def test_the_run_before_a_capture_is_another_threads(monkeypatch):
 
     with pytest.raises(ValueError, match="as it is"):
         graphs.apart(fails, q)
+
+
+def test_the_other_thread_infers_where_the_caller_does(monkeypatch):
+    """Else it could not write caches that were made so."""
+    monkeypatch.setattr(graphs, "preparing", lambda device: True)
+    with torch.inference_mode():
+        caches = [torch.zeros(1, 5, 1, 8, dtype=torch.float32, device="cpu") for _ in range(2)]
+        new = torch.ones(1, 2, 1, 8, dtype=torch.float32, device="cpu")
+        append = torch.compile(lambda *x: tw.append(*x, new, new, cache_seqlens=1), fullgraph=True, backend="aot_eager")
+        append(*caches)
+    assert all(x[:, 1:3].eq(1.0).all() and x.sum() == 16 for x in caches)
+
+
+def test_a_thread_of_the_callers_own(monkeypatch):
+    """Some versions of torch have managers of graphs in their own threads alone, and raise an error in others."""
+
+    def no_manager(*given, **options):
+        raise AssertionError
+
+    trees = SimpleNamespace(local=threading.local(), get_manager=no_manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(graphs.preparing(torch.device("cuda", 0))))
+    thread.start()
+    thread.join()
+    assert found == [False]
+    trees.local.tree_manager_containers, trees.get_manager = {}, lambda *_, **__: SimpleNamespace(in_warmup=True)
+    assert graphs.preparing(torch.device("cuda", 0))

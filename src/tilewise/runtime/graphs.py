@@ -59,9 +59,10 @@ def apart(run: Callable[..., tuple[Tensor | None, ...]], *operands) -> tuple:
     if not preparing(device):
         return run(*operands)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    infers = torch.is_inference_mode_enabled()
 
     def there() -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
+        with torch.inference_mode(infers), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
             return run(*operands)
 
     return tuple(x if x is None else x.clone() for x in _thread().submit(there).result())
@@ -71,6 +72,9 @@ def preparing(device: torch.device) -> bool:
     """Whether the run may be one of which torch.compile then makes a CUDA graph."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if device.type != "cuda" or trees is None or torch.cuda.is_current_stream_capturing():
+        return False
+    managers = "tree_manager_containers"
+    if not (hasattr(trees.local, managers) or torch._C._is_key_in_tls(managers)):  # a thread that makes no graphs
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
     return manager is not None and manager.in_warmup
