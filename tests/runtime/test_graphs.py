@@ -40,6 +40,34 @@ def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatc
     assert not graphs.reads(q, q, mask, tensors, backend, drawn)
 
 
+STEPS = {  # head_dim, dtype of the caches, mask, checked: whether decode reads
+    "plain": (64, torch.bfloat16, None, False, False),
+    "window": (64, torch.bfloat16, tw.SlidingWindow(3, 0), False, False),
+    "8 bits": (48, torch.int8, None, False, False),
+    "checked": (64, torch.bfloat16, None, True, True),
+    "rows that nobody loads": (20, torch.bfloat16, None, False, True),
+    "nor of 8 bits": (24, torch.int8, None, False, True),
+    "chunks": (64, torch.bfloat16, tw.ChunkedCausal(16), False, True),
+    "top left": (64, torch.bfloat16, tw.Causal("top_left"), False, True),
+}
+
+
+@pytest.mark.parametrize(("dim", "dtype", "mask", "check", "reads"), STEPS.values(), ids=STEPS)
+def test_what_decode_reads(dim, dtype, mask, check, reads, monkeypatch):
+    """Sequences that go one by one are cut by their lengths on the host."""
+    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    monkeypatch.setattr(operator, "traced", lambda: True)
+    ran = []
+    monkeypatch.setattr(decode_operator, "operator", lambda *_: ran.append(False) or (q, q))
+    monkeypatch.setattr(decode_operator, "operator_reading", lambda *_: ran.append(True) or (q, q))
+    with FakeTensorMode():
+        q = torch.empty(2, 1, 2, dim, dtype=torch.bfloat16, device="cuda")
+        caches = [torch.empty(2, 40, 2, dim, dtype=dtype, device="cuda") for _ in range(2)]
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        tw.decode(q, *caches, cache_seqlens=lengths, mask=mask, check=check)
+    assert ran == [reads]
+
+
 def test_what_is_left_out():
     for op, twin in (
         (operator.forward, operator.forward_reading),

@@ -35,7 +35,6 @@ UNKNOWN = {  # options of some models' own attention functions, which must not b
 }
 FRONT = object()  # by which repeats.py knows our options
 CAUSAL = Causal()
-MULTIPLE = 8  # of head_dim, which kernels for decoding take
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
 _registered: set[str] = set()
@@ -375,8 +374,7 @@ def _decodes(step: Step, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None) 
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
         return False
-    whole = not q.is_cuda or (q.shape[3] % MULTIPLE == 0 and v.shape[3] % MULTIPLE == 0)
-    return q.dtype == k.dtype == v.dtype and whole and not graphs.reads(q, v, "", [], None)
+    return q.dtype == k.dtype == v.dtype and not graphs.decode_reads(q, k, v, "Causal()", [], None, check=False)
 
 
 def _decoded(step: Step, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> Tensor:

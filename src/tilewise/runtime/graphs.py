@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import masks
+
+ROW = 16  # bytes
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
@@ -30,6 +33,24 @@ def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: 
     served = q.dtype in SIXTEEN_BITS or q.dtype in EIGHT_BITS
     kernel = served and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD and backend in (None, "hopper") and is_hopper(q.device.index)
     return not kernel or drawn or bool(mask_tensors and not mask.startswith("Unread("))
+
+
+def decode_reads(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, check: bool
+) -> bool:
+    """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
+    if reads(q, v_cache, mask, mask_tensors, backend):
+        return True
+    multiple = ROW // k_cache.dtype.itemsize
+    return q.is_cuda and (check or q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0 or not is_band(mask))
+
+
+@torch._dynamo.assume_constant_result
+def is_band(mask: str) -> bool:
+    """Whether a mask that holds no tensor is one band on the bottom right diagonal."""
+    from tilewise.backends.hopper.decode.window import window_of
+
+    return window_of(masks.parse(mask, [])) is not None
 
 
 @torch._dynamo.assume_constant_result
