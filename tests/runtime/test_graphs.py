@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.runtime import decode_operator, graphs, operator
+from tilewise.sm90 import jit, prebuilt
 
 SEEN = torch.ones(4, 4, dtype=torch.bool, device="cpu")
 ENDS = torch.tensor([0, 4], dtype=torch.int32, device="cpu")
@@ -38,6 +39,18 @@ def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatc
         assert graphs.reads(q, q, mask, tensors, backend, drawn) == (reads or not hopper)
     q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cpu")
     assert not graphs.reads(q, q, mask, tensors, backend, drawn)
+
+
+@pytest.mark.parametrize("lacking", ("", "another maker's GPU", "another GPU", "compiler and kernels"))
+def test_where_there_are_kernels(lacking, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0) if lacking == "another GPU" else (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4" if lacking == "another maker's GPU" else None)  # whose MI200 has capability 9.0
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["none"] if lacking == "compiler and kernels" else [])
+    monkeypatch.setattr(prebuilt, "why_not", lambda: "none")
+    assert graphs.is_hopper(0) == (not lacking)
+    monkeypatch.setattr(prebuilt, "why_not", lambda: "")
+    assert graphs.is_hopper(0) == (lacking in ("", "compiler and kernels"))
 
 
 STEPS = {  # head_dim, dtype of the caches, mask, checked: whether decode reads

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import masks
+from tilewise.sm90 import jit, prebuilt
 
 ROW = 16  # bytes
 LARGEST_HEAD = 256  # of the kernels
@@ -55,8 +56,11 @@ def is_band(mask: str) -> bool:
 
 @torch._dynamo.assume_constant_result
 def is_hopper(index: int | None) -> bool:
-    """Whether GPU number `index`, or the current one, has kernels of its own."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
+    """Whether GPU number `index`, or the current one, has kernels of its own, and they can be compiled or are there."""
+    if not torch.cuda.is_available():
+        return False
+    capability = torch.cuda.get_device_capability(index)
+    return not jit.why_not_here(capability) or not (prebuilt.why_not() or prebuilt.why_no_gpu(capability))
 
 
 def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Callable:
