@@ -41,6 +41,17 @@ def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatc
     assert not graphs.reads(q, q, mask, tensors, backend, drawn)
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype_v", "reads"), [(64, torch.float8_e4m3fn, False), (64, torch.bfloat16, True), (72, torch.float8_e4m3fn, True)]
+)
+def test_what_reads_in_8_bits(dim, dtype_v, reads, monkeypatch):
+    """The kernel loads rows of whole multiples of 16 bytes, and values of 8 bits."""
+    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda") for dtype in (torch.int8, dtype_v))
+    assert graphs.reads(q, v, "Causal()", [], None) == reads
+
+
 @pytest.mark.parametrize("lacking", ("", "another maker's GPU", "another GPU", "compiler and kernels"))
 def test_where_there_are_kernels(lacking, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

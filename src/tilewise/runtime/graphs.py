@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tilewise import masks
+from tilewise.errors import EIGHT_BITS
 from tilewise.sm90 import jit, prebuilt
 
-ROW = 16  # bytes
+ROW = 16  # bytes, of which rows of 8 bits and of caches have to be multiples
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
 
 
@@ -31,7 +31,8 @@ def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: 
     """
     if not q.is_cuda:
         return False  # there are no such graphs
-    served = q.dtype in SIXTEEN_BITS or q.dtype in EIGHT_BITS
+    rows = q.shape[-1] % ROW == 0 and v.shape[-1] % ROW == 0 and v.dtype == torch.float8_e4m3fn
+    served = q.dtype in SIXTEEN_BITS or (q.dtype in EIGHT_BITS and rows)
     kernel = served and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD and backend in (None, "hopper") and is_hopper(q.device.index)
     return not kernel or drawn or bool(mask_tensors and not mask.startswith("Unread("))
 
