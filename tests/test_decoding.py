@@ -219,6 +219,18 @@ def test_appending_through_strides_and_int_lengths():
     assert torch.equal(both[:, 0, :, 4:6], k.transpose(1, 2)) and both.count_nonzero() == 2 * k.numel()
 
 
+def test_tokens_behind_the_last_sequence_need_not_be_alike():
+    """Where values are the first columns of keys."""
+    cache, k = torch.zeros(2, 7, 1, 12, dtype=torch.float32), randn(5, 1, 12)
+    v = k[..., :8].clone()
+    v[3:] = 7.0
+    tw.append(cache, cache[..., :8], k, v, cache_seqlens=1, cu_seqlens=torch.tensor([0, 1, 3]))
+    assert torch.equal(cache[1, 1:3], k[1:3]) and torch.equal(cache[0, 1], k[0])
+    v[2] = 7.0
+    with pytest.raises(ShapeError, match=r"v must be k\[..., :8\]"):
+        tw.append(cache, cache[..., :8], k, v, cache_seqlens=1, cu_seqlens=torch.tensor([0, 1, 3]))
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_caches_whose_numbers_lie_apart_are_attended_as_they_are_after_appending(dtype):
     """Backends get a copy of such caches, which has to have the new tokens, too."""

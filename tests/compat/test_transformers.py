@@ -202,6 +202,71 @@ def test_a_step_whose_padding_is_in_the_middle(holes):
     close(*results)
 
 
+def step_of(batch: int, seqlen_k: int, at: int | torch.Tensor, **given) -> ours.Pairs:
+    return ours.make_mask(batch, 1, seqlen_k, at, device="cpu", **given)
+
+
+def test_a_step_within_the_padding():
+    """A prompt that is fed token by token, with the mask of all of it: the first tokens are none, and see nothing."""
+    net, eager = (model("llama", each) for each in ("tilewise", "eager"))
+    given, results = inputs("llama", "left"), []
+    with torch.no_grad():
+        for each in (net, eager):
+            kept = hf.StaticCache(config=each.config, max_cache_len=LENGTH)
+            steps = [each(given["input_ids"][:, n : n + 1], attention_mask=given["attention_mask"], cache=kept).logits for n in range(5)]
+            results.append(torch.cat(steps, dim=1))
+    close(*(x[1] for x in results))
+    close(*(x[0, 3:] for x in results))
+
+
+def test_a_step_for_a_layer_of_a_larger_batch():
+    """What is seen is the same for all of the layer's entries, as by a tensor's broadcast."""
+    q, k = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 9, 8)
+    pairs = step_of(1, 9, torch.tensor(5))
+    assert pairs.step is not None
+    found, _ = ours.attention(torch.nn.Identity(), q, k, k, pairs)
+    close(found, tw.attention(*(x.transpose(1, 2) for x in (q, k[:, :, :6], k[:, :, :6]))))
+
+
+def test_a_step_with_sinks_that_are_trained():
+    """And nothing else is."""
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+    sink = torch.zeros(4, requires_grad=True)
+    found, _ = ours.attention(torch.nn.Identity(), q, k, k, step_of(2, 9, torch.tensor(5)), s_aux=sink)
+    assert torch.autograd.grad(found.sum(), sink)[0].abs().sum() > 0
+
+
+def test_a_step_of_a_layer_elsewhere(monkeypatch):
+    """Layers may be spread over devices, and the mask is made on one."""
+    on = []
+    monkeypatch.setattr(
+        tw, "decode", lambda q, *_, cache_seqlens, leftpad, **options: on.append((cache_seqlens.device, leftpad.device)) or q
+    )
+    q, k = torch.empty(2, 4, 1, 8, device="meta"), torch.empty(2, 2, 9, 8, device="meta")
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    ours.attention(torch.nn.Identity(), q, k, k, step_of(2, 9, torch.tensor(5), attention_mask=padding.bool()))
+    assert on == [(q.device, q.device)]
+
+
+def test_a_traced_step_with_a_closure_of_the_callers(monkeypatch):
+    """Beside a window it is no band, as transformers says by use_vmap."""
+    monkeypatch.setattr(ours, "is_tracing", lambda x=None: True)
+    config, window = hf.MistralConfig(sliding_window=4), masking_utils.sliding_window_causal_mask_function(4)
+    more = masking_utils.and_masks(window, lambda batch, head, q, k: k % 2 == 0)
+    given = {"local_size": 4, "config": config, "allow_is_causal_skip": False}
+    assert step_of(2, 9, torch.tensor(5), mask_function=window, **given).step.left == 3
+    assert step_of(2, 9, torch.tensor(5), mask_function=more, use_vmap=True, **given).step is None
+
+
+def test_bits_that_are_asked_for_late():
+    """The layers' caches count their tokens in the tensor that said where the queries start."""
+    at = torch.tensor(2)
+    pairs = ours.make_mask(1, 3, 9, at, device="cpu")
+    want = masking_utils.sdpa_mask(1, 3, 9, 2, allow_is_causal_skip=False)
+    at.add_(3)
+    assert pairs.mask is not None and torch.equal(pairs.bits(), want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mask", "kept"), GENERATED)
 def test_every_generate(name, mask, kept):

@@ -1,6 +1,8 @@
 """Which calls torch.compile leaves out of CUDA graphs (runtime/graphs.py), told of fake tensors on a GPU that need not be there."""
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.runtime import decode_operator, graphs, operator
+from tilewise.sm90 import jit, prebuilt
 
 SEEN = torch.ones(4, 4, dtype=torch.bool, device="cpu")
 ENDS = torch.tensor([0, 4], dtype=torch.int32, device="cpu")
@@ -36,6 +39,57 @@ def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatc
         assert graphs.reads(q, q, mask, tensors, backend, drawn) == (reads or not hopper)
     q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cpu")
     assert not graphs.reads(q, q, mask, tensors, backend, drawn)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype_v", "reads"), [(64, torch.float8_e4m3fn, False), (64, torch.bfloat16, True), (72, torch.float8_e4m3fn, True)]
+)
+def test_what_reads_in_8_bits(dim, dtype_v, reads, monkeypatch):
+    """The kernel loads rows of whole multiples of 16 bytes, and values of 8 bits."""
+    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda") for dtype in (torch.int8, dtype_v))
+    assert graphs.reads(q, v, "Causal()", [], None) == reads
+
+
+@pytest.mark.parametrize("lacking", ("", "another maker's GPU", "another GPU", "compiler and kernels"))
+def test_where_there_are_kernels(lacking, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0) if lacking == "another GPU" else (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4" if lacking == "another maker's GPU" else None)  # whose MI200 has capability 9.0
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["none"] if lacking == "compiler and kernels" else [])
+    monkeypatch.setattr(prebuilt, "why_not", lambda: "none")
+    assert graphs.is_hopper(0) == (not lacking)
+    monkeypatch.setattr(prebuilt, "why_not", lambda: "")
+    assert graphs.is_hopper(0) == (lacking in ("", "compiler and kernels"))
+
+
+STEPS = {  # head_dim, dtype of the caches, mask, checked: whether decode reads
+    "plain": (64, torch.bfloat16, None, False, False),
+    "window": (64, torch.bfloat16, tw.SlidingWindow(3, 0), False, False),
+    "8 bits": (48, torch.int8, None, False, False),
+    "checked": (64, torch.bfloat16, None, True, True),
+    "rows that nobody loads": (20, torch.bfloat16, None, False, True),
+    "nor of 8 bits": (24, torch.int8, None, False, True),
+    "chunks": (64, torch.bfloat16, tw.ChunkedCausal(16), False, True),
+    "top left": (64, torch.bfloat16, tw.Causal("top_left"), False, True),
+}
+
+
+@pytest.mark.parametrize(("dim", "dtype", "mask", "check", "reads"), STEPS.values(), ids=STEPS)
+def test_what_decode_reads(dim, dtype, mask, check, reads, monkeypatch):
+    """Sequences that go one by one are cut by their lengths on the host."""
+    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    monkeypatch.setattr(operator, "traced", lambda: True)
+    ran = []
+    monkeypatch.setattr(decode_operator, "operator", lambda *_: ran.append(False) or (q, q))
+    monkeypatch.setattr(decode_operator, "operator_reading", lambda *_: ran.append(True) or (q, q))
+    with FakeTensorMode():
+        q = torch.empty(2, 1, 2, dim, dtype=torch.bfloat16, device="cuda")
+        caches = [torch.empty(2, 40, 2, dim, dtype=dtype, device="cuda") for _ in range(2)]
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        tw.decode(q, *caches, cache_seqlens=lengths, mask=mask, check=check)
+    assert ran == [reads]
 
 
 def test_what_is_left_out():
@@ -122,3 +176,32 @@ def test_the_run_before_a_capture_is_another_threads(monkeypatch):
 
     with pytest.raises(ValueError, match="as it is"):
         graphs.apart(fails, q)
+
+
+def test_the_other_thread_infers_where_the_caller_does(monkeypatch):
+    """Else it could not write caches that were made so."""
+    monkeypatch.setattr(graphs, "preparing", lambda device: True)
+    with torch.inference_mode():
+        caches = [torch.zeros(1, 5, 1, 8, dtype=torch.float32, device="cpu") for _ in range(2)]
+        new = torch.ones(1, 2, 1, 8, dtype=torch.float32, device="cpu")
+        append = torch.compile(lambda *x: tw.append(*x, new, new, cache_seqlens=1), fullgraph=True, backend="aot_eager")
+        append(*caches)
+    assert all(x[:, 1:3].eq(1.0).all() and x.sum() == 16 for x in caches)
+
+
+def test_a_thread_of_the_callers_own(monkeypatch):
+    """Some versions of torch have managers of graphs in their own threads alone, and raise an error in others."""
+
+    def no_manager(*given, **options):
+        raise AssertionError
+
+    trees = SimpleNamespace(local=threading.local(), get_manager=no_manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(graphs.preparing(torch.device("cuda", 0))))
+    thread.start()
+    thread.join()
+    assert found == [False]
+    trees.local.tree_manager_containers, trees.get_manager = {}, lambda *_, **__: SimpleNamespace(in_warmup=True)
+    assert graphs.preparing(torch.device("cuda", 0))

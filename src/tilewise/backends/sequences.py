@@ -8,13 +8,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tilewise.errors import check_capture
 from tilewise.masks import Dense, Mask
 from tilewise.masks.mask import Combined
 from tilewise.problem import Call, DecodeCall
 
+CAPTURE = (
+    "a Hopper GPU's kernel reads none: it takes bf16 and fp16, rows of multiples of 16 bytes, and masks of one band at the end of the keys"
+)
+
 
 def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) -> tuple[Tensor, Tensor]:
     """O and LSE as `Backend.decode` gives them, by the `forward` of a backend. Lengths and bounds that do not fit are clamped."""
+    check_capture(call.q, "decode, sequence by sequence,", CAPTURE)
     capacity = call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
     lengths = call.seqlens.clamp(0, capacity).tolist()
     packed = call.cu_seqlens_q is not None

@@ -35,7 +35,6 @@ UNKNOWN = {  # options of some models' own attention functions, which must not b
 }
 FRONT = object()  # by which repeats.py knows our options
 CAUSAL = Causal()
-MULTIPLE = 8  # of head_dim, which kernels for decoding take
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
 _registered: set[str] = set()
@@ -82,7 +81,7 @@ class Step(NamedTuple):
     """What one query of each entry sees, in tensors, so that the next step is the same program, and a CUDA graph can hold it."""
 
     lengths: Tensor  # (batch,) int32: keys up to the query's own
-    leftpad: Tensor | None  # (batch,) int32: keys before the first token
+    leftpad: Tensor | None  # (batch,) int32: keys before the first token, `lengths` at most
     left: int | None  # keys before the query, at most
 
     @property
@@ -209,13 +208,11 @@ def make_mask(
     if is_tracing(padding) or is_tracing(q_offset if isinstance(q_offset, Tensor) else None):
         if padding is None and allow_is_bidirectional_skip and mask_function is masking_utils.bidirectional_mask_function:
             return None
-        plain = allow_is_causal_skip and padding is None and isinstance(q_offset, int)
-        bounds = _bounds(mask_function, local_size, config) if plain else None
-        if bounds is None:
-            step = None
-            moves = q_length == 1 and padding is None and isinstance(q_offset, Tensor)
-            if moves and (bounds := _bounds(mask_function, local_size, config)) is not None:
-                step = _step(bounds, batch_size, q_offset - kv_offset, None)
+        own = kwargs.get("use_vmap", False)  # what transformers says of the caller's closures, which cannot be looked into
+        bounds = None if own or padding is not None else _bounds(mask_function, local_size, config)
+        if bounds is None or not (allow_is_causal_skip and isinstance(q_offset, int)):
+            steps = bounds is not None and q_length == 1 and isinstance(q_offset, Tensor)
+            step = _step(bounds, batch_size, q_offset - kv_offset, None) if steps else None
             return Pairs(None, shape, kv_length, False, bits(), step)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
@@ -235,7 +232,8 @@ def make_mask(
         return Pairs(None, shape, kv_length, False, bits())
     if tree.kind == "bidirectional_mask_function" and seen is None and allow_is_bidirectional_skip:
         return None
-    frame = Frame(q_length, kv_length, int(q_offset), kv_offset)
+    q_offset = int(q_offset)  # for `bits` as well: caches count in this tensor, and may have gone on when those are asked for
+    frame = Frame(q_length, kv_length, q_offset, kv_offset)
     frame = frame._replace(seqlen_k=hf_masks.keys_seen(tree, seen, frame))
     if (mask := hf_masks.padded(tree, seen, frame)) is not None:
         return Pairs(mask, shape, frame.seqlen_k, False, bits)
@@ -264,7 +262,7 @@ def _step(bounds: tuple[int | None, int | None], batch: int, at: Tensor, present
     leftpad = None
     if present is not None:
         present = present.to(torch.bool)
-        leftpad = present.to(torch.int32).argmax(dim=1).to(torch.int32)
+        leftpad = present.to(torch.int32).argmax(dim=1).to(torch.int32).minimum(lengths)
         key = torch.arange(present.shape[1], dtype=torch.int32, device=present.device)
         if not bool(((present == (key >= leftpad[:, None])) | (key >= lengths[:, None])).all()):
             return None
@@ -320,15 +318,10 @@ def attention(
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if (
-        isinstance(attention_mask, Pairs)
-        and attention_mask.step is not None
-        and position_bias is None
-        and not dropout
-        and _decodes(q, k, v)
-    ):
+    step = attention_mask.step if isinstance(attention_mask, Pairs) else None
+    if step is not None and position_bias is None and not dropout and _decodes(step, q, k, v, s_aux):
         _check_lengths(attention_mask, q, k)
-        return _decoded(attention_mask.step, q, k, v, scaling, softcap, s_aux), None
+        return _decoded(step, q, k, v, scaling, softcap, s_aux), None
     if q.shape[0] != k.shape[0]:  # one of them is the same for all
         batch = max(q.shape[0], k.shape[0])
         q, k, v = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (q, k, v))
@@ -375,18 +368,22 @@ def _structure(module, query: Tensor, key: Tensor, attention_mask: Any, is_causa
     return (False, attention_mask.mask) if fits else None
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _decodes(step: Step, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None) -> bool:
     """Whether `tilewise.decode` takes them, with lengths that nobody reads; it has no gradient."""
-    if q.shape[:2] != (k.shape[0], 1) or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+    if q.shape[1] != 1 or not q.shape[0] == k.shape[0] == step.lengths.shape[0]:
         return False
-    whole = not q.is_cuda or (q.shape[3] % MULTIPLE == 0 and v.shape[3] % MULTIPLE == 0)
-    return q.dtype == k.dtype == v.dtype and whole and not graphs.reads(q, v, "", [], None)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
+        return False
+    return q.dtype == k.dtype == v.dtype and not graphs.decode_reads(q, k, v, "Causal()", [], None, check=False)
 
 
 def _decoded(step: Step, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> Tensor:
+    lengths, leftpad = (
+        None if x is None else x.to(q.device) for x in (step.lengths, step.leftpad)
+    )  # a mask is made for layers of all devices
     sink = None if s_aux is None else s_aux.reshape(-1)
     options = {"scale": scaling, "softcap": softcap or 0.0, "sink": sink, "mask": step.mask}
-    return tw.decode(q, k, v, cache_seqlens=step.lengths, leftpad=step.leftpad, **options)
+    return tw.decode(q, k, v, cache_seqlens=lengths, leftpad=leftpad, **options)
 
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:

@@ -174,11 +174,13 @@ def _one_memory(given: Operands) -> bool:
 def _check(given: Operands) -> None:
     """ShapeError for tokens that have no place."""
     lengths, n_pages, page_size = given.cache_seqlens.tolist(), *given.k_cache.shape[:2]
+    k, v = given.k, given.v
     if given.cu_seqlens is None:
         new = [given.k.shape[1]] * len(lengths)
     else:
         bounds = values.check_cu_seqlens("cu_seqlens (decode's cu_seqlens_q)", given.cu_seqlens, given.k.shape[0])
         new = [b - a for a, b in pairwise(bounds)]
+        k, v = k[: bounds[-1]], v[: bounds[-1]]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
     values.check_lengths(ends, given.k_cache, given.page_table, new)
     if given.page_table is not None:
@@ -187,11 +189,11 @@ def _check(given: Operands) -> None:
         values.check_rows(given.cache_batch_idx, n_pages)
     if given.rotary_first is not None and (given.rotary_first < 0).any():
         raise errors.ShapeError(f"rotary_first must not be negative, got {given.rotary_first.tolist()}")
-    if _one_memory(given) and given.v.data_ptr() != given.k.data_ptr():
-        columns = given.k[..., : given.v.shape[-1]]
-        if not ((columns == given.v) | columns.isnan()).all():
+    if _one_memory(given) and v.data_ptr() != k.data_ptr():
+        columns = k[..., : v.shape[-1]]
+        if not ((columns == v) | columns.isnan()).all():
             raise errors.ShapeError(
-                f"v must be k[..., :{given.v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
+                f"v must be k[..., :{v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
             )
 
 

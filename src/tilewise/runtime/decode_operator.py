@@ -72,7 +72,8 @@ TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single 
 def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
     if ops.traced():
-        reads = graphs.reads(given.q, given.v_cache, given.mask, given.mask_tensors, given.backend)
+        tensors = given.q, given.k_cache, given.v_cache
+        reads = graphs.decode_reads(*tensors, given.mask, given.mask_tensors, given.backend, given.check)
         return (operator_reading if reads else operator)(*given)
     if plain.watched((*given[:TENSORS], *given.mask_tensors)):
         errors.check_local(ops.named(given), function="decode")

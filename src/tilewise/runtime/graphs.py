@@ -14,9 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise import masks
+from tilewise.errors import EIGHT_BITS
+from tilewise.sm90 import jit, prebuilt
+
+ROW = 16  # bytes, of which rows of 8 bits and of caches have to be multiples
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
 
 
@@ -27,15 +31,37 @@ def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: 
     """
     if not q.is_cuda:
         return False  # there are no such graphs
-    served = q.dtype in SIXTEEN_BITS or q.dtype in EIGHT_BITS
+    rows = q.shape[-1] % ROW == 0 and v.shape[-1] % ROW == 0 and v.dtype == torch.float8_e4m3fn
+    served = q.dtype in SIXTEEN_BITS or (q.dtype in EIGHT_BITS and rows)
     kernel = served and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD and backend in (None, "hopper") and is_hopper(q.device.index)
     return not kernel or drawn or bool(mask_tensors and not mask.startswith("Unread("))
 
 
+def decode_reads(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, check: bool
+) -> bool:
+    """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
+    if reads(q, v_cache, mask, mask_tensors, backend):
+        return True
+    multiple = ROW // k_cache.dtype.itemsize
+    return q.is_cuda and (check or q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0 or not is_band(mask))
+
+
+@torch._dynamo.assume_constant_result
+def is_band(mask: str) -> bool:
+    """Whether a mask that holds no tensor is one band on the bottom right diagonal."""
+    from tilewise.backends.hopper.decode.window import window_of
+
+    return window_of(masks.parse(mask, [])) is not None
+
+
 @torch._dynamo.assume_constant_result
 def is_hopper(index: int | None) -> bool:
-    """Whether GPU number `index`, or the current one, has kernels of its own."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
+    """Whether GPU number `index`, or the current one, has kernels of its own, and they can be compiled or are there."""
+    if not torch.cuda.is_available():
+        return False
+    capability = torch.cuda.get_device_capability(index)
+    return not jit.why_not_here(capability) or not (prebuilt.why_not() or prebuilt.why_no_gpu(capability))
 
 
 def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Callable:
@@ -59,9 +85,10 @@ def apart(run: Callable[..., tuple[Tensor | None, ...]], *operands) -> tuple:
     if not preparing(device):
         return run(*operands)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    infers = torch.is_inference_mode_enabled()
 
     def there() -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
+        with torch.inference_mode(infers), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
             return run(*operands)
 
     return tuple(x if x is None else x.clone() for x in _thread().submit(there).result())
@@ -71,6 +98,9 @@ def preparing(device: torch.device) -> bool:
     """Whether the run may be one of which torch.compile then makes a CUDA graph."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if device.type != "cuda" or trees is None or torch.cuda.is_current_stream_capturing():
+        return False
+    managers = "tree_manager_containers"
+    if not (hasattr(trees.local, managers) or torch._C._is_key_in_tls(managers)):  # a thread that makes no graphs
         return False
     manager = trees.get_manager(device.index, create_if_none_exists=False)
     return manager is not None and manager.in_warmup
