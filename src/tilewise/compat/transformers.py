@@ -224,7 +224,8 @@ def make_mask(
         step, bounds, seen = None, hf_masks.bounds(mask_function, _understood()), bits()
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(seen.device)
-            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, device=seen.device), present)
+            at = torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=seen.device)
+            step = _step(bounds, batch_size, at, present)
         return Pairs(None, shape, kv_length, False, seen, step)
     seen = None if whole else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, _understood())
