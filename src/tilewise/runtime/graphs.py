@@ -44,9 +44,11 @@ def decode_reads(
     """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
     if reads(q, v_cache, mask, mask_tensors, backend):
         return True
+    if not q.is_cuda:
+        return False
     multiple = ROW // k_cache.dtype.itemsize
     unloaded = q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0
-    return q.is_cuda and (unloaded or checks(q, check) or not is_band(mask))
+    return unloaded or checks(q, check) or not is_band(mask)
 
 
 def checks(x: Tensor, check: bool) -> bool:
