@@ -58,6 +58,23 @@ def test_lengths_that_change(dtype):
         close(compiled(q, k, v, lengths), run(q, k, v, lengths.clone()), dtype)
 
 
+@pytest.mark.parametrize(("dim", "options"), [(20, {}), (64, {"mask": tw.ChunkedCausal(16)}), (64, {"check": True})], ids=str)
+def test_what_decode_cuts_or_checks_on_the_host(dim, options):
+    """With a token that is appended."""
+
+    def run(q, k, v, new, lengths):
+        return tw.decode(q * 1, k, v, k=new, v=new, cache_seqlens=lengths + 1, **options) * 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, mode="reduce-overhead", fullgraph=True)
+    (q, *_), (_, k, v), (new, *_) = (tensors(2, n, 4, dim, dtype=torch.bfloat16) for n in (1, 90, 1))
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for n in range(STEPS):
+        lengths.copy_(torch.tensor([n, 80 - 7 * n]))
+        torch.compiler.cudagraph_mark_step_begin()
+        close(compiled(q, k, v, new, lengths), run(q, k.clone(), v.clone(), new, lengths.clone()), torch.bfloat16)
+
+
 def test_structure_is_in_the_graph():
     """And dropout is drawn anew."""
 

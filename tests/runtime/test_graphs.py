@@ -11,7 +11,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
-from tilewise.runtime import decode_operator, graphs, operator
+from tilewise.runtime import append_operator, decode_operator, graphs, operator
 from tilewise.sm90 import jit, prebuilt
 
 SEEN = torch.ones(4, 4, dtype=torch.bool, device="cpu")
@@ -92,11 +92,30 @@ def test_what_decode_reads(dim, dtype, mask, check, reads, monkeypatch):
     assert ran == [reads]
 
 
+@pytest.mark.parametrize("asked", ("nobody", "the call", "the environment"))
+def test_values_that_are_checked_are_read(asked, monkeypatch):
+    """By append, too."""
+    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    monkeypatch.setattr(operator, "traced", lambda: True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1" if asked == "the environment" else "0")
+    ran, check = [], asked == "the call"
+    for module in (decode_operator, append_operator):
+        monkeypatch.setattr(module, "operator", lambda *_: ran.append(False) or (q, q))
+        monkeypatch.setattr(module, "operator_reading", lambda *_: ran.append(True) or (q, q))
+    with FakeTensorMode():
+        q, cache, other = (torch.empty(2, n, 2, 64, dtype=torch.bfloat16, device="cuda") for n in (1, 40, 40))
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        tw.append(cache, other, q, q, cache_seqlens=lengths, check=check)
+        tw.decode(q, cache, other, cache_seqlens=lengths, check=check)
+    assert ran == [asked != "nobody"] * 2
+
+
 def test_what_is_left_out():
     for op, twin in (
         (operator.forward, operator.forward_reading),
         (operator.backward, operator.backward_reading),
         (decode_operator.operator, decode_operator.operator_reading),
+        (append_operator.operator, append_operator.operator_reading),
     ):
         assert torch.Tag.cudagraph_unsafe in twin._opoverload.tags
         assert torch.Tag.cudagraph_unsafe not in op._opoverload.tags

@@ -96,7 +96,7 @@ class Pairs(BlockMask):
     the attention interface, and gets an error in place of a wrong result.
 
     mask: the structure, or None where `bits` say all. Its frame has the first `keys` keys only, which are all that anybody sees; where `folded`,
-    those of all entries end to end. step: where that says the same as `bits`.
+    those of all entries end to end. step: where that says the same.
     """
 
     def __init__(
@@ -218,13 +218,15 @@ def make_mask(
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
         return Pairs(hf_masks.between(lo, frame.diagonal, frame), shape, kv_length, False, bits)
     static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
-    whole = padding is None or (not static and bool(padding.all()))
+    whole, step = padding is None or (not static and bool(padding.all())), None
     if q_length == 1 and (static or not whole):
-        step, bounds, pairs = None, hf_masks.bounds(mask_function, _understood()), bits()
+        pairs = bits() if static else padding
+        bounds = hf_masks.bounds(mask_function, _understood())
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
-            step = _step(bounds, batch_size, torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=pairs.device), present)
-        if static or step is not None:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
+            at = torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=pairs.device)
+            step = _step(bounds, batch_size, at, present)
+        if static:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
             return Pairs(None, shape, kv_length, False, pairs, step)
     seen = None if whole else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, _understood())
@@ -236,12 +238,12 @@ def make_mask(
     frame = Frame(q_length, kv_length, q_offset, kv_offset)
     frame = frame._replace(seqlen_k=hf_masks.keys_seen(tree, seen, frame))
     if (mask := hf_masks.padded(tree, seen, frame)) is not None:
-        return Pairs(mask, shape, frame.seqlen_k, False, bits)
+        return Pairs(mask, shape, frame.seqlen_k, False, bits, step)
     masks = hf_masks.by_row(tree, seen, batch_size, frame)
     if masks is None or (len(masks) > 1 and q_length < FOLDED_FROM):
-        return Pairs(None, shape, kv_length, False, bits())
+        return Pairs(None, shape, kv_length, False, bits(), step)
     folded = len(masks) > 1
-    return Pairs(hf_masks.folded(masks, *frame[:2]) if folded else masks[0], shape, frame.seqlen_k, folded, bits)
+    return Pairs(hf_masks.folded(masks, *frame[:2]) if folded else masks[0], shape, frame.seqlen_k, folded, bits, step)
 
 
 def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tuple[int | None, int] | None:
@@ -310,7 +312,8 @@ def attention(
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ShapeError(f"query, key and value must be (batch, heads, seqlen, dim), got shapes {shapes}")
-    structure = _structure(module, query, key, attention_mask, is_causal)
+    step = attention_mask.step if isinstance(attention_mask, Pairs) else None
+    structure = _structure(module, query, key, attention_mask, is_causal) if step is None else None
     if structure is not None:
         causal, mask = structure
         known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, None, mask, False)
@@ -318,7 +321,6 @@ def attention(
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    step = attention_mask.step if isinstance(attention_mask, Pairs) else None
     if step is not None and position_bias is None and not dropout and _decodes(step, q, k, v, s_aux):
         _check_lengths(attention_mask, q, k)
         return _decoded(step, q, k, v, scaling, softcap, s_aux), None

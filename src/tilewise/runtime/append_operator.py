@@ -56,7 +56,7 @@ def run(given: Operands) -> Tensor | None:
     Returns (batch,) int32, the tokens that each sequence then has, where that is known without another launch.
     """
     if ops.traced():
-        operator(*given)
+        (operator_reading if graphs.checks(given.k, given.check) else operator)(*given)
     elif plain.watched(given[:TENSORS]):
         tensors = dict(zip(Operands._fields, given[:TENSORS], strict=False))
         errors.check_local(tensors, function="append")
@@ -137,12 +137,13 @@ def _backend(device: torch.device) -> Backend:
     return choose(Call(q=plain, k=plain, v=plain, mask=Full(), scale=1.0).problem)
 
 
-operator = torch.library.custom_op("tilewise::append", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()")
+def _operator(name: str, **options) -> torch.library.CustomOpDef:
+    op = torch.library.custom_op(f"tilewise::{name}", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()", **options)
+    op.register_fake(lambda *operands: None)
+    return op
 
 
-@operator.register_fake
-def _(*operands):
-    return None
+operator, operator_reading = _operator("append"), _operator("append_reading", **graphs.LEFT_OUT)
 
 
 def _check_apart(given: Operands) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise import masks
 from tilewise.errors import EIGHT_BITS
+from tilewise.runtime import cache_values
 from tilewise.sm90 import jit, prebuilt
 
 ROW = 16  # bytes, of which rows of 8 bits and of caches have to be multiples
@@ -43,8 +44,21 @@ def decode_reads(
     """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
     if reads(q, v_cache, mask, mask_tensors, backend):
         return True
+    if not q.is_cuda:
+        return False
     multiple = ROW // k_cache.dtype.itemsize
-    return q.is_cuda and (check or q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0 or not is_band(mask))
+    unloaded = q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0
+    return unloaded or checks(q, check) or not is_band(mask)
+
+
+def checks(x: Tensor, check: bool) -> bool:
+    """Whether index tensors beside x on a GPU are read, to be checked."""
+    return x.is_cuda and (check or _always())
+
+
+@torch._dynamo.assume_constant_result
+def _always() -> bool:
+    return cache_values.always()
 
 
 @torch._dynamo.assume_constant_result
