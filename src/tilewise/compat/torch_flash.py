@@ -140,7 +140,9 @@ def _scaled_dot_product_flash_attention_backward(
     options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
     grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
-        grads = _turned_gradients(grad_out, query, key, value, out, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+        turned = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        grads = _gradients(*turned, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+        grads = tuple(grad.transpose(1, 2) for grad in grads)
     return _laid_out(grads, query, key, value)
 
 
@@ -286,28 +288,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) 
     return operands(q, k, v, mask, scale=scale, deterministic=torch.are_deterministic_algorithms_enabled(), **options)
 
 
+@_below_autograd
 def _gradients(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask, dropout_p: float, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_forward(dropout_p, False)
     return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
-
-
-@_below_autograd
-def _turned_gradients(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Mask,
-    dropout_p: float,
-    scale: float | None,
-) -> tuple[Tensor, ...]:
-    """`_gradients` of (batch, heads, seqlen, head_dim)."""
-    d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    return tuple(grad.transpose(1, 2) for grad in _gradients(d_o, q, k, v, o, logsumexp, mask, dropout_p, scale))
 
 
 def _laid_out(grads: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ calls `tilewise.attention`.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from transformers import __version__ as peer_version
 from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
-from tilewise.compat import hf_masks
+from tilewise.compat import hf_masks, hf_steps
 from tilewise.compat._refusals import answers
 from tilewise.compat.hf_masks import Frame
+from tilewise.compat.hf_steps import Step
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.masks import Causal, Dense, Mask, SlidingWindow
-from tilewise.runtime import graphs, repeats
+from tilewise.masks import Causal, Dense, Mask
+from tilewise.runtime import repeats
 
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
@@ -75,18 +76,6 @@ def _check_name(name: str) -> None:
     others = AttentionInterface._global_mapping.get(name, attention) is not attention
     if name in TAKEN or others:
         raise ValueError(f"name {name!r} is transformers' own or registered by another package; choose another, such as 'tilewise'")
-
-
-class Step(NamedTuple):
-    """What one query of each entry sees, in tensors, so that the next step is the same program, and a CUDA graph can hold it."""
-
-    lengths: Tensor  # (batch,) int32: keys up to the query's own
-    leftpad: Tensor | None  # (batch,) int32: keys before the first token, `lengths` at most
-    left: int | None  # keys before the query, at most
-
-    @property
-    def mask(self) -> Mask:
-        return CAUSAL if self.left is None else SlidingWindow(self.left, 0)
 
 
 class Pairs(BlockMask):
@@ -212,7 +201,7 @@ def make_mask(
         bounds = None if own or padding is not None else _bounds(mask_function, local_size, config)
         if bounds is None or not (allow_is_causal_skip and isinstance(q_offset, int)):
             steps = bounds is not None and q_length == 1 and isinstance(q_offset, Tensor)
-            step = _step(bounds, batch_size, q_offset - kv_offset, None) if steps else None
+            step = hf_steps.step(bounds, batch_size, q_offset - kv_offset, None) if steps else None
             return Pairs(None, shape, kv_length, False, bits(), step)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
@@ -225,7 +214,7 @@ def make_mask(
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
             at = torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=pairs.device)
-            step = _step(bounds, batch_size, at, present)
+            step = hf_steps.step(bounds, batch_size, at, present)
         if static:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
             return Pairs(None, shape, kv_length, False, pairs, step)
     seen = None if whole else padding.cpu().numpy()
@@ -254,21 +243,6 @@ def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tup
     if local_size is not None and local_size == window and local_size != chunk and mask_function.__code__ is _AND:
         return 1 - local_size, 0
     return None
-
-
-def _step(bounds: tuple[int | None, int | None], batch: int, at: Tensor, present: Tensor | None) -> Step | None:
-    """Of queries at key `at`, () or (1,), that see a band up to it; present: (batch, keys), true where a key is a token. None where tokens are not
-    side by side up to the query.
-    """
-    lengths = (at + 1).to(torch.int32).reshape(-1).expand(batch).contiguous()
-    leftpad = None
-    if present is not None:
-        present = present.to(torch.bool)
-        leftpad = present.to(torch.int32).argmax(dim=1).to(torch.int32).minimum(lengths)
-        key = torch.arange(present.shape[1], dtype=torch.int32, device=present.device)
-        if not bool(((present == (key >= leftpad[:, None])) | (key >= lengths[:, None])).all()):
-            return None
-    return Step(lengths, leftpad, None if bounds[0] is None else -bounds[0])
 
 
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
@@ -321,9 +295,9 @@ def attention(
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if step is not None and position_bias is None and not dropout and _decodes(step, q, k, v, s_aux):
+    if step is not None and position_bias is None and not dropout and hf_steps.decodes(step, q, k, v, s_aux):
         _check_lengths(attention_mask, q, k)
-        return _decoded(step, q, k, v, scaling, softcap, s_aux), None
+        return hf_steps.decoded(step, q, k, v, scaling, softcap, s_aux), None
     if q.shape[0] != k.shape[0]:  # one of them is the same for all
         batch = max(q.shape[0], k.shape[0])
         q, k, v = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (q, k, v))
@@ -368,24 +342,6 @@ def _structure(module, query: Tensor, key: Tensor, attention_mask: Any, is_causa
         return None
     fits = attention_mask.pairs_shape[2:] == (query.shape[2], key.shape[2]) and attention_mask.keys == key.shape[2]
     return (False, attention_mask.mask) if fits else None
-
-
-def _decodes(step: Step, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None) -> bool:
-    """Whether `tilewise.decode` takes them, with lengths that nobody reads; it has no gradient."""
-    if q.shape[1] != 1 or not q.shape[0] == k.shape[0] == step.lengths.shape[0]:
-        return False
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
-        return False
-    return q.dtype == k.dtype == v.dtype and not graphs.decode_reads(q, k, v, "Causal()", [], None, check=False)
-
-
-def _decoded(step: Step, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> Tensor:
-    lengths, leftpad = (
-        None if x is None else x.to(q.device) for x in (step.lengths, step.leftpad)
-    )  # a mask is made for layers of all devices
-    sink = None if s_aux is None else s_aux.reshape(-1)
-    options = {"scale": scaling, "softcap": softcap or 0.0, "sink": sink, "mask": step.mask}
-    return tw.decode(q, k, v, cache_seqlens=lengths, leftpad=leftpad, **options)
 
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:

@@ -150,7 +150,7 @@ def follow(prior: Prior | None, config: Constexpr[Config]):
     if const_expr(not config.onto):
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-    elif prior.alone == 0:
+    elif prior.early == 0:
         arch.griddepcontrol_wait()
 
 

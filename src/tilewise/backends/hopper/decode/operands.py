@@ -44,7 +44,7 @@ class Prior(NamedTuple):
     O: Tensor
     L: Tensor
     tokens: int
-    alone: int = 0  # 1 if this launch takes nothing else from launches that may still run: no copy was made since
+    early: int = 0  # 1 if this launch takes nothing else from launches that may still run: no copy was made since
 
 
 class Work(NamedTuple):

@@ -46,12 +46,12 @@ def of(call: DecodeCall) -> DecodeCall:
     return replace(call, seqlens=_length(call.shared_prefix, q.device), **changed)
 
 
-def prior(call: DecodeCall, o: Tensor, lse: Tensor, alone: int = 0) -> Prior:
+def prior(call: DecodeCall, o: Tensor, lse: Tensor, early: int = 0) -> Prior:
     """What `of(call)` gave, (1, rows, heads, head_dim_v) and (1, heads, rows), as the call's own launch takes it."""
     if call.cu_seqlens_q is not None:
-        return Prior(o, lse, call.shared_prefix, alone)
+        return Prior(o, lse, call.shared_prefix, early)
     batch, seqlen_q = call.q.shape[:2]
-    return Prior(o[0].unflatten(0, (batch, seqlen_q)), lse[0].unflatten(1, (batch, seqlen_q)).transpose(0, 1), call.shared_prefix, alone)
+    return Prior(o[0].unflatten(0, (batch, seqlen_q)), lse[0].unflatten(1, (batch, seqlen_q)).transpose(0, 1), call.shared_prefix, early)
 
 
 def _length(n: int, device: torch.device) -> Tensor:

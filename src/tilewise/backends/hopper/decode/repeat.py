@@ -94,7 +94,7 @@ class Decoder:
         try:
             self.kernel(tensors, lengths, work, window, prior, scores)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
-            prior = prior and prior._replace(alone=0)
+            prior = prior and prior._replace(early=0)
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
             tables = tables and Tables(*(x.contiguous() for x in tables))
             if not (strided(o) and o.data_ptr() % BYTES == 0):
@@ -159,7 +159,7 @@ class Prefixed:
 
     def __call__(self, call: DecodeCall) -> Decoded:
         found = self.first(prefix.of(call))
-        return self.rest(call, prefix.prior(call, *found, alone=0 if self.rest.by_call else 1))
+        return self.rest(call, prefix.prior(call, *found, early=0 if self.rest.by_call else 1))
 
     def repeat(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], Decoded]:
         like = call.again((None,) * len(DecodeTensors._fields), None)  # which keeps no memory

@@ -224,9 +224,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
 
 
 @cute.jit
-def sooner_whole(
-    turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]
-) -> Boolean:  # fmt: skip
+def sooner_whole(turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]) -> Boolean:
     """Whether whole units are done sooner than equal shares, so many of them a block.
 
     Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. Equal shares have

@@ -34,16 +34,9 @@ UNBIASED = 1024.0 + 128.0
 
 @cute.jit
 def widen(
-    tensors: Tensors,
-    raw: tuple,
-    wide: tuple,
-    filled: tuple,
-    ready: tuple,
-    told: cute.Tensor,
-    shape: Shape,
-    begin: Start,
+    tensors: Tensors, raw: tuple, wide: tuple, filled: tuple, ready: tuple, told: cute.Tensor, shape: Shape, begin: Start,
     config: Constexpr[Config],
-):
+):  # fmt: skip
     """raw: K and V as they come, (tile_n, dim, load_stages), filled: their pipes; wide: as the products read them, (tile_n, dim, kv_stages), and
     ready: theirs. told: (tile_n,) fp32 in shared memory, for scales.
     """
