@@ -104,7 +104,7 @@ def test_behind_a_prefix_a_launch_waits_at_once_only_for_copies(gpu, monkeypatch
         again(each)(given(each), each.seqlens, None)
         first, second = gpu.launches
         assert first.prior is None and first.tensors[0].shape[:2] == (1, 2) and second.tensors[0].shape[:2] == (2, 1)
-        assert (second.prior.alone, second.prior.tokens) == (alone, 4) and second.prior.O.data_ptr() == first.tensors[3].data_ptr()
+        assert (second.prior.early, second.prior.tokens) == (alone, 4) and second.prior.O.data_ptr() == first.tensors[3].data_ptr()
 
 
 @pytest.mark.parametrize("per", [(None, "head"), ("all", "sequence"), ("token", "token")])
