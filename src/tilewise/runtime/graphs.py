@@ -25,6 +25,12 @@ SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
 
 
+def _constant(function: Callable) -> Callable:
+    """Traced calls take what it returns as it is then. `torch.compiler.assume_constant_result` imports torch's compiler, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, drawn: bool = False) -> bool:
     """Whether the call would read values on the host, of tensors that may be fake. drawn: whether it has random numbers, which a graph would repeat.
 
@@ -56,12 +62,12 @@ def checks(x: Tensor, check: bool) -> bool:
     return x.is_cuda and (check or _always())
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _always() -> bool:
     return cache_values.always()
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def is_band(mask: str) -> bool:
     """Whether a mask that holds no tensor is one band on the bottom right diagonal."""
     from tilewise.backends.hopper.decode.window import window_of
@@ -69,7 +75,7 @@ def is_band(mask: str) -> bool:
     return window_of(masks.parse(mask, [])) is not None
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def is_hopper(index: int | None) -> bool:
     """Whether GPU number `index`, or the current one, has kernels of its own, and they can be compiled or are there."""
     if not torch.cuda.is_available():

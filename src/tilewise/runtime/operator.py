@@ -332,8 +332,10 @@ def random_state(seed: int | None = None, offset: int = 0) -> Tensor:
         if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**bits:
             raise ValueError(f"{name} must be an integer in [0, 2**{bits}){otherwise}, got {x!r}")
     new = {"dtype": torch.int64, "device": "cpu"}  # whatever torch's defaults are
-    drawn = torch.randint(0, 2**62, (1,), **new) if seed is None else torch.tensor([seed], **new)
-    return torch.cat((drawn, torch.tensor([offset], **new)))
+    if seed is not None:
+        return torch.tensor([seed, offset], **new)
+    drawn = torch.randint(0, 2**62, (1,), **new)
+    return torch.cat((drawn, drawn.clamp(offset, offset)))  # torch.compile moves a tensor of one constant to the GPU, but not `drawn`
 
 
 def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
