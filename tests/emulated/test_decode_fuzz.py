@@ -1,9 +1,10 @@
 """Random calls (decode_fuzz.py) of the decode kernel, carried out without a GPU: small ones, of kinds that a kernel takes."""
 
+import math
 from dataclasses import replace
 
 import pytest
-from decode_fuzz import exact, kind, problem
+from decode_fuzz import exact, kind, problem, slots
 from decode_problems import DecodeCase, held, made
 from emulator.backend import NEEDED, Emulated
 
@@ -49,3 +50,16 @@ def test_prefixes_that_sequences_have_in_part(case, monkeypatch):
     call = made(case)
     with Emulated().on_gpu():
         held(call, *decoding.decode(call))
+
+
+@pytest.mark.parametrize("wide", [(), ("seqlens", "cu_seqlens_q")])
+@pytest.mark.parametrize(("page", "entries"), [(0, False), (0, True), (16, False), (5, False)])
+def test_prefix_of_the_longest_sequence_that_asks(page, entries, wide, monkeypatch):
+    """Who has no queries need not have any keys either, whatever its length says."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = made(DecodeCase(lengths=(300, 20, 130, 131, 131), queries=(0, 1, 2, 1, 0), prefix=64, page=page, entries=entries))
+    for b in (0, 4):
+        where = slots(call, b, 0, int(call.seqlens[b]))
+        call.k_cache[where] = call.v_cache[where] = math.nan
+    with Emulated().on_gpu():
+        held(call, *decoding.decode(replace(call, **{name: getattr(call, name).long() for name in wide})))

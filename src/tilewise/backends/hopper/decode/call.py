@@ -170,6 +170,7 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         ragged=call.cu_seqlens_q is not None,
         entries=call.cache_batch_idx is not None,
         leftpad=call.leftpad is not None,
+        common=call.kind if isinstance(call, prefix.Common) else "",
         tree=call.tree is not None,
         split=call.split is not None,
         cached=None if call.k_cache.dtype == call.q.dtype else (call.k_cache.dtype, call.v_cache.dtype),
@@ -217,6 +218,7 @@ def arguments(config: Config) -> list:
     batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
     slots, rows, new = (jit.size() for _ in range(3))
     sequences = jit.size() if config.ragged else batch
+    everyone = jit.size() if config.common else sequences
     stored = Int8 if config.widens else dtype
     q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(stored, entries, capacity, heads_k, dim)
     v, o = (
@@ -230,11 +232,13 @@ def arguments(config: Config) -> list:
 
     lengths = Lengths(
         numbers("seqlens", True, sequences),
-        numbers("pages", config.box > 0, sequences, jit.size()),
+        numbers("pages", config.box > 0, everyone, jit.size()),
         numbers("cu_seqlens_q", config.ragged, jit.size()),
-        numbers("entries", config.entries, sequences),
+        numbers("entries", config.entries, everyone),
         numbers("leftpad", config.leftpad, sequences),
         jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
+        numbers("all_seqlens", config.common, everyone),
+        numbers("all_cu_seqlens_q", config.common == "packed", jit.size()),
     )
     kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
     work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(10)))

@@ -58,6 +58,7 @@ class Config(ScoreChanges):
     entries: bool = False
     leftpad: bool = False
     tree: bool = False
+    common: str = ""  # the keys are a prefix of all sequences, which have as many queries each ("even"), or "packed" ones
     onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size

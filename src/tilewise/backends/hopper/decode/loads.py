@@ -60,6 +60,7 @@ def produce(
     state = tma.at_first_empty(config.load_stages)
     shares = begin.shares
     b, start, at = begin.place.sequence, begin.place.start, begin.place.at
+    common = scheduler.owner_of(shape, config) if const_expr(config.common) else None
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape, config)
@@ -68,10 +69,11 @@ def produce(
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
+            owner = common if const_expr(config.common) else b
             if const_expr(config.gathers):
-                state = gather_piece(mX, sX, pipe, state, b, piece, shape, warp, values, dim, config)
+                state = gather_piece(mX, sX, pipe, state, owner, piece, shape, warp, values, dim, config)
             else:
-                state = load_piece(source, sX, pipe, state, b, piece, shape, dim, config)
+                state = load_piece(source, sX, pipe, state, owner, piece, shape, dim, config)
             at = piece.next
 
 

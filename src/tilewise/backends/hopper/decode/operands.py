@@ -36,6 +36,8 @@ class Lengths(NamedTuple):
     entries: Tensor | None  # (batch,): the entry of K and V that holds a sequence
     leftpad: Tensor | None  # (batch,): the first token that may be seen
     tree: Tensor | None  # (batch or 1, new, new) uint8: which of the newest tokens see which
+    all_seqlens: Tensor | None = None  # (sequences,): in a prefix's launch, whose keys are the longest one's of those with queries
+    all_cu_seqlens_q: Tensor | None = None  # (sequences + 1,)
 
 
 class Prior(NamedTuple):

@@ -1,6 +1,6 @@
 """A prefix that all sequences have: its keys are read once, for the rows of all of them, and what they give is joined with each sequence's own."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +14,21 @@ from tilewise.problem import DecodeCall
 LEAST_SAVED = 30 << 20  # bytes that need not be read again; fewer take less time than another launch
 
 _LENGTHS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common(DecodeCall):
+    """The prefix alone: all queries as those of one sequence, whose keys lie where the longest of those with queries has them. The GPU finds out
+    which that is, for others may have ended.
+    """
+
+    all_seqlens: Tensor
+    all_cu_seqlens_q: Tensor | None
+
+    @property
+    def kind(self) -> str:
+        """As `Config.common`."""
+        return "even" if self.all_cu_seqlens_q is None else "packed"
 
 
 def pays(call: DecodeCall) -> bool:
@@ -30,20 +45,14 @@ def pays(call: DecodeCall) -> bool:
     return (call.seqlens.shape[0] - 1) * call.shared_prefix * of_token >= LEAST_SAVED
 
 
-def of(call: DecodeCall) -> DecodeCall:
-    """All queries as those of one sequence, which has the prefix alone: the longest one's pages, or entry, as others may have ended. Scales of V, but
-    for those of tokens, are for the call's own launch, which multiplies all of O.
-    """
+def of(call: DecodeCall) -> Common:
+    """Scales of V, but for those of tokens, are for the call's own launch, which multiplies all of O."""
     q = call.q.reshape(1, -1, *call.q.shape[-2:])
     changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
     if call.v_scale is not None and call.v_scale.dim() < 2:
         changed["v_scale"] = None
-    longest = call.seqlens.argmax(dim=0, keepdim=True)
-    if call.page_table is not None:
-        changed["page_table"] = call.page_table.index_select(0, longest)
-    else:
-        changed["cache_batch_idx"] = longest if call.cache_batch_idx is None else call.cache_batch_idx.index_select(0, longest)
-    return replace(call, seqlens=_length(call.shared_prefix, q.device), **changed)
+    changed |= {"seqlens": _length(call.shared_prefix, q.device), "all_seqlens": call.seqlens, "all_cu_seqlens_q": call.cu_seqlens_q}
+    return Common(**vars(call) | changed)
 
 
 def prior(call: DecodeCall, o: Tensor, lse: Tensor, early: int = 0) -> Prior:

@@ -134,7 +134,7 @@ class Repeated:
         tables = None if cos is None else (cos, sin)
         of_q, of_o, of_lse = (x.unsqueeze(0) for x in (q, o, lse)) if decoder.ragged else (q, o, lse)
         tensors = of_q, k, v, of_o, of_lse, tables, k_scale, v_scale
-        lengths = seqlens, pages, cu_seqlens_q, entries, leftpad, tree
+        lengths = seqlens, pages, cu_seqlens_q, entries, leftpad, tree, None, None
         if decoder.by_call:
             scores = decoder.with_own(scores, slopes, sink)
         written = decoder.launch(tensors, lengths, work, window, None, scores)
@@ -168,7 +168,10 @@ class Prefixed:
 
 def lengths_of(call: DecodeCall) -> Lengths:
     tree = None if call.tree is None else call.tree.view(torch.uint8)
-    return Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
+    found = Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, tree)
+    if isinstance(call, prefix.Common):
+        return found._replace(all_seqlens=call.all_seqlens, all_cu_seqlens_q=call.all_cu_seqlens_q)
+    return found
 
 
 def tables_of(call: DecodeCall) -> Tables | None:

@@ -149,6 +149,24 @@ def number(x: cute.Tensor, i: Int32) -> Int32:
 
 
 @cute.jit
+def owner_of(shape: Shape, config: Constexpr[Config]) -> Int32:
+    """The sequence whose keys a prefix's are: the longest one of those with queries. All lanes of a warp ask."""
+    lengths, owner, longest = shape.lengths, Int32(0), Int32(-1)
+    batch = lengths.all_seqlens.shape[0]
+    for first in cutlass.range(0, batch, WARP, unroll=1):
+        b = first + arch.lane_idx()
+        if b < batch:
+            length = number(lengths.all_seqlens, b)
+            if const_expr(config.common == "packed"):
+                asks = number(lengths.all_cu_seqlens_q, b + 1) > number(lengths.all_cu_seqlens_q, b)
+                length = length if asks else Int32(-1)
+            owner = b if length > longest else owner
+            longest = max(length, longest)
+    most = arch.warp_redux_sync(longest, "max")
+    return arch.warp_redux_sync(owner if longest == most else Int32(0), "max")
+
+
+@cute.jit
 def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     lengths, window = shape.lengths, shape.window
     length = min(max(number(lengths.seqlens, b), 0), shape.capacity)

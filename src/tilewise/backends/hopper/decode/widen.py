@@ -43,6 +43,7 @@ def widen(
     come, go = tma.at_first(config.load_stages), tma.at_first_empty(config.kv_stages)
     shares = begin.shares
     b, start, at = begin.place.sequence, begin.place.start, begin.place.at
+    common = scheduler.owner_of(shape, config) if const_expr(config.common) else None
     while at < shares.end:
         sequence = scheduler.sequence_of(b, shape, config)
         span = scheduler.span_of(sequence, shares, shape, config)
@@ -51,7 +52,8 @@ def widen(
             start += span
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
-            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, b, piece, shape, config)
+            owner = common if const_expr(config.common) else b
+            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, owner, piece, shape, config)
             at = piece.next
 
 
