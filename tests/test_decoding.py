@@ -559,6 +559,18 @@ WRONG = [
         {"k_cache": K[:1].expand_as(K), "k": NEW_K, "v": NEW_V, "cache_seqlens": 1},
         r"k_cache has strides \(0, 16, 8, 1\) .* would overwrite each other; pass k_cache.contiguous\(\), or .* cache_batch_idx",
     ),
+    (
+        {"v_cache": V[:1].as_strided(V.shape, (42, 6, 6, 1)), "k": NEW_K, "v": NEW_V, "cache_seqlens": 1},
+        r"v_cache has strides \(42, 6, 6, 1\) .* would overwrite each other",
+    ),
+    (
+        {"k": NEW_K, "v": NEW_V, "cache_seqlens": CU[:2], "cache_batch_idx": CU[:2] * 0, "check": True},
+        "new tokens of sequences 0 and 1 go to the same place, 1 of page or entry 0",
+    ),
+    (
+        {"k": NEW_K, "v": NEW_V, "cache_seqlens": 6, "page_table": torch.tensor([[1, 0], [0, 0]]), "check": True},
+        "new tokens of sequences 0 and 1 go to the same place, 0 of page or entry 0",
+    ),
     ({"k": NEW_K.double(), "v": NEW_V, "cache_seqlens": 3}, "k is torch.float64, but k_cache is torch.float32"),
     ({"k": NEW_K[:1], "v": NEW_V[:1], "cache_seqlens": torch.tensor([1, 2])}, "k_cache has batch 2, but k has batch 1"),
     ({"k": NEW_K, "v": NEW_V[:, :1], "cache_seqlens": 1}, "v has new 1, but k has new 2"),
@@ -646,6 +658,29 @@ def test_refusals(changes, words):
         tw.decode(**({"q": Q, "k_cache": K, "v_cache": V} | changes))
     assert isinstance(caught.value, ShapeError) or "must be" in str(caught.value) or "requires grad" in str(caught.value)
     assert K.count_nonzero() == 0 and V.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_that_differ_by_sequence(causal):
+    """Which the call has other words for. Nothing is appended before they are refused."""
+    cache = Cache("plain", lengths=(3, 5))
+    q, (k, v) = randn(2, 1, HEADS[0], DIMS[0]), (randn(2, 1, HEADS[1], dim) for dim in DIMS)
+    with pytest.raises(
+        tw.UnsupportedError, match=r"mask differs by sequence, Padding\(\[3,5\],None\), .* cache_seqlens= says how many keys"
+    ):
+        tw.decode(q, cache.k, cache.v, k=k, v=v, mask=tw.Padding([3, 5]), causal=causal, **cache.words)
+    assert all(x[b, int(n)].isnan().all() for x in (cache.k, cache.v) for b, n in enumerate(cache.words["cache_seqlens"]))
+
+
+def test_two_tokens_in_one_place_are_the_callers_business_unless_checked():
+    """As flash_attn has it: one of them is there afterwards."""
+    k_cache, v_cache, both = torch.zeros(3, 7, 2, 8), torch.zeros(3, 7, 2, 6), torch.tensor([1, 1])
+    words = {"cache_seqlens": 3, "cache_batch_idx": both}
+    tw.append(k_cache, v_cache, NEW_K + torch.tensor([1.0, 2.0])[:, None, None, None], NEW_V, **words)
+    assert k_cache[1, 3, 0, 0] in (1.0, 2.0)
+    with pytest.raises(ShapeError, match="sequences 0 and 1 go to the same place, 3 of page or entry 1"):
+        tw.append(k_cache, v_cache, NEW_K, NEW_V, check=True, **words)
+    tw.append(k_cache, v_cache, NEW_K, NEW_V, check=True, **(words | {"cache_seqlens": torch.tensor([3, 5])}))
 
 
 def test_masks_of_the_only_head():

@@ -24,6 +24,7 @@ from tilewise.errors import (
     check_out,
     check_size,
     check_tensor,
+    meets_itself,
 )
 from tilewise.masks import Dense, Mask
 from tilewise.problem import INT32
@@ -94,7 +95,7 @@ def decode(
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
-        mask: as in `attention`, aligned to each sequence's own length; a Dense mask stands alone and spans the capacity,
+        mask: as in `attention`, the same for all sequences and aligned to each one's own length; a Dense mask stands alone and spans the capacity,
             (batch or 1, heads or 1, seqlen_q or 1, capacity), with cu_seqlens_q for every query alike.
         k_scale, v_scale: what the numbers of an 8-bit cache are multiplied by, in fp32 (best); None is 1. By their dimensions: () the whole cache;
             (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
@@ -102,7 +103,8 @@ def decode(
             read may be NaN.
         out: where to write O, as in `attention`; it is returned. It must share no memory with the caches.
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
-            there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked.
+            there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked, but not whether two new
+            tokens go to one place.
 
     The other arguments are those of `attention`. What traces, exports or maps the call sees the operators `tilewise::append`, which writes the
     caches, and `tilewise::decode`; torch.vmap runs the latter entry by entry. A dense mask, one that differs by head, and what the device's backend
@@ -146,6 +148,10 @@ def decode(
     combined = combine(causal, mask)
     if combined.kind == "bitmap":
         _check_dense(mask, batch, capacity, packed)
+    elif combined.extent[0] != 1:
+        raise UnsupportedError(
+            f"mask differs by sequence, {mask}, as only a Dense one may in decode; cache_seqlens= says how many keys each has, leftpad= the first"
+        )
     given = operands(
         q[None] if packed else q,
         k_cache,
@@ -228,7 +234,8 @@ def append(
     """Write new keys and values into a cache, in place, behind the tokens that each sequence has there.
 
     Args:
-        k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page or entry that is written to must be one sequence's alone.
+        k_cache, v_cache, page_table, cache_batch_idx, check: as in `decode`. A page or entry that is written to must be one sequence's alone: of
+            two tokens that go to one place one is lost, which `check` reports.
         k, v: (batch, new, heads_k, head_dim) and head_dim_v in the caches' dtype, or with cu_seqlens packed, (total_new, heads_k, ...). They share no
             memory with the caches.
         cache_seqlens: tokens in the cache before, (batch,) int32 (best) or int64, or one int for all; it is not advanced.
@@ -302,7 +309,7 @@ def _append(
 
 
 def _check_own_memory(name: str, cache: Tensor) -> None:
-    if any(size > 1 and step == 0 for size, step in zip(cache.shape, cache.stride(), strict=True)):
+    if meets_itself(cache):
         raise ShapeError(
             f"{name} has strides {tuple(cache.stride())} for shape {tuple(cache.shape)}: tokens share memory there, and would overwrite each other; "
             f"pass {name}.contiguous(), or choose entries with cache_batch_idx"

@@ -218,14 +218,20 @@ def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dt
         found = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         kinds = " or ".join(map(str, dtypes))
         raise ShapeError(f"out must be {shape} {kinds} on {q.device}, as the result is, got {found}; allocate it with torch.empty")
-    reach, fits = 0, out.shape[-1] <= 1 or out.stride(-1) == 1
-    for step, size in sorted((step, size) for step, size in zip(out.stride(), out.shape, strict=True) if size > 1):
-        fits = fits and step > reach
-        reach += step * (size - 1)
-    if not fits:
+    if (out.shape[-1] > 1 and out.stride(-1) != 1) or meets_itself(out):
         raise ShapeError(
             f"out has strides {tuple(out.stride())} for shape {shape}; its last dimension must be contiguous, and no two numbers may share memory"
         )
+
+
+def meets_itself(x: Tensor) -> bool:
+    """Whether numbers of x may share memory: whether a step along one dimension does not pass over all that lies in smaller steps."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor], what: str = "read while it is written") -> None:

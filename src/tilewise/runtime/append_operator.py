@@ -188,6 +188,9 @@ def _check(given: Operands) -> None:
         values.check_pages(given.page_table, ends, n_pages, page_size, lengths)
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, n_pages)
+    if given.check or values.always():
+        owner, place = (x.flatten()[: sum(new)] for x in _tokens(given))
+        values.check_own_places(_slots(given, owner, given.cache_seqlens.to(torch.int64)[owner] + place), owner)
     if given.rotary_first is not None and (given.rotary_first < 0).any():
         raise errors.ShapeError(f"rotary_first must not be negative, got {given.rotary_first.tolist()}")
     if _one_memory(given) and v.data_ptr() != k.data_ptr():

@@ -66,6 +66,20 @@ def check_rows(cache_batch_idx: Tensor, n_rows: int) -> None:
         raise ShapeError(f"cache_batch_idx must be between 0 and {n_rows - 1}, got {cache_batch_idx.tolist()}")
 
 
+def check_own_places(slots: tuple[Tensor, Tensor], owner: Tensor) -> None:
+    """Refuse new tokens that go to the same (page or entry, place), of which one would be lost. owner: the sequence of each."""
+    where = torch.stack([x.flatten() for x in slots]).numpy(force=True)
+    order = np.lexsort(where)
+    met = (where[:, order[1:]] == where[:, order[:-1]]).all(0).nonzero()[0]
+    if len(met):
+        one, other = sorted(owner.flatten()[order[met[0] : met[0] + 2].tolist()].tolist())
+        entry, place = where[:, order[met[0]]]
+        raise ShapeError(
+            f"new tokens of sequences {one} and {other} go to the same place, {place} of page or entry {entry} of the caches, where one would be "
+            "lost; page_table or cache_batch_idx must give each sequence that is appended to a page or an entry of its own"
+        )
+
+
 def check_padding(leftpad: Tensor, lengths: list[int]) -> None:
     padding = leftpad.tolist()
     if any(pad < 0 for pad in padding):
