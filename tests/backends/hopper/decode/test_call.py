@@ -192,7 +192,7 @@ def test_units_of_many_rows_have_those_of_two_products(monkeypatch):
 
 def test_a_prefix_has_more_on_its_way_where_products_decide(monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for batch, heads, stages in ((64, 8, 4), (32, 8, 2)):  # 256 and 128 rows
         call = made(DecodeCase(lengths=(20,) * batch, heads=(heads, 2), dims=(128, 128), page=16, prefix=16))
         (_, _, first), (_, _, rest) = decoding.kernels(call)

@@ -107,6 +107,22 @@ def test_behind_a_prefix_a_launch_waits_at_once_only_for_copies(gpu, monkeypatch
         assert (second.prior.early, second.prior.tokens) == (alone, 4) and second.prior.O.data_ptr() == first.tensors[3].data_ptr()
 
 
+def test_a_prefix_has_its_length_from_the_calls_own_stream(gpu, monkeypatch):
+    """What another stream was told to fill may not be filled yet. A graph takes what there is, or fills its own."""
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    monkeypatch.setattr(prefix, "_LENGTHS", {})
+    call = made(replace(CASES["plain"], prefix=4))
+    found = []
+    for gpu.stream, gpu.captures in ((5, True), (0, False), (7, False), (0, False), (7, True)):
+        gpu.launches.clear()
+        again(call)(given(call), call.seqlens, None)
+        first, _ = gpu.launches
+        found.append(first.lengths[0])
+        assert found[-1].tolist() == [4]
+    graph, one, other, *rest = (x.data_ptr() for x in found)
+    assert len({graph, one, other}) == 3 and rest[0] == one and rest[1] in (one, other)
+
+
 @pytest.mark.parametrize("per", [(None, "head"), ("all", "sequence"), ("token", "token")])
 def test_scales_of_a_cache_are_each_calls_own(per, gpu):
     plain = made(CASES["plain"])

@@ -13,7 +13,7 @@ from tilewise.problem import DecodeCall
 
 LEAST_SAVED = 30 << 20  # bytes that need not be read again; fewer take less time than another launch
 
-_LENGTHS: dict[tuple[torch.device, int], Tensor] = {}
+_LENGTHS: dict[tuple[torch.device, int], dict[int, Tensor]] = {}  # by stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,15 @@ def prior(call: DecodeCall, o: Tensor, lse: Tensor, early: int = 0) -> Prior:
 
 
 def _length(n: int, device: torch.device) -> Tensor:
-    """(1,) int32; a graph that is captured makes its own, where there is none yet."""
-    if (device, n) in _LENGTHS:
-        return _LENGTHS[device, n]
-    made = torch.full((1,), n, dtype=torch.int32, device=device)
-    if not torch.cuda.is_current_stream_capturing():
-        _LENGTHS[device, n] = made
-    return made
+    """(1,) int32, filled by this stream, for another one may be far behind; a graph that is captured fills its own, where there is none yet."""
+    kept = _LENGTHS.setdefault((device, n), {})
+    if torch.cuda.is_current_stream_capturing():
+        return next(iter(kept.values())) if kept else _filled(n, device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if stream not in kept:
+        kept[stream] = _filled(n, device)
+    return kept[stream]
+
+
+def _filled(n: int, device: torch.device) -> Tensor:
+    return torch.full((1,), n, dtype=torch.int32, device=device)
