@@ -455,6 +455,8 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
 
     class Recorder:
         def decode(self, call):
+            if call.q.numel() == 0:  # as Hopper's
+                return None
             calls.append(call)
             return decode_operator._empty(call.q, call.v_cache)
 
@@ -476,7 +478,8 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
             "softcap": 0.0,
         }
         given |= {"shared_prefix": 99, "interleaved": False, "check": False, "leftpad": torch.empty(3, dtype=torch.int64)}
-        decode_operator._compute(decode_operator.Operands(**given))
+        for rows in (q, q[:0]):
+            decode_operator._compute(decode_operator.Operands(**given | {"q": rows}))
         new = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": k[..., :8], "cu_seqlens": bounds, "interleaved": True, "check": False}
         operands = dict.fromkeys(append_operator.Operands._fields) | new | index | tables
         append_operator._append(append_operator.Operands(**operands))

@@ -100,7 +100,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     checked = values.wanted(given.q.device, given.check)
     call = call_of(given, _check(given) if checked else None)
     backend = backend_of(call, given.backend)
-    if call.seqlens.shape[0] == 0:
+    if call.seqlens.shape[0] == 0 or call.q.numel() == 0:
         o, lse = _empty(call.q, call.v_cache)
         return o.zero_(), lse.fill_(-torch.inf)
     covered = goes_whole(call)
