@@ -128,8 +128,8 @@ def decode(
     for name, flag in (("return_lse", return_lse), ("interleaved", interleaved), ("check", check)):
         check_flag(name, flag)
     _check_caches(k_cache, v_cache, paged=page_table is not None)
-    _check_rotary(rotary_cos, rotary_sin, q, decode_operator.NO_GRADIENT)
-    batch, other = _batch_of_queries(q, cu_seqlens_q), "cu_seqlens_q" if packed else "q"
+    check_rotary(rotary_cos, rotary_sin, q, decode_operator.NO_GRADIENT)
+    batch, other = batch_of_queries(q, cu_seqlens_q), "cu_seqlens_q" if packed else "q"
     capacity = _capacity(k_cache, page_table, cache_batch_idx, batch, other)
     for name, x in (("cache_batch_idx", cache_batch_idx), ("leftpad", leftpad)):
         if x is not None:
@@ -140,8 +140,8 @@ def decode(
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     seqlens, length = _lengths(cache_seqlens, batch, k_cache, other)
-    k_scale = k_scale if k_scale is None else _scale("k", k_scale, k_cache, batch, other)
-    v_scale = v_scale if v_scale is None else _scale("v", v_scale, v_cache, batch, other)
+    k_scale = k_scale if k_scale is None else scale_of("k", k_scale, k_cache, batch, other)
+    v_scale = v_scale if v_scale is None else scale_of("v", v_scale, v_cache, batch, other)
     caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
     _check(q, k_cache, v_cache, alibi_slopes, sink)
@@ -165,7 +165,7 @@ def decode(
         deterministic=False,
         backend=backend,
     )
-    slopes = _packed_slopes(alibi_slopes, q, batch) if packed else given.alibi_slopes
+    slopes = slopes_of(alibi_slopes, q, batch, other) if packed else given.alibi_slopes
     if out is not None:
         _check_out(out, q, caches)
     if k is not None and v is not None:
@@ -299,7 +299,7 @@ def _append(
     for name, x in (("cache_batch_idx", cache_batch_idx), ("rotary_first", rotary_first)):
         if x is not None:
             _check_indices(name, x, batch, k_cache, other)
-    _check_rotary(rotary_cos, rotary_sin, k, append_operator.NO_GRADIENT)
+    check_rotary(rotary_cos, rotary_sin, k, append_operator.NO_GRADIENT)
     if rotary_cos is not None and k.dtype in EIGHT_BITS:
         raise UnsupportedError(f"rotary_cos cannot turn a k of {k.dtype}; rotate k before it is quantised")
     if cache_seqlens is None:
@@ -339,7 +339,7 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | N
     check_head_dim(q.shape[-1], v_cache.shape[3])
 
 
-def _scale(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) -> Tensor:
+def scale_of(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) -> Tensor:
     """The checked scale of an 8-bit cache, called `name`, in fp32."""
     name, cache_name = f"{name}_scale", f"{name}_cache"
     if cache.dtype not in EIGHT_BITS:
@@ -378,7 +378,8 @@ def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
         )
 
 
-def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+def batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """How many sequences q has, packed where there is cu_seqlens_q, which is checked."""
     if cu_seqlens_q is None:
         return q.shape[0]
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
@@ -418,7 +419,8 @@ def _check_counts(shared_prefix: int, split: int | None) -> None:
             raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {x!r}")
 
 
-def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor, no_gradient: str) -> None:
+def check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor, no_gradient: str) -> None:
+    """Refuse tables that do not fit each other, or x."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -433,16 +435,16 @@ def _check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor, no_gradient
         raise ShapeError(f"rotary_cos has rotary_dim / 2 = {cos.shape[1]}, but head_dim is {x.shape[-1]}; rotary_dim must not be larger")
 
 
-def _packed_slopes(slopes: Tensor | None, q: Tensor, batch: int) -> Tensor | None:
-    """ALiBi slopes (batch or 1, heads_q) fp32 of packed queries."""
+def slopes_of(slopes: Tensor | None, q: Tensor, batch: int, other: str) -> Tensor | None:
+    """ALiBi slopes (batch or 1, heads_q) fp32 of queries, packed or not; `other` says how many sequences there are."""
     if slopes is None:
         return None
     check_tensor("alibi_slopes", slopes, ("batch", "heads_q") if isinstance(slopes, Tensor) and slopes.dim() == 2 else ("heads_q",), DTYPES)
     check_like("alibi_slopes", slopes, q, same_dtype=False)
-    check_size("alibi_slopes", "heads_q", slopes.shape[-1], q.shape[1], "q")
+    check_size("alibi_slopes", "heads_q", slopes.shape[-1], q.shape[-2], "q")
     slopes = (slopes if slopes.dim() == 2 else slopes[None]).float()
     if slopes.shape[0] != 1:
-        check_size("alibi_slopes", "batch", slopes.shape[0], batch, "cu_seqlens_q")
+        check_size("alibi_slopes", "batch", slopes.shape[0], batch, other)
     return slopes
 
 

@@ -217,7 +217,7 @@ def call(**words):
     return lambda: flash_attn.flash_attn_with_kvcache(**arguments)
 
 
-NEW = {"k": torch.zeros(2, 1, 2, 32), "v": torch.zeros(2, 1, 2, 32)}
+NEW = {"k": torch.ones(2, 1, 2, 32), "v": torch.ones(2, 1, 2, 32)}
 TURN = {"rotary_cos": torch.zeros(8, 8), "rotary_sin": torch.zeros(8, 8)}
 WRONG = {
     "full": (
@@ -250,6 +250,11 @@ WRONG = {
     ),
     "dtype": (call(k=NEW["k"].double(), v=NEW["v"], cache_seqlens=3), "k is torch.float64, but k_cache is torch.float32"),
     "batch": (call(k_cache=CACHE[:1], v_cache=CACHE[:1]), "k_cache has batch 1, but q has batch 2"),
+    "slopes": (call(**NEW, cache_seqlens=3, alibi_slopes=torch.ones(3)), "alibi_slopes has heads_q 3, but q has heads_q"),
+    "slopes of sequences": (
+        call(**NEW, cache_seqlens=3, alibi_slopes=torch.ones(3, Q.shape[2])),
+        "alibi_slopes has batch 3, but q has batch 2",
+    ),
     "row of pages": (
         call(block_table=TABLE, cache_batch_idx=torch.tensor([0, 2])),
         r"cache_batch_idx must be between 0 and 1, got \[0, 2\]",
@@ -263,6 +268,51 @@ def test_refusals(call, words):
         call()
     assert str(caught.value).startswith("tilewise.compat.flash_attn.flash_attn_with_kvcache: ")
     assert CACHE.count_nonzero() == 0
+
+
+HEADS_OF_QUERIES, CU = torch.zeros(3, 4, 32), torch.tensor([0, 1, 3], dtype=torch.int32)
+EIGHT = CACHE.to(torch.float8_e4m3fn)
+WRONG_OF_THE_THIRD = {
+    "bounds": ({"cu_seqlens_q": [0, 1, 3]}, "cu_seqlens_q must be a torch.Tensor of shape"),
+    "bounds beyond": ({"cu_seqlens_q": CU + 1}, r"cu_seqlens_q must start at 0, .* got \[1, 2, 4\]"),
+    "no bounds": ({"cu_seqlens_q": CU[:0]}, r"cu_seqlens_q must have batch \+ 1 entries"),
+    "new bounds": ({"cu_seqlens_k_new": CU.float()}, "cu_seqlens_k_new must be int32 or int64, got float32"),
+    "heads": ({"q": HEADS_OF_QUERIES[:, :3]}, "q has heads_q=3 and k has heads_k=2"),
+    "head_dim": ({"q": HEADS_OF_QUERIES[..., :24]}, "k_cache has head_dim 32, but q has head_dim 24"),
+    "first positions": ({"rotary_seqlens": CU[:1]}, "rotary_seqlens has batch 1, but q has batch 2"),
+    "no first positions": ({"rotary_seqlens": 3}, "rotary_seqlens must be a torch.Tensor"),
+    "tables": ({"rotary_sin": ANGLES[:9]}, r"rotary_sin has shape .*9, 8.*, but rotary_cos has shape"),
+    "qv's heads": ({"qv": HEADS_OF_QUERIES[:, :2]}, "qv has shape before head_dim .*3, 2.*, but q has shape before head_dim .*3, 4"),
+    "qv": ({"qv": [1.0]}, "qv must be a torch.Tensor"),
+    "q_descale": ({"q": HEADS_OF_QUERIES.to(EIGHT.dtype), "q_descale": torch.ones(3, 2)}, "q_descale has batch 3, but q has batch 2"),
+    "heads of q_descale": (
+        {"q": HEADS_OF_QUERIES.to(EIGHT.dtype), "q_descale": torch.ones(2, 1)},
+        "q_descale has heads_k 1, but k_cache has",
+    ),
+    "v_descale": (
+        {
+            "q": HEADS_OF_QUERIES.to(EIGHT.dtype),
+            "k_cache": EIGHT,
+            "v_cache": EIGHT,
+            "v_descale": torch.ones(3, 2),
+        },
+        "v_descale has batch 3, but q has batch 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, words", WRONG_OF_THE_THIRD.values(), ids=WRONG_OF_THE_THIRD)
+def test_refusals_of_the_third_generation(changes, words):
+    """In its own words, and before anything is appended."""
+    given = {"q": HEADS_OF_QUERIES, "k_cache": CACHE, "v_cache": CACHE.clone(), "k": torch.ones(3, 2, 32), "v": torch.ones(3, 2, 32)}
+    given |= {"cache_seqlens": torch.tensor([1, 2]), "cu_seqlens_q": CU, "cu_seqlens_k_new": CU, "causal": True}
+    if "v_descale" in changes:
+        given |= {name: torch.ones(3, 2, 32).to(EIGHT.dtype) for name in "kv"}
+    given |= {} if "v_descale" in changes else {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
+    with pytest.raises(RuntimeError, match=words) as caught:
+        flash_attn_3.flash_attn_with_kvcache(**given | changes)
+    assert str(caught.value).startswith("tilewise.compat.flash_attn_3.flash_attn_with_kvcache: ")
+    assert CACHE.count_nonzero() == 0 and EIGHT.float().count_nonzero() == 0
 
 
 def test_pages_of_one_sequence_may_be_shared():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilewise.errors import EIGHT_BITS, ShapeError, UnsupportedError, check_size, check_tensor
+from tilewise.errors import EIGHT_BITS, ShapeError, UnsupportedError, check_heads, check_size, check_tensor
 
 
 def scales(
@@ -54,6 +54,9 @@ def wide_queries(q: Tensor, k_cache: Tensor, q_descale: Tensor | None, cu_seqlen
     wide = q.float()
     if q_descale is not None:
         check_tensor("q_scale", q_descale, ("batch", "heads_k"))
+        check_size("q_scale", "batch", q_descale.shape[0], q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, "q")
+        check_size("q_scale", "heads_k", q_descale.shape[1], k_cache.shape[-2], "k_cache")
+        check_heads(q.shape[-2], k_cache.shape[-2])
         by_head = q_descale.float().repeat_interleave(q.shape[-2] // k_cache.shape[-2], dim=1)
         if cu_seqlens_q is None:
             wide = wide * by_head[:, None, :, None]

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from tilewise import decoding
 from tilewise.compat import _translate as translate
-from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_like, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_heads, check_like, check_size, check_tensor
 from tilewise.masks import SlidingWindow
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
@@ -147,11 +147,35 @@ def attend(
 
     Returns O as q and LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q), with -inf for empty rows.
     """
-    check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim"))
+    axes = ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim")
+    check_tensor("q", q, axes)
     check_like("k_cache", cache.k, q, same_dtype=cache.k.dtype not in EIGHT_BITS)
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
+    from_padding = (
+        cache.leftpad is not None and given.mask is not None and not isinstance(given.mask, SlidingWindow)
+    )  # chunks count from there
+    if cache.k.dtype in EIGHT_BITS and (qv is not None or from_padding):
+        what = "qv" if qv is not None else "attention_chunk with cache_leftpad"
+        raise UnsupportedError(f"{what} is not supported with a k_cache of {cache.k.dtype}; pass caches in bf16")
+    batch = cache.lengths.shape[0]  # what decode checks is checked before anything is appended
+    if cu_seqlens_q is not None and not is_compiling() and values.wanted(q.device, False):
+        values.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    check_heads(q.shape[-2], cache.k.shape[2])
+    check_size("k_cache", "head_dim", cache.k.shape[3], q.shape[-1], "q")
+    decoding.slopes_of(given.alibi_slopes, q, batch, "q")
+    for name, x, scale in (("k", cache.k, cache.k_scale), ("v", cache.v, cache.v_scale)):
+        if scale is not None:
+            decoding.scale_of(name, scale, x, batch, "q")
+    if qv is not None:
+        check_tensor("qv", qv, axes)
+        translate.check_second_part(q, cache.v, qv, "v_cache")
     if rotary is not None:
+        decoding.check_rotary(rotary.cos, rotary.sin, q, "")
+        if rotary.first is not None:
+            check_tensor("rotary_first", rotary.first, ("batch",), INDEX_DTYPES)
+            check_size("rotary_first", "batch", rotary.first.shape[0], batch, "q")
+            check_like("rotary_first", rotary.first, q, same_dtype=False)
         first = (cache.lengths if rotary.first is None else rotary.first).to(torch.int64)
         owner, place = _tokens(q, cu_seqlens_q)
         q = rotary.turn(q, first[owner] + (place if given.local else 0))
@@ -159,12 +183,6 @@ def attend(
         turn = {} if rotary is None else rotary.of_keys()
         decoding.append(cache.k, cache.v, k, v, **cache.places(), cu_seqlens=cu_seqlens_k_new, **turn)
         cache = replace(cache, lengths=cache.lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()))
-    from_padding = (
-        cache.leftpad is not None and given.mask is not None and not isinstance(given.mask, SlidingWindow)
-    )  # chunks count from there
-    if cache.k.dtype in EIGHT_BITS and (qv is not None or from_padding):
-        what = "qv" if qv is not None else "attention_chunk with cache_leftpad"
-        raise UnsupportedError(f"{what} is not supported with a k_cache of {cache.k.dtype}; pass caches in bf16")
     if qv is not None or from_padding:
         return _attend_packed(q, cache, given, qv, cu_seqlens_q)
     given = translate.with_scale(given, q)
@@ -179,7 +197,6 @@ def _tokens(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     if cu_seqlens is None:
         owner, places = (torch.arange(n, dtype=torch.int64, device=x.device) for n in x.shape[:2])
         return owner[:, None].expand(x.shape[:2]), places.expand(x.shape[:2])
-    check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",), INDEX_DTYPES)
     owner = sequence_of(cu_seqlens, x.shape[0])
     return owner, torch.arange(x.shape[0], dtype=torch.int64, device=x.device) - cu_seqlens.long()[owner]
 

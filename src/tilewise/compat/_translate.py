@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import DTYPES, ShapeError, check_number, check_size, check_tensor
+from tilewise.errors import DTYPES, ShapeError, check_like, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
@@ -121,9 +121,16 @@ def _with_second_part(
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
         check_tensor(name, x, (*axes, "heads", "head_dim"), memory=False)
     given = with_scale(given, q, qv)
-    check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], "v")
+    check_second_part(q, v, qv)
     check_size("k", "head_dim", k.shape[-1], q.shape[-1], "q")
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), given
+
+
+def check_second_part(q: Tensor, v: Tensor, qv: Tensor, values: str = "v") -> None:
+    """Refuse a `qv` that does not lie beside q, or does not fit v, which are checked."""
+    check_like("qv", qv, q)
+    check_size("qv", "shape before head_dim", qv.shape[:-1], q.shape[:-1], "q")
+    check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], values)
 
 
 def attend(

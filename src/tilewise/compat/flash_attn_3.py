@@ -15,6 +15,7 @@ Arguments beside those:
 import torch
 from torch import Tensor
 
+from tilewise import decoding
 from tilewise.compat import _descale, _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers
@@ -127,7 +128,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale", leftpad="cache_leftpad", **DESCALES)
+@answers(scale="softmax_scale", leftpad="cache_leftpad", cu_seqlens="cu_seqlens_k_new", rotary_first="rotary_seqlens", **DESCALES)
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -172,7 +173,7 @@ def flash_attn_with_kvcache(
     check_tensor("q", q, axes, (*DTYPES, *EIGHT_BITS))
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k: it says where the new keys go")
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = decoding.batch_of_queries(q, cu_seqlens_q)
     places = {"page_table": page_table, "batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
     cache = _kvcache.Cache.of(k_cache, v_cache, batch, cache_seqlens, **places, k_scale=k_descale, v_scale=v_descale)
     q = _descale.wide_queries(q, k_cache, q_descale, cu_seqlens_q)
