@@ -440,6 +440,24 @@ def test_it_compiles_whole_and_writes_only_the_caches(layout):
     assert len(traced) == 1
 
 
+def test_it_compiles_whole_for_any_sizes():
+    """Whose strides are then no numbers."""
+    torch._dynamo.reset()
+
+    def step(q, k_cache, v_cache, k, v, lengths, table, out):
+        return tw.decode(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, out=out)
+
+    run = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, new, pages, size in ((2, 1, 3, 8), (3, 2, 4, 8), (5, 3, 6, 4)):
+        table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+        caches = randn(batch * pages, size, 2, 16), randn(batch * pages, size, 2, 16, seed=1)
+        q, k, v = randn(batch, new, 4, 16), randn(batch, new, 2, 16, seed=2), randn(batch, new, 2, 16, seed=3)
+        lengths = torch.arange(batch, dtype=torch.int32) + 4
+        again = [x.clone() for x in caches]
+        expected = step(q, *caches, k, v, lengths, table, torch.empty_like(q))
+        assert torch.equal(run(q, *again, k, v, lengths, table, torch.empty_like(q)), expected) and all(map(torch.equal, again, caches))
+
+
 def test_opcheck_of_packed_queries_and_trees():
     cache = Cache("pages", lengths=(9, 4))
     fields = dict.fromkeys(decode_operator.Operands._fields) | cache.words

@@ -226,12 +226,9 @@ def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dt
 
 def meets_itself(x: Tensor) -> bool:
     """Whether numbers of x may share memory: whether a step along one dimension does not pass over all that lies in smaller steps."""
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if step <= reach:
-            return True
-        reach += step * (size - 1)
-    return False
+    steps = [(step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]  # unsorted: symbols, where it is traced
+    reach = [sum([step * (size - 1) for j, (step, size) in enumerate(steps) if j != i and step <= far]) for i, (far, _) in enumerate(steps)]
+    return any([step <= inner for (step, _), inner in zip(steps, reach, strict=True)])
 
 
 def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor], what: str = "read while it is written") -> None:
