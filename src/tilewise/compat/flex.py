@@ -163,14 +163,17 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
         program = record(mod, block_mask.kv_num_blocks.device)
         captured, uses = program.captured(), program.uses()
     except Unrecognised:
-        program, captured, uses = None, _closed_over(mod), set()
+        program, captured, uses = None, _closed_over(mod), {"b", "h"}  # for all that is known
     try:
-        mask = from_flex(block_mask) if program is None else _recognised(program, block_mask, *sizes)
+        if program is None:
+            raise Unrecognised
+        mask = _recognised(program, block_mask, *sizes)
     except Unrecognised:
         for name, letter, had, has in zip(("batch", "heads"), "bh", made_for, sizes, strict=True):
             if letter in uses and had != has:
+                how = "depends" if program is not None else "cannot be followed, and may depend"
                 raise UnsupportedError(
-                    f"{LAYER}: mask_mod depends on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
+                    f"{LAYER}: mask_mod {how} on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
                 ) from None
         mask = from_flex(block_mask)
     _SEEN[block_mask] = Seen(mod, sizes, [(x, _version(x)) for x in captured], mask)
@@ -320,23 +323,28 @@ def _score(program: Program) -> Score:
     return at[program.result.at]
 
 
+KEEP_THE_NUMBER = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}  # arguments of what copies
+
+
 def _through(step: Step, at: dict[int | str, Score]) -> Score:
     """One operation on the score."""
     name, args = step.function.overloadpacket.__name__, step.args
     scores = [at.get(x.at) if isinstance(x, Ref) else None for x in args]
     score = next((x for x in scores if x is not None), None)
-    if score is not None and sum(x is not None for x in scores) == 1:
+    if step.extra == 0 and step.kwargs.keys() <= KEEP_THE_NUMBER and score is not None and sum(x is not None for x in scores) == 1:
         first = scores[0] is not None
         if name in ("mul", "div") and (first or name == "mul") and (number := _number(args[1 if first else 0])) is not None:
+            if name == "div" and number == 0.0:
+                raise Unrecognised("divides the score by 0")
             return _times(score, number if name == "mul" else 1.0 / number)
         if name == "neg":
             return _times(score, -1.0)
         if name == "tanh" and score.cap is None and not score.added and not score.hidden:
             return score._replace(cap=1.0)
-        if name in ("add", "sub", "rsub") and step.kwargs.get("alpha", 1) == 1:
+        if name in ("add", "sub", "rsub") and len(args) == 2:
             turned = name == "rsub" if first else name == "sub"
             return (_times(score, -1.0) if turned else score)._replace(added=True)
-        if name == "_to_copy" and first:
+        if name in ("_to_copy", "clone", "alias", "detach") and step.kwargs.get("dtype") in (None, torch.float32, torch.float64):
             return score
         if name == "where" and len(args) == 3 and scores[0] is None and isinstance(args[0], Ref):
             shown = scores[1] is not None
@@ -409,8 +417,9 @@ def _without_score(program: Program) -> Program:
             on_score.add(number)
             if step.function.overloadpacket.__name__ in ("where", "masked_fill"):
                 shown = next(x for x in step.args if isinstance(x, Ref) and x.at in on_score)
-                step = Step(aten.clone.default, (shown,), {})
-        steps.append(Step(step.function, *(tree_map(_zero, x, is_leaf=lambda x: isinstance(x, Ref)) for x in (step.args, step.kwargs))))
+                step = Step(aten.clone.default, (shown,), {}, step.extra)
+        args, kwargs = (tree_map(_zero, x, is_leaf=lambda x: isinstance(x, Ref)) for x in (step.args, step.kwargs))
+        steps.append(step._replace(args=args, kwargs=kwargs))
     return Program(tuple(steps), program.result)
 
 
@@ -421,6 +430,12 @@ def _zero(x: Any) -> Any:
 def _bias(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
     """The term as a bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), with autograd through the captured tensors."""
     program = _without_score(changes.term)
+    for number in program.needed(program.result):
+        if program.steps[number].extra is None:
+            raise UnsupportedError(
+                f"{LAYER}: score_mod cannot be followed on whole axes, where {program.steps[number].function} would see other numbers than its own; "
+                "write it in operations by element and sums over dim=-1, or call torch's flex_attention"
+            )
     uses = program.uses()
     sizes = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2], "kv_idx": seqlen_k}
     shape = [size if name in uses else 1 for name, size in sizes.items()]
