@@ -1,5 +1,6 @@
 """flex_attention by tilewise: which mask_mods become which masks, which score_mods become which features, and that results are the formula's."""
 
+import functools
 import inspect
 import warnings
 
@@ -318,6 +319,36 @@ def test_results_are_those_of_torchs_flex_attention():
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(aux.lse, want_aux.lse)
     assert type(aux) is type(want_aux) and aux.max_scores is None
+
+
+class Window:
+    def __init__(self, left):
+        self.left, self.ids, self.model = left, DOCUMENT, torch.nn.Sequential(*(torch.nn.Identity() for _ in range(99)))
+
+    def __call__(self, b, h, q, k):
+        return ((q - k).abs() <= self.left) & (self.ids[q] == self.ids[k])
+
+    def method(self, b, h, q, k):
+        return self(b, h, q, k)
+
+
+@pytest.mark.parametrize("bound", ["object", "method", "partial", "closure"])
+def test_a_mask_is_made_anew_where_its_mod_holds_another_value(bound, monkeypatch):
+    window = Window(3)
+    mod = {
+        "object": window,
+        "method": functools.partial(lambda given, b, h, q, k: given(b, h, q, k), window.method),
+        "partial": functools.partial(lambda given, b, h, q, k: given(b, h, q, k), window),
+        "closure": lambda b, h, q, k: window(b, h, q, k),
+    }[bound]
+    made = create_block_mask(mod, None, None, 64, 64, device="cpu")
+    first = mask_of(made)
+    assert mask_of(made) is first
+    for name, value in (("left", 9), ("ids", DOCUMENT.flip(0))):
+        setattr(window, name, value)
+        mask = mask_of(made)
+        assert mask is not first and mask_of(made) is mask
+        assert torch.equal(mask.dense(64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu")[0, 0])
 
 
 def test_the_signature_is_torchs():
