@@ -294,6 +294,16 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "the set decode fixes its cells, so seqlen cannot be given" in capsys.readouterr().err
 
 
+def test_contenders_that_take_none_of_the_cells_have_no_rows_but_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewise.cli.decoding.decode_cells", lambda most: CELLS)
+    monkeypatch.setattr("tilewise.cli.decoding.CONTENDERS", "tilewise,fa2,flashinfer")  # of which GPUs alone have the last two
+    command = ["bench", "--set", "decode", "--device", "cpu", "--check", "--only", "b2 20 *", "--out"]
+    assert grammar.main([*command, str(tmp_path / "usual")]) == 0
+    assert {row.impl for row in load(tmp_path / "usual")} == {"tilewise"}
+    assert grammar.main([*command, str(tmp_path / "asked"), "--impl", "tilewise,fa2"]) == 0
+    assert {row.impl for row in load(tmp_path / "asked")} == {"tilewise", "fa2"}
+
+
 def test_reports_draw_and_leave_out_what_charts_cannot_show(of_a_gpu, tmp_path):
     path = tmp_path / "rows.jsonl"
     append(path, of_a_gpu)

@@ -48,4 +48,4 @@ def test_what_does_not_exist_is_not_read():
         expected, found = (tw.decode(**given | words) for words in ({}, {"page_table": table, "cache_seqlens": lengths}))
         torch.cuda.synchronize()
         first = 1 if made.call.cu_seqlens_q is None else int(made.call.cu_seqlens_q[1])
-        torch.testing.assert_close(found[first:], expected[first:], equal_nan=True)
+        torch.testing.assert_close(found[first:], expected[first:], rtol=2e-2, atol=2e-2, equal_nan=True)  # they are shared out otherwise

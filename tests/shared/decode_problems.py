@@ -141,6 +141,8 @@ def with_eight_bits(
             wide = wide.nan_to_num(77.0).round().clamp(-128, 127)
         eight = wide.to(kind)
         if scale is not None and per == "token":
+            if call.page_table is None:  # tokens that are the same have the same scale
+                scale[:, : call.shared_prefix] = scale[:1, : call.shared_prefix]
             scale = torch.where(cache.isnan().any(-1), math.nan, scale)
         found |= {f"{name}_cache": eight, f"{name}_scale": scale}
         exact[f"{name}_cache"] = stand_for(call, eight, scale)

@@ -237,7 +237,10 @@ def shorts() -> dict[str, dict]:
 SHARED = [Cell(b, s, 32, 1, 0, q) for q in (1, 4) for b, s in ((64, 1024), (16, 1024), (4, 8192), (256, 1024), (64, 8192), (16, 8192))]
 SHARED += [
     Cell(256, 8192, 32, 1, 0, 4),
+    Cell(256, 32768, 32, 1, 64, 4),
     Cell(64, 32768, 32, 1, 0),
+    Cell(7, 32768, 32, 1, 0),
+    Cell(5, 1024, 32, 1, 0),
     Cell(140, 1024, 32, 1, 0),
     Cell(8, 4096, 32, 8, 0),
     Cell(1, 8192, 32, 1, 0),
@@ -247,6 +250,7 @@ SHARED += [
 def shares() -> dict[str, dict]:
     """The usual, equal shares, and what is chosen by how much faster a block is taken to be alone; and likewise with other rows of a unit."""
     found: dict[str, dict] = {"usual": {}, "equal": {"cut": decoding.Cut(alone=0)}}
+    found |= {"not fitted": {"cut": decoding.Cut(fitted=False)}, "not fitted, equal": {"cut": decoding.Cut(fitted=False, alone=0)}}
     found |= {f"{n} quarters": {"cut": decoding.Cut(alone=n)} for n in (4, 5, 6, 8)}
     for rows in (64, 128):
         found |= {f"{name}, {rows} rows": {"cut": decoding.Cut(alone=n, rows=rows)} for name, n in (("equal", 0), ("chosen", None))}

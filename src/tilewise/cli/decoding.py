@@ -29,8 +29,10 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
         )
     if options.ahead:
         raise ValueError("ahead: the set decode compiles few kernels, as it comes to them; leave --ahead out")
-    impls = find(",".join(options.names) or options.impl or CONTENDERS)
-    cells = _chosen(options.only, device)
+    named, cells = ",".join(options.names) or options.impl, _chosen(options.only, device)
+    impls = find(named or CONTENDERS)
+    if not named:
+        impls = [impl for impl in impls if any(not impl.why_not(cell, device) for cell in cells)]  # the others' rows would say nothing else
     part, parts = options.part
     if options.out:
         require_writable(options.out)

@@ -95,7 +95,7 @@ def test_tiles_are_small_where_keys_are_few():
         made(DecodeCase(lengths=(FEW_KEYS // 2 + 1,), dims=(64, 64))),
     )
     assert [decoding.config_of(call).tile_n for call in (small, large, replace(small, split=64))] == [64, 128, 128]
-    assert repeat._key(small) != repeat._key(large) == repeat._key(replace(large, seqlens=large.seqlens.repeat(2)))
+    assert repeat._key(small) != repeat._key(large) == repeat._key(replace(large, seqlens=large.seqlens - 1))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,35 @@ def test_columns_leave_few_multiprocessors_idle(heads_k, columns):
     assert decoding.columns(heads_k, 132) == columns
 
 
+FITTED = [(1, 132, 132), (4, 132, 132), (5, 132, 130), (7, 132, 126), (9, 132, 126), (10, 132, 130), (64, 132, 128), (100, 132, 132)]
+FITTED += [(132, 132, 132), (140, 132, 132), (256, 132, 128), (1000, 132, 132), (3, 16, 16), (5, 16, 16), (16, 16, 16), (31, 16, 16)]
+
+
+@pytest.mark.parametrize(("units", "blocks", "expected"), FITTED)
+def test_shares_end_with_units_where_few_multiprocessors_are_idle_then(units, blocks, expected):
+    assert decoding.fitted(units, blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "grid"),
+    [
+        (DecodeCase(lengths=(70,) * 64, heads=(4, 1)), (1, 128)),
+        (DecodeCase(lengths=(70,) * 32, heads=(4, 2)), (2, 64)),
+        (DecodeCase(lengths=(70,) * 64, heads=(4, 1), queries=(1,) * 64), (1, 128)),
+        (DecodeCase(lengths=(300,) * 64, heads=(4, 1), queries=40), (1, 132)),  # later rows see more keys
+        (DecodeCase(lengths=(300,) * 64, heads=(4, 1), queries=(40, *(1,) * 63)), (1, 132)),  # the host does not know how many units
+        (DecodeCase(lengths=(70,) * 64, heads=(4, 1), split=64), (1, 132)),
+    ],
+    ids=str,
+)
+def test_thread_blocks_of_a_launch(case, grid, monkeypatch):
+    monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
+    call = made(case)
+    assert decoding._need(call, decoding.config_of(call))[:2] == grid
+    if case.split is None:
+        assert decoding._need(call, decoding.config_of(call), decoding.Cut(fitted=False)).blocks == 132 // grid[0]
+
+
 @pytest.mark.parametrize(
     ("heads", "queries", "dims", "least"),
     [
@@ -176,10 +205,11 @@ def test_rows_of_a_unit(batch, tokens, expected):
     assert config.rows_of_unit(batch * tokens) == expected
 
 
-def test_calls_whose_units_have_other_rows_are_no_repeats_of_each_other():
+def test_calls_of_other_batches_are_no_repeats_of_each_other():
+    """Whose units have other rows, or their launches other thread blocks."""
     one, more, larger = (made(DecodeCase(lengths=lengths, heads=(32, 1), dims=(16, 16))) for lengths in ((64,), (64,) * 4, (70_000,)))
     assert [repeat.rows_of_unit(call) for call in (one, more, larger)] == [64, 64, 128]
-    assert repeat._key(one) == repeat._key(more) != repeat._key(larger)
+    assert len({repeat._key(call) for call in (one, more, larger)}) == 3
 
 
 def test_units_of_many_rows_have_those_of_two_products(monkeypatch):

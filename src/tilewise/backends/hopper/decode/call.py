@@ -37,7 +37,7 @@ from tilewise.sm90 import jit, prebuilt
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 LATENT = "tilewise.backends.hopper.decode.latent:launch"
 MOST_BYTES = 1 << 30  # of pieces, with a split
-IDLE = 20  # of so many multiprocessors one may be idle for that
+IDLE = 20  # of so many multiprocessors one may be idle, so that the others' work is even
 
 
 class Cut(NamedTuple):
@@ -47,6 +47,7 @@ class Cut(NamedTuple):
     rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
     numbers: int = 4096  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
     alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
+    fitted: bool = True  # equal shares end with units, where that leaves few thread blocks idle
     polls: int = 32  # of a block with nothing else to do, at least, for the other pieces of its unit: predicted to take 15 us
 
 
@@ -266,6 +267,12 @@ def columns(units: int, blocks: int) -> int:
     return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n * IDLE <= blocks)
 
 
+def fitted(units: int, blocks: int) -> int:
+    """As many of a column's thread blocks as have whole units each, or as each unit has whole ones; all, where that left more than few idle."""
+    found = blocks // units * units if units <= blocks else -(-units // -(-units // blocks))
+    return found if (blocks - found) * IDLE <= blocks else blocks
+
+
 def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
     return workspace.of(_need(call, config, cut), call.q.device)
 
@@ -282,6 +289,10 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     grid, of_unit = (side_by_side, blocks // side_by_side), min(cut.rows or rows_of_unit(call), config.tile_m)
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
+        if cut.fitted and not (
+            config.latent or config.rising or (config.ragged and rows > of_unit)
+        ):  # then the host knows how many units there are
+            grid = side_by_side, fitted(call.seqlens.shape[0] * -(-rows // of_unit) * heads_k // side_by_side, grid[1])
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
         alone = config.alone if cut.alone is None else cut.alone
         return Need(*grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs, alone, cut.polls)

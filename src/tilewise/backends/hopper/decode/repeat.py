@@ -27,7 +27,7 @@ from tilewise.problem import DecodeCall, DecodeTensors
 from tilewise.sm90.jit import BYTES, aligned, readable, strided
 from tilewise.views import part
 
-MOST = 256  # calls that are remembered
+MOST = 1024  # calls that are remembered
 
 Decoded = tuple[Tensor, Tensor]
 
@@ -270,11 +270,7 @@ def _key(call: DecodeCall) -> tuple:
     there = *(None if x is None else x.dtype for x in indices), *(x is None for x in (call.tree, call.alibi_slopes, call.sink))
     sizes = q.shape[-2:], k.shape[2:], v.shape[3], call.max_seqlen_q if ragged else q.shape[1], 0 in q.shape, 0 in k.shape
     paged = 0 if call.page_table is None else k.shape[1]
-    counts = (
-        (call.seqlens.shape[0], k.shape[1], None if call.page_table is None else call.page_table.shape[1])
-        if call.split or call.shared_prefix
-        else ()
-    )
+    counts = (k.shape[1], None if call.page_table is None else call.page_table.shape[1]) if call.split or call.shared_prefix else ()
     options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
     rotary = call.rotary and (
         call.rotary.cos.shape[1],
@@ -289,6 +285,7 @@ def _key(call: DecodeCall) -> tuple:
         v.dtype,
         q.device,
         ragged,
+        call.seqlens.shape[0],
         paged,
         *sizes,
         latent_dims(k.shape[3], v.shape[3]) is not None and latent(call),
